@@ -143,6 +143,8 @@ class ModelCase:
     """A kind of `EXPERTS`, or none."""
     padded: bool = False
     """The ends of sequences are padding, which is routed to no expert."""
+    largest_logit: float | None = None
+    """Attention logit above which the weights of a head are scaled down."""
 
     @property
     def num_layers(self) -> int:
@@ -154,6 +156,7 @@ class ModelCase:
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
+        name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
         return name + " packed" * self.packed + window + " sink" * self.sink + later
 
 

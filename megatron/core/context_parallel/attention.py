@@ -123,6 +123,7 @@ def context_parallel_attention(
             options,
             first_head=options.first_head + own.start,
             sink=None if options.sink is None else options.sink[own],
+            max_logits=None if options.max_logits is None else options.max_logits[own],
         )
     if plan.exchange is None:
         out = kernel(query, key, value, options)

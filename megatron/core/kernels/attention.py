@@ -31,6 +31,7 @@ WIDTHS = "two head widths"
 SOFTCAP = "soft-capping"
 SINK = "a sink"
 DROPOUT = "dropout independent of the layout"
+MAX_LOGITS = "the largest scores"
 OWN_DROPOUT = "dropout"  # drawn by the kernel as it likes
 WIDE_HEADS = f"heads wider than {WIDEST_FLASH}"
 HEAD_EXCHANGE = "context parallelism by all-to-all"
@@ -43,7 +44,7 @@ _DROPOUTS = frozenset({DROPOUT, OWN_DROPOUT})
 _BLOCKWISE = Kernel(
     "blockwise",
     blockwise_attention,
-    _POSITIONS | _SCORES | _DROPOUTS | {HEAD_EXCHANGE, PARTIAL_KEYS, WIDE_HEADS},
+    _POSITIONS | _SCORES | _DROPOUTS | {HEAD_EXCHANGE, PARTIAL_KEYS, WIDE_HEADS, MAX_LOGITS},
 )
 _LIBRARY_DTYPES = frozenset({"bfloat16", "float16"})
 
@@ -51,12 +52,12 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
     "attention",
     {
         "cpu": (
-            Kernel("cpu-blocks", cpu_block_attention, _DROPOUTS | {WINDOW, WIDE_HEADS}),
+            Kernel("cpu-blocks", cpu_block_attention, _DROPOUTS | {WINDOW, WIDE_HEADS, MAX_LOGITS}),
             _BLOCKWISE,
             # torch computes two head widths on the CPU from the full matrix of scores.
             Kernel("sdpa", sdpa, frozenset({WIDE_HEADS})),
             Kernel("sdpa-mask", sdpa_with_mask, _MATRICES | {WIDE_HEADS}),
-            Kernel("unfused", unfused, _MATRICES | _DROPOUTS | {WIDE_HEADS}),
+            Kernel("unfused", unfused, _MATRICES | _DROPOUTS | {WIDE_HEADS, MAX_LOGITS}),
         ),
         OTHER_DEVICES: (
             Kernel("sdpa", sdpa, frozenset({WIDTHS, OWN_DROPOUT, HEAD_EXCHANGE, WIDE_HEADS})),
@@ -92,7 +93,11 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
             Kernel(
                 "unfused",
                 unfused,
-                _MATRICES | _POSITIONS | _SCORES | _DROPOUTS | {HEAD_EXCHANGE, WIDE_HEADS},
+                _MATRICES
+                | _POSITIONS
+                | _SCORES
+                | _DROPOUTS
+                | {HEAD_EXCHANGE, WIDE_HEADS, MAX_LOGITS},
             ),
             _BLOCKWISE,
         ),
@@ -102,6 +107,7 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
         "--reset-attention-mask",
         "--softmax-type",
         "--attn-logit-softcapping",
+        "--qk-clip",
     ),
     fix="pass the documents as packed_seq_params (PackedSeqParams(seq_idx=...))",
 )
@@ -134,6 +140,7 @@ def attention_needs(options: AttentionOptions, backend: str) -> set[str]:
         DOCUMENTS: options.mask.document_ids is not None,
         SOFTCAP: options.softcap is not None,
         SINK: options.sink is not None,
+        MAX_LOGITS: options.max_logits is not None,
         dropout_need(backend): options.dropout > 0.0,
     }
     return {need for need, is_given in given.items() if is_given}

@@ -39,6 +39,8 @@ class AttentionOptions:
         softcap: bound c of the scaled scores, c * tanh(score / c).
         layer_scaling: divides the scores while they are in the activations' dtype.
         softmax_in_fp32: for the kernel that holds all scores.
+        max_logits: fp32 [n], raised in place to the largest score of each head that entered a
+            softmax: scaled, capped and not hidden. None: nobody asks.
     """
 
     scale: float
@@ -52,6 +54,7 @@ class AttentionOptions:
     softcap: float | None = None
     layer_scaling: int = 1
     softmax_in_fp32: bool = True
+    max_logits: Tensor | None = None
 
     def keep_mask(self, query: Tensor, num_keys: int) -> Tensor | None:
         """Draw dropout: [b, n, sq, sk], 0 where a probability is dropped, else 1/(1-p).
@@ -100,6 +103,21 @@ class AttentionOptions:
             return hidden
         crosses = (ids.unsqueeze(2) != ids.unsqueeze(1)).unsqueeze(1)
         return crosses if hidden is None else crosses | hidden
+
+
+def raise_max_logits(max_logits: Tensor, rows: Tensor, groups: int) -> None:
+    """Raise the largest score of each head to those of some rows.
+
+    Args:
+        max_logits: fp32 [n], changed in place.
+        rows: [b*g, rows*r], the largest score of each row; the r heads of a group follow each
+            other.
+        groups: g.
+    """
+    r = len(max_logits) // groups
+    by_head = rows.detach().view(-1, groups, rows.shape[1] // r, r)
+    highest = by_head.amax((0, 2)).flatten()
+    torch.maximum(max_logits, highest.to(max_logits.dtype), out=max_logits)
 
 
 AttentionKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]

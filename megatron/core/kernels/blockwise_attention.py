@@ -128,6 +128,7 @@ def blockwise_attention(
         dropout=keep_mask,
         first_head=options.first_head,
         softcap=options.softcap,
+        max_logits=options.max_logits,
     )
     queries = query.reshape(s, b, g, r, d).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, d)
     keys = key.permute(1, 2, 0, 3).reshape(b * g, s, d)

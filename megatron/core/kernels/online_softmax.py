@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.attention_options import raise_max_logits
 from megatron.core.kernels.block_mask import MaskSpec, Tile, masks_in_tile, tiles
 from megatron.core.parameters.rng import AttentionKeepMask, SequenceShard
 
@@ -41,6 +42,7 @@ class AttentionSpec:
         softcap: bound c of the scaled scores, which become c * tanh(score / c), or None.
         dropout: keep mask of the probabilities, or None; first_head: the first local query head's
             index in the whole model, by which the mask is keyed.
+        max_logits: fp32 [g*r], raised to the largest score of each head; see `AttentionOptions`.
     """
 
     mask: MaskSpec
@@ -51,6 +53,7 @@ class AttentionSpec:
     dropout: AttentionKeepMask | None = None
     first_head: int = 0
     softcap: float | None = None
+    max_logits: Tensor | None = None
 
     def tile_size(self, num_keys: int) -> tuple[int, int]:
         """Return how many query positions and keys to take at a time.
@@ -139,6 +142,8 @@ def attend_block(
         query_slice = slice(tile.query.start * r, tile.query.stop * r)
         scores = _scores(queries[:, query_slice], keys[:, tile.key], tile, positions, spec)
         highest = scores.amax(-1)
+        if spec.max_logits is not None:
+            raise_max_logits(spec.max_logits, highest, spec.groups)
         p = torch.softmax(scores, -1)
         if tile.may_be_fully_masked:
             p.masked_fill_((highest == float("-inf")).unsqueeze(-1), 0.0)

@@ -96,6 +96,9 @@ def unfused(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     for mask in (hidden, options.attention_mask):
         if mask is not None:
             scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    if options.max_logits is not None:
+        highest = scores.detach().amax((0, 2, 3)).to(options.max_logits.dtype)
+        torch.maximum(options.max_logits, highest, out=options.max_logits)
     if options.sink is not None:
         column = options.sink.to(scores.dtype).view(1, n, 1, 1).expand(b, n, sq, 1)
         scores = torch.cat((scores, column), -1)

@@ -237,6 +237,10 @@ class ChunkedState:
         for item in self.shards:
             yield item, {field.name: self._state(item, i) for i, field in enumerate(self.fields)}
 
+    def state_of(self, item: MainParamShard, name: str) -> Tensor:
+        """Return one state tensor of a shard, fp32, of its shape."""
+        return self._state(item, [field.name for field in self.fields].index(name))
+
     def set_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of a shard, by name, and publish its main weight."""
         for field_index, field in enumerate(self.fields):

@@ -77,6 +77,15 @@ class ChunkedStateOptimizer:
         """Store state tensors of one shard."""
         self._part_of[id(item.main_param)].set_state(item, values)
 
+    def scale_main(self, item: MainParamShard, factors: Tensor) -> None:
+        """Multiply the main weight of a shard by factors of its shape."""
+        part = self._part_of[id(item.main_param)]
+        if part.has_main:
+            main = part.state_of(item, MAIN)
+            part.set_state(item, {MAIN: main * factors.to(main.device)})
+        else:
+            item.main_param.mul_(factors)
+
     def reload_main(self) -> None:
         """Take the main weights from the model."""
         for part in self.parts:

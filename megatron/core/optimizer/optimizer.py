@@ -20,6 +20,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader, GradientReport, joint_norm
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors, factors_of_range
 from megatron.core.optimizer.state_declarations import (
     declare_state,
     load_declared_state,
@@ -63,6 +64,7 @@ class MegatronOptimizer:
         self.optimizer, self.config, self.grad_scaler = optimizer, config, grad_scaler
         self.shards, self.reader = list(shards), reader
         self.model_chunks = list(model_chunks)
+        self.attention_logits = AttentionLogits(self.model_chunks, reader.groups)
         self.nonfinite: str | None = None
         """What the last step found in the gradient, if it was not finite."""
         self.num_updates = step_count(optimizer)
@@ -126,8 +128,12 @@ class MegatronOptimizer:
         return step_together([self], self.config, self.grad_scaler)
 
     @torch.no_grad()
-    def apply(self, factor: float) -> None:
-        """Update the weights from `factor` times the gradients, and publish them."""
+    def apply(self, factor: float, row_factors: RowFactors | None = None) -> None:
+        """Update the weights from `factor` times the gradients, and publish them.
+
+        Args:
+            row_factors: on rows of updated weights, by the id of their parameter.
+        """
         for chunk in self._replicated_chunks():
             # A parameter that no forward pass has read may still be on its way.
             chunk.finish_param_sync()
@@ -136,6 +142,8 @@ class MegatronOptimizer:
             _update(optimizer, factor)
         self.num_updates += 1
         self._detach_gradients()
+        if row_factors:
+            self._scale_rows(row_factors)
         if self._copies:
             values, main_params = zip(*self._copies, strict=True)
             torch._foreach_copy_(values, main_params)
@@ -154,6 +162,21 @@ class MegatronOptimizer:
                     streamed.set_gradient(item.main_param, gradient)
             elif gradient is not None and item.main_param.grad is not gradient:
                 item.main_param.grad = gradient.to(item.main_param.dtype)
+
+    def _scale_rows(self, row_factors: RowFactors) -> None:
+        """Scale rows of main weights, whatever range of them this rank owns."""
+        for item in self.shards:
+            shard, main = item.shard, item.main_param
+            rows = row_factors.get(id(shard.parameter))
+            if rows is None:
+                continue
+            total = shard.parameter.numel()
+            factors = factors_of_range(rows, shard.begin, shard.end, total).view(main.shape)
+            streamed = self._streamed.get(id(main))
+            if streamed is None:
+                main.mul_(factors)
+            else:
+                streamed.scale_main(item, factors)
 
     def _detach_gradients(self) -> None:
         """Let no gradient survive that the next backward pass would add to."""
@@ -249,6 +272,8 @@ def step_together(
     if grad_scaler is not None:
         grad_scaler.update(not is_finite, optimizers[0].nonfinite or "")
     if not is_finite:
+        for optimizer in optimizers:
+            optimizer.attention_logits.forget()
         if grad_scaler is None and config.on_nonfinite_grad == "raise":
             raise NumericsError(
                 str(optimizers[0].nonfinite),
@@ -261,8 +286,12 @@ def step_together(
     if config.log_num_zeros_in_grad:
         num_zeros = sum(optimizer.reader.count_zeros() for optimizer in optimizers)
     factor = inv_scale * clip_factor(norm, config.clip_grad)
+    row_factors: dict[int, Tensor] = {}
     for optimizer in optimizers:
-        optimizer.apply(factor)
+        # Of several over the same chunks the first one finds what was measured, for all of them.
+        row_factors |= optimizer.attention_logits.take()
+    for optimizer in optimizers:
+        optimizer.apply(factor, row_factors)
     return True, norm, num_zeros
 
 

@@ -156,6 +156,17 @@ class Attention(MegatronModule):
         """
         raise NotImplementedError
 
+    def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
+        """Return projections and factors on their rows that scale the logits of heads.
+
+        Args:
+            gamma: [n] in (0, 1], the factor on the logits of each head of the model.
+            alpha: the queries take gamma**alpha, the keys the rest.
+        Returns:
+            (linear layer, [rows of the full weight]), ...
+        """
+        raise NotImplementedError
+
     def apply_rotary_pos_emb_to_qk(
         self,
         query: Tensor,
@@ -364,6 +375,17 @@ class SelfAttention(Attention):
         )
         query = rotated.narrow(3, 0, r).reshape(s, b, -1, d)
         return query, rotated.select(3, r), grouped.select(3, r + 1)
+
+    def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
+        """Scale a group by the smallest gamma [n] of its heads: they share a key."""
+        of_group = gamma.view(-1, self.queries_per_group).amin(1, keepdim=True)
+        num_queries, *num_gates, _, _ = self.heads_of_group
+        gates = torch.ones_like(of_group).expand(-1, sum(num_gates))
+        queries = of_group.pow(alpha).expand(-1, num_queries)
+        keys, values = of_group.pow(1 - alpha), torch.ones_like(of_group)
+        by_head = torch.cat((queries, gates, keys, values), 1)
+        rows = by_head.repeat_interleave(self.hidden_size_per_attention_head, 1)
+        return [(self.linear_qkv, rows.flatten())]
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Cut the rows of the projection into query, key and value heads, and gates if it has."""

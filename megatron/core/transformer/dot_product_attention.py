@@ -77,6 +77,8 @@ class DotProductAttention(MegatronModule):
         self.context_groups = ContextParallelGroups(self.pg_collection.cp, self.pg_collection.hcp)
         self.backend = asked_backend(config)
         self.softmax_offset = self._new_sink()
+        self.max_logits: Tensor | None = None
+        """fp32 [n/tp]: the largest score of each head since someone took them and set None."""
         assert config.kv_channels
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
 
@@ -148,7 +150,18 @@ class DotProductAttention(MegatronModule):
             softcap=config.attn_logit_softcapping,
             layer_scaling=self.layer_number if config.apply_query_key_layer_scaling else 1,
             softmax_in_fp32=config.attention_softmax_in_fp32,
+            max_logits=self._recorded_max_logits(query) if config.records_max_logits else None,
         )
+
+    def _recorded_max_logits(self, query: Tensor) -> Tensor | None:
+        """Return where the largest scores [n/tp] of the running step are kept; None outside it."""
+        if not self.training:
+            return None
+        if self.max_logits is None:
+            lowest = torch.finfo(torch.float32).min
+            size, device = query.shape[2], query.device
+            self.max_logits = torch.full((size,), lowest, dtype=torch.float32, device=device)
+        return self.max_logits
 
     def _new_sink(self) -> Tensor | None:
         """Return the scores [n/tp] of a key that every query sees and nothing comes from, or None.

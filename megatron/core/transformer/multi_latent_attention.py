@@ -124,6 +124,16 @@ class MLASelfAttention(Attention):
         query, key, value = self._dropped.checkpoint(up, of_query, latent, shared_key)
         return query, key, value
 
+    def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
+        """Scale heads by gamma [n]; the rotary key belongs to all, so its query takes gamma."""
+        config, by_head = self.config, gamma.unsqueeze(1)
+        d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        queries = torch.cat((by_head.pow(alpha).expand(-1, d), by_head.expand(-1, p)), 1)
+        values = torch.ones_like(by_head).expand(-1, e)
+        keys = torch.cat((by_head.pow(1 - alpha).expand(-1, d), values), 1)
+        of_query = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        return [(of_query, queries.flatten()), (self.linear_kv_up_proj, keys.flatten())]
+
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free what was projected up from the latents, if it is recomputed in backward."""
         if self._dropped is not None:

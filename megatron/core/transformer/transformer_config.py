@@ -21,6 +21,7 @@ from megatron.core.transformer.config.overlap_f_b import overlap_f_b_problems
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
+from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 from megatron.core.transformer.config.shape import ShapeConfig
 from megatron.core.transformer.config.stages import StageConfig
@@ -35,6 +36,7 @@ class TransformerConfig(
     InitializationConfig,
     PositionConfig,
     LatentAttentionConfig,
+    QueryKeyClipConfig,
     PredictionConfig,
     ExpertConfig,
     BlockConfig,
@@ -62,6 +64,7 @@ class TransformerConfig(
             *self.check_parallel(),
             *self.check_block(),
             *self.check_latent_attention(),
+            *self.check_query_key_clip(),
             *self.check_prediction(),
             *self._check_combinations(),
             *self.check_recompute(

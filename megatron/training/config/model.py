@@ -10,11 +10,19 @@ from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
+from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
 from megatron.core.transformer.config.shape import ShapeConfig
 
 
 @dataclass(kw_only=True)
-class ModelSettings(ShapeConfig, BlockConfig, PositionConfig, InitializationConfig, SettingsGroup):
+class ModelSettings(
+    ShapeConfig,
+    BlockConfig,
+    PositionConfig,
+    QueryKeyClipConfig,
+    InitializationConfig,
+    SettingsGroup,
+):
     """Sizes, positions, norms, activations and initial weights."""
 
     preset: str | None = None

@@ -151,6 +151,7 @@ class LogLine(Hook):
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
+            max_attention_logit=result.max_attention_logit,
             params_norm=norm,
             num_skipped=means.num_skipped,
             num_nan=means.num_nan,

@@ -151,6 +151,8 @@ class Scalars(Hook):
             scalars["grad-norm"] = result.grad_norm
         if result.num_zeros is not None:
             scalars["num-zeros"] = result.num_zeros
+        if result.max_attention_logit is not None:
+            scalars["max-attention-logit"] = result.max_attention_logit
         scalars["iteration-time"] = seconds
         tokens = result.num_samples * run.model.seq_length
         scalars["tokens-per-second-per-device"] = tokens / (seconds * run.topology.world_size)

@@ -27,6 +27,7 @@ class TrainingLine:
     grad_norm: float | None = None
     num_zeros: float | None = None
     params_norm: float | None = None
+    max_attention_logit: float | None = None
     decoupled_learning_rate: float | None = None
     num_skipped: int = 0
     num_nan: int = 0
@@ -59,6 +60,8 @@ def training_line(line: TrainingLine, now: datetime | None = None) -> str:
         cells.append(f"num zeros: {int(line.num_zeros)}")
     if line.params_norm is not None:
         cells.append(f"params norm: {line.params_norm:.3f}")
+    if line.max_attention_logit is not None:
+        cells.append(f"max attention logit: {line.max_attention_logit:.3f}")
     cells.append(f"number of skipped iterations: {line.num_skipped:3d}")
     cells.append(f"number of nan iterations: {line.num_nan:3d}")
     if line.tokens_per_second_per_device is not None:

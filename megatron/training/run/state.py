@@ -40,6 +40,8 @@ class StepResult:
     """Which gradient overflowed, where that is why the step was skipped."""
     was_nan: bool = False
     """A loss was not finite and the check was switched off."""
+    max_attention_logit: float | None = None
+    """Of all heads and layers, where --log-max-attention-logit asks for it."""
     flops: float = 0.0
     """Of all ranks together, in the full-square convention."""
 

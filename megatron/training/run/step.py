@@ -64,6 +64,7 @@ def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> S
         was_skipped=not was_updated,
         skip_reason=None if was_updated else context.optimizer.nonfinite,
         was_nan=was_nan,
+        max_attention_logit=_max_attention_logit(context) if was_updated else None,
         flops=training_flops(context.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
     )
 
@@ -195,6 +196,11 @@ def _learning_rates(context: TrainingContext) -> tuple[float, float | None]:
         else:
             main = float(group["lr"])
     return main, decoupled
+
+
+def _max_attention_logit(context: TrainingContext) -> float | None:
+    logits = getattr(context.optimizer, "attention_logits", None)
+    return None if logits is None else logits.largest
 
 
 def _loss_scale(context: TrainingContext) -> float:

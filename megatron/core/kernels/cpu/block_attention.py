@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.attention_options import AttentionOptions, raise_max_logits
 from megatron.core.kernels.block_mask import key_range, masked_keys
 
 BLOCK_ROWS = 128
@@ -37,7 +37,7 @@ def cpu_block_attention(
     Args:
         query: [s, b, g*r, d].
         key, value: [s, b, g, d]; query head i uses group i // r.
-        options: of which scale, window and dropout are read.
+        options: of which scale, window, dropout and `max_logits` are read.
     Returns:
         [s, b, g*r*d], contiguous.
     """
@@ -52,7 +52,7 @@ def cpu_block_attention(
     if keep_mask is not None:
         keep_mask = keep_mask.view(b, g, r, s, s).transpose(2, 3).reshape(b * g, s * r, s)
     out = _BlockAttention.apply(
-        rows, keys, values, keep_mask, options.scale, options.mask.window, r
+        rows, keys, values, keep_mask, options.scale, options.mask.window, r, options.max_logits
     )
     return out.view(b, g, s, r, d).permute(2, 0, 1, 3, 4).reshape(s, b, n * d)
 
@@ -70,6 +70,7 @@ class _BlockAttention(torch.autograd.Function):
         scale: float,
         window: tuple[int, int],
         r: int,
+        max_logits: Tensor | None,
     ) -> Tensor:
         num_keys = keys.shape[1]
         ctx.scale, ctx.window, ctx.r = scale, window, r
@@ -80,7 +81,7 @@ class _BlockAttention(torch.autograd.Function):
         kept = []
         for begin, end in ctx.blocks:
             first, last = key_range(begin, end, num_keys, window)
-            p = _probabilities(rows, keys, begin, end, first, last, scale, window, r)
+            p = _probabilities(rows, keys, begin, end, first, last, scale, window, r, max_logits)
             if num_keys <= MAX_KEPT_KEYS:
                 kept.append(p)
             if keep_mask is not None:
@@ -120,7 +121,7 @@ class _BlockAttention(torch.autograd.Function):
             grad_keys[:, first:last].baddbmm_(
                 grad_scores.transpose(1, 2), rows[:, here], alpha=scale
             )
-        return grad_rows, grad_keys, grad_values, None, None, None, None
+        return grad_rows, grad_keys, grad_values, None, None, None, None, None
 
 
 def _not_read(batch: Tensor, columns: int) -> Tensor:
@@ -138,8 +139,9 @@ def _probabilities(
     scale: float,
     window: tuple[int, int],
     r: int,
+    max_logits: Tensor | None = None,
 ) -> Tensor:
-    """Return the softmax of one block, [z, (end-begin)*r, last-first]."""
+    """Return the softmax of one block, [z, (end-begin)*r, last-first]; raise `max_logits` [g*r]."""
     block, seen = rows[:, begin * r : end * r], keys[:, first:last].transpose(1, 2)
     scores = torch.baddbmm(_not_read(block, last - first), block, seen, beta=0, alpha=scale)
     hidden = masked_keys(begin, end, first, last, window, rows.device)
@@ -149,4 +151,6 @@ def _probabilities(
             # Causal: only the keys of the block itself can be hidden.
             by_head, hidden = by_head[..., begin - first :], hidden[:, begin - first :]
         by_head.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+    if max_logits is not None:
+        raise_max_logits(max_logits, scores.amax(-1), len(max_logits) // r)
     return torch.softmax(scores, -1)

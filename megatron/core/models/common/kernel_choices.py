@@ -120,6 +120,7 @@ def _attention_needs(
         attention.WIDE_HEADS: max(widths) > attention.WIDEST_FLASH,
         attention.SOFTCAP: config.attn_logit_softcapping is not None,
         attention.SINK: config.softmax_type != "vanilla",
+        attention.MAX_LOGITS: config.records_max_logits,
         attention.dropout_need(backend): config.attention_dropout > 0.0,
     }
     yield from (need for need, is_given in given.items() if is_given)

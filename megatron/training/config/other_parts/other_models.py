@@ -127,11 +127,6 @@ refused: drop it: layers are the usual ones without it
 --mtp-use-repeated-layer on
 --qk-l2-norm on
 --embedding-init-method-std float
---qk-clip on
-of qk_clip
---qk-clip-alpha float = 0.5
---qk-clip-threshold float = 100
---log-max-attention-logit on
 refused: scale --lr and --init-method-std by the width
 --use-mup on
 of use_mup
