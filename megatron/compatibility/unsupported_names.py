@@ -18,7 +18,6 @@ _FSDP = "use DistributedDataParallel with --data-parallel-sharding-strategy, or 
 _TE = "use the local backend (get_gpt_layer_local_spec)"
 _QUANTIZED = "weights are not quantized in training"
 _VARIABLE_LAYERS = "all layers of a model have one width; give per-layer choices in the config"
-_REPLAY = "the choices of a router are not recorded"
 
 LACKING: dict[str, dict[str, str]] = {
     "megatron.core.config_logger": {
@@ -172,10 +171,6 @@ LACKING: dict[str, dict[str, str]] = {
         "track_moe_metrics": "balance losses are among the logged scalars without a call",
         "apply_random_logits": "set moe_router_force_load_balancing=True",
         "group_limited_topk": "set moe_router_num_groups and moe_router_group_topk",
-    },
-    "megatron.core.transformer.moe.router_replay": {
-        "RouterReplay": _REPLAY,
-        "RouterReplayAction": _REPLAY,
     },
     "megatron.core.transformer.multi_token_prediction": {
         "MTPLossLoggingHelper": "losses of later tokens enter through backward and are not logged"

@@ -11,6 +11,7 @@ Legend: b rows, s positions, v padded vocabulary, m micro batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.tensor_parallel.log_probs import LogProbs, vocab_parallel_log_probs
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.moe.router_replay import replay_routing
 from megatron.core.transport import backend
 from megatron.core.utils import as_list, evaluating, get_model_config, unwrap_model
 
@@ -59,6 +61,7 @@ def compute_log_probs(
     *,
     temperature: float = 1.0,
     num_valid: int | None = None,
+    routing: Sequence[Tensor] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[LogProbs]:
     """Return what a model thinks of the labels of each micro batch, without gradients.
@@ -73,6 +76,7 @@ def compute_log_probs(
             `IGNORED_LABEL` (-100) is not asked for. Any number, none included, of any sizes.
         temperature: the logits are divided by it.
         num_valid: number of real tokens; None takes the model's.
+        routing: of each micro batch, [b, s, l, k]: see `replay_routing`. None lets routers choose.
         pg_collection: None is the current collection.
     Returns:
         an entry per micro batch, [b, s] each, on all ranks of tp, cp and pp.
@@ -100,7 +104,13 @@ def compute_log_probs(
     empty = _padded({"tokens": nothing, "labels": nothing}, num_rows, width)
     padded += [empty] * (count - len(padded))
     table = torch.zeros(3, len(padded), num_rows, width, device=where)
-    with evaluating(chunks), torch.no_grad():
+    replay: AbstractContextManager[None] = nullcontext()
+    if routing is not None:
+        # Micro batches that were added choose for themselves.
+        layers, k = config.num_layers, config.moe_router_topk
+        free = [torch.zeros(0, 0, layers, k, dtype=torch.long)] * (count - len(routing))
+        replay = replay_routing(chunks, [*routing, *free])
+    with evaluating(chunks), torch.no_grad(), replay:
         found = _run(
             chunks,
             padded,

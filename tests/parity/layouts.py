@@ -145,6 +145,8 @@ class ModelCase:
     """The ends of sequences are padding, which is routed to no expert."""
     largest_logit: float | None = None
     """Attention logit above which the weights of a head are scaled down."""
+    replayed: bool = False
+    """Tokens go to experts that are given, not to those that the routers would choose."""
 
     @property
     def num_layers(self) -> int:
@@ -157,6 +159,7 @@ class ModelCase:
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
         name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
+        name += " replayed" * self.replayed
         return name + " packed" * self.packed + window + " sink" * self.sink + later
 
 

@@ -16,7 +16,7 @@ SAMPLE = [
     ),
     (
         LayoutCase(tp=2, cp=2, dp=2, ep=4, expt_tp=2, recomputes=True),
-        ModelCase("gpt2", True, 0.1, experts="capacity"),
+        ModelCase("gpt2", True, 0.1, experts="capacity", replayed=True),
     ),
     (
         LayoutCase(tp=2, sp=True, pp=2, vp=2, schedule="zb-v", dp=2, ep=4, stage=1),
@@ -44,7 +44,7 @@ SAMPLE = [
     ),
     (
         LayoutCase(pp=2, vp=2, schedule="dualpipe-v", dp=2, ep=2, combined=True, stage=3),
-        ModelCase("llama", True, 0.0, experts="dropless", padded=True),
+        ModelCase("llama", True, 0.0, experts="dropless", padded=True, replayed=True),
     ),
 ]
 

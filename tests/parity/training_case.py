@@ -38,6 +38,7 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.load_balancing import routers_of
+from megatron.core.transformer.moe.router_replay import NOT_GIVEN, replay_routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parity.layouts import EXPERTS, LayoutCase, ModelCase
 
@@ -227,6 +228,18 @@ def local_micro_batches(
         yield get_batch_on_this_cp_rank(one)
 
 
+def given_routing(step: int, layout: LayoutCase, config: TransformerConfig, dp_rank: int):
+    """Return experts [b, s, l, k] for the micro batches of one data-parallel rank, at random.
+
+    Every fifth token chooses for itself.
+    """
+    generator = torch.Generator().manual_seed(2000 + step)
+    shape = layout.samples, SEQUENCE, config.num_layers, config.num_moe_experts
+    experts = torch.rand(shape, generator=generator).argsort(-1)[..., : config.moe_router_topk]
+    experts[:, ::5] = NOT_GIVEN
+    return experts.split(layout.micro_batch_size)[dp_rank :: layout.dp]
+
+
 def masked_loss(mask: Tensor, output: Tensor):
     """Return (summed loss, number of tokens, report), as a loss function of the schedules."""
     loss, tokens = (output.float() * mask).sum(), mask.sum()
@@ -301,16 +314,21 @@ def train(
             local_micro_batches(step % NUM_STEPS, layout, dp_rank, model.packed, model.padded)
             for _ in wrapped
         ]
-        reported = schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=wrapped if len(wrapped) > 1 else wrapped[0],
-            num_microbatches=layout.num_microbatches,
-            seq_length=SEQUENCE,
-            micro_batch_size=layout.micro_batch_size,
-            forward_only=False,
-            pg_collection=groups,
-        )
+        replay: Any = nullcontext()
+        if model.replayed:
+            given = given_routing(step % NUM_STEPS, layout, config, dp_rank)
+            replay = replay_routing(wrapped, given)
+        with replay:
+            reported = schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=wrapped if len(wrapped) > 1 else wrapped[0],
+                num_microbatches=layout.num_microbatches,
+                seq_length=SEQUENCE,
+                micro_batch_size=layout.micro_batch_size,
+                forward_only=False,
+                pg_collection=groups,
+            )
         if reported:
             report.losses.append(_mean_loss(reported, groups))
         if step in (0, num_steps - 1):

@@ -165,7 +165,7 @@ class RandomState:
         """Enter micro batch `index` of this step: called before each of its forwards."""
         row = index * self._dp_size + self._dp_rank
         first = self._consumed_samples + row * self._micro_batch_size
-        current_step().random_scope = RandomScope(first_sample=first)
+        current_step().random_scope = RandomScope(first_sample=first, microbatch=index)
 
     def in_scope(
         self, *path: int | str, rows: SequenceShard | None = None

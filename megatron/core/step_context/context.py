@@ -32,6 +32,8 @@ class RandomScope:
     """Where in the computation the next draw happens."""
 
     first_sample: int = 0
+    microbatch: int = 0
+    """Its number in the step."""
     path: tuple[int | str, ...] = ()
     rows: SequenceShard | None = None
     num_calls: int = 0

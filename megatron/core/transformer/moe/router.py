@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.parameters.rng import keyed_uniform
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.aux_loss import attach_aux_loss
@@ -25,6 +24,7 @@ from megatron.core.transformer.moe.load_balancing import (
     sequence_load_balancing_loss,
     z_loss,
 )
+from megatron.core.transformer.moe.router_replay import RouterReplay, rows_of_rank
 from megatron.core.transformer.moe.routing import (
     RoutingResult,
     apply_capacity,
@@ -47,6 +47,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     Attributes:
         weight: [e, h]; bias: [e], in models with biases (None in others).
         expert_bias: [e] fp32, added to the scores for the choice; None without it.
+        router_replay: records or replays its choices; see there.
         global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
             balance loss over the global batch.
     """
@@ -69,6 +70,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         self.num_experts = config.num_moe_experts
         self.topk = config.moe_router_topk
         self.load = ExpertLoad(self.num_experts, 0)
+        self.router_replay = RouterReplay()
         axes = ("tp",) if config.tensor_model_parallel_size > 1 else ()
         self.weight = self.new_parameter(
             self.num_experts,
@@ -107,7 +109,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         config = self.config
         logits = self._logits(input)
         shape = logits.shape
-        choice = self._choose(logits.flatten(0, 1))
+        choice = self._choose(logits)
         is_token = None
         if padding_mask is not None:
             is_token = ~padding_mask[..., None]
@@ -157,9 +159,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def _logits(self, x: Tensor) -> Tensor:
         """Return logits [s, b, e], in fp32 at least."""
         config = self.config
-        rows = sequence_shard_of_rank(
-            x.shape[0], cp=self.pg_collection.cp, sp=self.pg_collection.tp
-        )
+        rows = rows_of_rank(x.shape[0], self.pg_collection)
         if config.moe_input_jitter_eps and self.training:
             eps = config.moe_input_jitter_eps
             x = x * keyed_uniform(x, rows).mul_(2 * eps).add_(1.0 - eps).to(x.dtype)
@@ -174,11 +174,19 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         return logits
 
     def _choose(self, logits: Tensor) -> RoutingResult:
+        """Return the experts of the tokens of logits [s, b, e]."""
+        s, b, _ = logits.shape
+
+        def replaced(indices: Tensor) -> Tensor:
+            rows = rows_of_rank(s, self.pg_collection)
+            return self.router_replay.choose(indices.view(s, b, -1), rows).flatten(0, 1)
+
+        flat = logits.flatten(0, 1)
         if not self.config.routes_by_sinkhorn:
-            return topk_routing(logits, self.config, self.expert_bias)
+            return topk_routing(flat, self.config, self.expert_bias, replaced)
         total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences)
         balanced = total if self.training else None
-        return sinkhorn_routing(logits, self.config, balanced)
+        return sinkhorn_routing(flat, self.config, balanced, replaced)
 
     def _sum_over_sequences(self, x: Tensor) -> Tensor:
         """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
@@ -201,7 +209,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if group.size() == 1:
             kept = apply_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
             return kept.flatten(0, 1)
-        rows = sequence_shard_of_rank(shape[0], cp=self.pg_collection.cp, sp=self.pg_collection.tp)
+        rows = rows_of_rank(shape[0], self.pg_collection)
         own = rows.positions(priorities.device)
         # A weight may be rounded to zero where an expert is chosen: two values in one message.
         marked = torch.where(chosen, priorities, -1.0)

@@ -27,6 +27,15 @@ PRIORITY_BITS = 12
 MAX_SINKHORN_ROUNDS = 100
 
 
+Replaced = Callable[[Tensor], Tensor]
+"""Takes the experts [t, k] that were chosen, and returns those that tokens are routed to."""
+
+
+def unchanged(indices: Tensor) -> Tensor:
+    """Return the choice [t, k] itself."""
+    return indices
+
+
 @dataclass(frozen=True)
 class RoutingResult:
     """The experts of every token.
@@ -42,26 +51,30 @@ class RoutingResult:
 
 
 def topk_routing(
-    logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None = None
+    logits: Tensor,
+    config: TransformerConfig,
+    expert_bias: Tensor | None = None,
+    replaced: Replaced = unchanged,
 ) -> RoutingResult:
     """Choose k experts for every token.
 
     Args:
         logits: [t, e], fp32 or fp64.
         expert_bias: [e], added to the scores for the choice alone.
+        replaced: takes the chosen experts [t, k] and returns those to use.
     """
     k = config.moe_router_topk
     kind = config.moe_router_score_function
     if kind == "softmax":
         scores = torch.softmax(logits, -1)
         ranked = scores if config.moe_router_pre_softmax else logits
-        indices = _topk_experts(ranked.detach(), k, config)
+        indices = replaced(_topk_experts(ranked.detach(), k, config))
         chosen = ranked.gather(-1, indices)
         weights = chosen if config.moe_router_pre_softmax else torch.softmax(chosen, -1)
     else:
         raw = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
         ranked = raw.detach() if expert_bias is None else raw.detach() + expert_bias
-        indices = _topk_experts(ranked, k, config)
+        indices = replaced(_topk_experts(ranked, k, config))
         chosen = raw.gather(-1, indices)
         weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if k > 1 else chosen
         scores = raw / (raw.sum(-1, keepdim=True) + 1e-20)
@@ -71,19 +84,23 @@ def topk_routing(
 
 
 def sinkhorn_routing(
-    logits: Tensor, config: TransformerConfig, balanced: Callable[[Tensor], Tensor] | None
+    logits: Tensor,
+    config: TransformerConfig,
+    balanced: Callable[[Tensor], Tensor] | None,
+    replaced: Replaced = unchanged,
 ) -> RoutingResult:
     """Choose by a balanced assignment, and weigh by the logits' own scores.
 
     Args:
         balanced: turns logits into an assignment [t, e]; None (outside of training) takes scores.
+        replaced: takes the chosen experts [t, k] and returns those to use.
     """
     k = config.moe_router_topk
     scores = torch.softmax(logits, -1)
     weights = torch.sigmoid(logits) if k == 1 else scores
     with torch.no_grad():
         ranked = weights if balanced is None else balanced(logits.float())
-        indices = ranked.topk(k, -1).indices
+        indices = replaced(ranked.topk(k, -1).indices)
     return _scatter_probs(weights.gather(-1, indices), indices, scores)
 
 

@@ -1,0 +1,312 @@
+"""Record which experts tokens were routed to, and route them there again.
+
+A policy that was updated, or computed in another precision or layout, would send some tokens to
+other experts than the rollout did; replaying the rollout's choices removes that difference (W. Ma
+et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
+2510.11370). The experts are given, their weights are the router's own, so the gradient flows
+through the router.
+
+Choices are kept by layer and micro batch, so virtual stages, any schedule and recomputation find
+theirs. What is gathered is the model's, not the layout's: it can be replayed in any other.
+
+`record_routing` and `replay_routing` are for whole models. `RouterReplay`, one a router, has
+Megatron's names besides.
+
+Legend: b micro batch, s sequence, l layers, k experts per token; t = s/cp/tp * b tokens here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.context_parallel import sequence_shard_of_rank
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.parameters.rng import SequenceShard
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.step_context.context import current_step
+from megatron.core.tensor_parallel.activation_recompute import is_recomputing
+from megatron.core.transformer.moe.load_balancing import routers_of
+from megatron.core.transport import backend
+from megatron.core.utils import as_list, get_model_config
+
+NOT_GIVEN = -1
+"""Instead of an expert: the router chooses for this token itself."""
+
+
+class RouterReplayAction(Enum):
+    """What a router does with its choices."""
+
+    RECORD = "record"
+    REPLAY_FORWARD = "replay_forward"
+    REPLAY_BACKWARD = "replay_backward"
+    """Of a recomputation: what the forward pass of this micro batch was given."""
+
+
+class _Live:
+    """The replays of all routers that exist, in the order in which they were built."""
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
+        self.numbers = itertools.count()
+
+    def __get__(self, _instance: object, _owner: type) -> list[RouterReplay]:
+        return sorted(self.known, key=lambda replay: replay.number)
+
+
+_LIVE = _Live()
+
+
+class RouterReplay:
+    """Records or replays the choices of one router."""
+
+    global_router_replay_instances: ClassVar[Any] = _LIVE
+
+    def __init__(self) -> None:
+        self.number = next(_LIVE.numbers)
+        self.router_replay_action: RouterReplayAction | None = None
+        self.recorded: dict[int, Tensor] = {}
+        """micro batch -> choices [s/cp/tp, b, k] of this rank's tokens."""
+        self.targets: dict[int, Tensor] = {}
+        """micro batch -> choices [b, s, k] for the whole of it."""
+        self.target_topk_idx: Tensor | None = None
+        """Choices [t, k] for this rank's tokens of the micro batches that have no target."""
+        self._used: dict[int, Tensor] = {}
+        self._last: Tensor | None = None
+        _LIVE.known.add(self)
+
+    def choose(self, own: Tensor, rows: SequenceShard) -> Tensor:
+        """Return the experts of this rank's tokens of the running micro batch.
+
+        Args:
+            own: [s/cp/tp, b, k], what the router would choose.
+            rows: the positions of these tokens.
+        """
+        action, number = self.router_replay_action, current_step().random_scope.microbatch
+        if is_recomputing() and number in self._used:
+            return self._used[number]
+        if action is None:
+            return own
+        if action is RouterReplayAction.RECORD:
+            if not is_recomputing():
+                self.recorded[number] = own.detach()
+                self._last = own.detach().flatten(0, 1)
+            return own
+        if action is RouterReplayAction.REPLAY_BACKWARD:
+            return self._used.get(number, own)
+        given = self._given(number, own, rows)
+        chosen = torch.where(given < 0, own, given)
+        self._used[number] = chosen
+        return chosen
+
+    def _given(self, number: int, own: Tensor, rows: SequenceShard) -> Tensor:
+        whole = self.targets.get(number)
+        if whole is not None:
+            b, s, _ = whole.shape
+            found = torch.full_like(own, NOT_GIVEN)
+            positions = rows.positions(whole.device)
+            inside = (positions < s).nonzero().squeeze(1)
+            found[inside, :b] = whole[:, positions[inside]].transpose(0, 1).to(own)
+            return found
+        if self.target_topk_idx is None:
+            raise ConfigError(
+                f"nothing is given to replay in micro batch {number}.",
+                rule="every micro batch of a replay has its choices",
+                fix="pass replay_routing() a tensor for each, or call set_replay_data() before it;"
+                " compute_log_probs() adds micro batches and takes the routing itself",
+            )
+        return self.target_topk_idx.to(own).view_as(own)
+
+    def set_target_indices(self, topk_indices: Tensor) -> None:
+        """Give the choices [t, k] for the micro batch that runs next."""
+        self.target_topk_idx = topk_indices
+
+    def get_recorded_indices(self) -> Tensor | None:
+        """Return the choices [t, k] of the micro batch that ran last."""
+        return self._last
+
+    def clear_indices(self) -> None:
+        """Forget what was recorded and what is given."""
+        self.recorded, self.targets, self._used = {}, {}, {}
+        self.target_topk_idx = self._last = None
+
+    def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
+        """Say what to do from now on."""
+        self.router_replay_action = router_replay_action
+
+    def clear_router_replay_action(self) -> None:
+        """Let the router choose by itself again."""
+        self.router_replay_action = None
+
+    @staticmethod
+    def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
+        """Give every router its choices [t, k], in the order of their layers on this rank."""
+        replays = RouterReplay.global_router_replay_instances
+        if len(replays) != len(all_layers_topk_indices):
+            raise DataError(
+                f"choices for {len(all_layers_topk_indices)} routers, of which there are"
+                f" {len(replays)}.",
+                rule="each router of this rank has its own",
+                fix="pass a list with one tensor for each",
+            )
+        for replay, indices in zip(replays, all_layers_topk_indices, strict=True):
+            replay.set_target_indices(indices)
+
+    @staticmethod
+    def get_recorded_data() -> list[Tensor | None]:
+        """Return what `get_recorded_indices` of every router returns."""
+        return [one.get_recorded_indices() for one in RouterReplay.global_router_replay_instances]
+
+    @staticmethod
+    def clear_global_indices() -> None:
+        """Forget what was recorded and what is given, in every router."""
+        for replay in RouterReplay.global_router_replay_instances:
+            replay.clear_indices()
+
+    @staticmethod
+    def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
+        """Say what every router does from now on."""
+        for replay in RouterReplay.global_router_replay_instances:
+            replay.set_router_replay_action(router_replay_action)
+
+    @staticmethod
+    def clear_global_router_replay_action() -> None:
+        """Let every router choose by itself again."""
+        for replay in RouterReplay.global_router_replay_instances:
+            replay.clear_router_replay_action()
+
+    @staticmethod
+    def clear_global_router_replay_instances() -> None:
+        """Do nothing: a router that is gone is gone from the list."""
+
+
+class RoutingRecord:
+    """What `record_routing` noted on this rank."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self.config = get_model_config(chunks[0])
+        self.replays = dict(_replays_of(chunks))
+
+    def gather(self, pg_collection: ProcessGroupCollection | None = None) -> list[Tensor]:
+        """Return the choices of every micro batch, int64 [b, s, l, k], on all ranks of a replica.
+
+        They are in the order in which micro batches are numbered; `NOT_GIVEN` in dense layers.
+
+        Communication:
+            a maximum of four numbers and a sum of m x b x s x l x k on tp, cp and pp.
+        """
+        groups = resolve_groups(pg_collection)
+        sharing = (groups.tp, groups.cp, groups.pp)
+        found = [
+            (layer - 1, number, indices)
+            for layer, replay in self.replays.items()
+            for number, indices in replay.recorded.items()
+        ]
+        where = next((indices.device for _, _, indices in found), backend.tensor_device(groups.tp))
+        sizes = torch.zeros(4, dtype=torch.long, device=where)
+        for _, number, indices in found:
+            sizes = torch.maximum(sizes, sizes.new_tensor((number + 1, *indices.shape)))
+        for group in sharing:
+            backend.all_reduce(sizes, group, torch.distributed.ReduceOp.MAX)
+        count, length, b, k = sizes.tolist()
+        s = length * groups.tp.size() * groups.cp.size()
+        # A choice is held as one more than its number, and by one rank.
+        table = torch.zeros(count, s, b, self.config.num_layers, k, dtype=torch.long, device=where)
+        for layer, number, indices in found:
+            positions = rows_of_rank(indices.shape[0], groups).positions(where)
+            table[number, positions, :, layer] = indices + 1
+        for group in sharing:
+            backend.all_reduce(table, group)
+        return list((table - 1).transpose(1, 2))
+
+
+def rows_of_rank(num_rows: int, groups: ProcessGroupCollection) -> SequenceShard:
+    """Return the positions of the tokens that a router of this rank sees.
+
+    Ranks of tp x cp share the sequences of a micro batch, with and without sequence parallelism.
+    """
+    return sequence_shard_of_rank(num_rows, cp=groups.cp, sp=groups.tp)
+
+
+@contextmanager
+def record_routing(model: nn.Module | Sequence[nn.Module]) -> Iterator[RoutingRecord]:
+    """Note the choices of all routers, but those of prediction layers, in the step inside.
+
+    Args:
+        model: this rank's model chunk, or its list of chunks; wrapped or not.
+    """
+    record = RoutingRecord(as_list(model))
+    with _acting(record.replays.values(), RouterReplayAction.RECORD):
+        yield record
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module | Sequence[nn.Module], routing: Sequence[Tensor]
+) -> Iterator[None]:
+    """Route the tokens of the step that runs inside as it is given.
+
+    Args:
+        model: this rank's model chunk, or its list of chunks; wrapped or not.
+        routing: of every micro batch of this replica, [b, s, l, k] as `RoutingRecord.gather`
+            returns it, whole on all ranks. `NOT_GIVEN`, or a position beyond s, leaves the choice
+            to the router.
+    Raises:
+        DataError: a tensor has another form, or names an expert that does not exist.
+    """
+    chunks = as_list(model)
+    config = get_model_config(chunks[0])
+    for number, choices in enumerate(routing):
+        _check(number, choices, config)
+    replays = dict(_replays_of(chunks))
+    with _acting(replays.values(), RouterReplayAction.REPLAY_FORWARD):
+        for layer, replay in replays.items():
+            replay.targets = {n: choices[:, :, layer - 1] for n, choices in enumerate(routing)}
+        yield
+
+
+def _check(number: int, choices: Tensor, config: Any) -> None:
+    wanted = (config.num_layers, config.moe_router_topk)
+    if choices.dim() != 4 or tuple(choices.shape[2:]) != wanted:
+        found = f"the shape {tuple(choices.shape)}"
+    elif choices.numel() and not (
+        int(choices.min()) >= NOT_GIVEN and int(choices.max()) < config.num_moe_experts
+    ):
+        found = f"experts from {int(choices.min())} to {int(choices.max())}"
+    else:
+        return
+    raise DataError(
+        f"the routing of micro batch {number} has {found}.",
+        rule=f"it is [b, s, {wanted[0]} layers, {wanted[1]} experts of a token], of"
+        f" {config.num_moe_experts} experts",
+        fix="replay in the model that was recorded",
+    )
+
+
+def _replays_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, RouterReplay]]:
+    num_layers = get_model_config(chunks[0]).num_layers
+    for router in routers_of(chunks):
+        replay = getattr(router, "router_replay", None)  # a router of one's own may have none
+        if replay is not None and router.load.layer_number <= num_layers:
+            yield router.load.layer_number, replay
+
+
+@contextmanager
+def _acting(replays: Any, action: RouterReplayAction) -> Iterator[None]:
+    for replay in replays:
+        replay.clear_indices()
+        replay.set_router_replay_action(action)
+    try:
+        yield
+    finally:
+        for replay in replays:
+            replay.clear_router_replay_action()
+            if action is not RouterReplayAction.RECORD:
+                replay.clear_indices()
