@@ -10,9 +10,9 @@ Legend: b rows, s positions, v padded vocabulary, m micro batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,9 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.router_replay import replay_routing
 from megatron.core.transport import backend
-from megatron.core.utils import as_list, evaluating, get_model_config, unwrap_model
+from megatron.core.utils import as_list, evaluating, get_model_config
 
+Found = TypeVar("Found")
 MicroBatch = Mapping[str, Tensor]
 """`tokens` and `labels` [b, s]; as the data need them `position_ids` [b, s], `document_starts`
 [b, s] (of packed documents), `padding_mask` [b, s], `attention_mask` [b, 1, s, s]."""
@@ -110,14 +111,18 @@ def compute_log_probs(
         layers, k = config.num_layers, config.moe_router_topk
         free = [torch.zeros(0, 0, layers, k, dtype=torch.long)] * (count - len(routing))
         replay = replay_routing(chunks, [*routing, *free])
-    with evaluating(chunks), torch.no_grad(), replay:
-        found = _run(
-            chunks,
-            padded,
-            temperature,
-            config.unpadded_vocab_size if num_valid is None else num_valid,
-            groups,
+
+    def of_tokens(logits: Tensor, batch: MicroBatch) -> LogProbs:
+        return vocab_parallel_log_probs(
+            logits,
+            batch["labels"],
+            temperature=temperature,
+            tp_group=groups.tp,
+            num_valid=config.unpadded_vocab_size if num_valid is None else num_valid,
         )
+
+    with replay:
+        found = _run(chunks, padded, of_tokens, groups)
     held = sequence_shard_of_rank(width // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
     for number, one in enumerate(found):
         for part, values in zip(table, one, strict=True):
@@ -130,6 +135,25 @@ def compute_log_probs(
         LogProbs(*(table[:2, number, :b, :s]), table[2, number, :b, :s] == 1.0)
         for number, (b, s) in enumerate(shapes)
     ]
+
+
+def compute_logits(
+    model: nn.Module | Sequence[nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    *,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[Tensor]:
+    """Return the logits of each micro batch, without gradients: those of a teacher.
+
+    Args:
+        model: as in `compute_log_probs`; in the layout of the student, with the same vocabulary.
+        micro_batches: `tokens` [b, s] and so on, all of one shape, which the ranks can split; as
+            many in every replica, and with virtual stages a multiple of the pipeline size.
+    Returns:
+        [b, s/cp, v/tp] on the last stage, [] on others; nothing is gathered.
+    Communication: the forward-only schedule.
+    """
+    return _run(as_list(model), micro_batches, lambda x, _: x, resolve_groups(pg_collection))
 
 
 def _shape_of(batch: MicroBatch, number: int) -> tuple[int, int]:
@@ -172,44 +196,33 @@ def _padded(batch: MicroBatch, num_rows: int, width: int) -> dict[str, Tensor]:
     return found
 
 
+@torch.no_grad()
 def _run(
     chunks: Sequence[Any],
     batches: Sequence[MicroBatch],
-    temperature: float,
-    num_valid: int | None,
+    function: Callable[[Tensor, MicroBatch], Found],
     groups: ProcessGroupCollection,
-) -> list[LogProbs]:
-    """Return this rank's positions of each micro batch, [b, s/cp], on the last stage."""
+) -> list[Found]:
+    """Return a function of the logits and this rank's part of each micro batch: last stage only."""
     num_rows, width = batches[0]["tokens"].shape
     where = device.current_device()
-    labels_of_next: list[Tensor] = []
-
-    def collect(logits: Tensor, **_options: bool) -> LogProbs:
-        return vocab_parallel_log_probs(
-            logits,
-            labels_of_next.pop(0),
-            temperature=temperature,
-            tp_group=groups.tp,
-            num_valid=num_valid,
-        )
 
     def forward_step(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
         batch = {name: tensor.to(where) for name, tensor in next(iterator).items()}
         batch.setdefault("position_ids", torch.arange(width, device=where).expand(num_rows, -1))
         batch = get_batch_on_this_cp_rank(batch, groups.cp)
-        if getattr(unwrap_model(chunk), "post_process", True):
-            labels_of_next.append(batch["labels"])
-        return logits_of(chunk, batch), collect
+        return logits_of(chunk, batch), lambda logits, non_loss_data: function(logits, batch)
 
     iterators = [iter(batches) for _ in chunks]
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=width,
-        micro_batch_size=num_rows,
-        forward_only=True,
-        collect_non_loss_data=True,
-        pg_collection=groups,
-    )
+    with evaluating(chunks):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=width,
+            micro_batch_size=num_rows,
+            forward_only=True,
+            collect_non_loss_data=True,
+            pg_collection=groups,
+        )

@@ -147,6 +147,8 @@ class ModelCase:
     """Attention logit above which the weights of a head are scaled down."""
     replayed: bool = False
     """Tokens go to experts that are given, not to those that the routers would choose."""
+    objective: str = ""
+    """A loss of `tests.parity.objectives`, or that of the next token."""
 
     @property
     def num_layers(self) -> int:
@@ -159,7 +161,7 @@ class ModelCase:
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
         name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
-        name += " replayed" * self.replayed
+        name += " replayed" * self.replayed + f" {self.objective}" * bool(self.objective)
         return name + " packed" * self.packed + window + " sink" * self.sink + later
 
 

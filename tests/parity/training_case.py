@@ -41,6 +41,7 @@ from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transformer.moe.router_replay import NOT_GIVEN, replay_routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parity.layouts import EXPERTS, LayoutCase, ModelCase
+from tests.parity.objectives import entries, forward_step_of, with_head
 
 UNEVEN_EIGHT_STAGES = "Et|tt|t|tt|t|tt|t|ttL"
 SEQUENCE = 16
@@ -170,18 +171,21 @@ def build_chunks(
         for stage in range(layout.vp)
     ]
     return [
-        GPTModel(
-            config,
-            specs[stage],
-            vocab_size=padded,
-            max_sequence_length=SEQUENCE,
-            mtp_block_spec=get_gpt_mtp_block_spec(config, specs[stage], layout.engine),
-            pre_process=stages.has_embedding(pp_rank, stage),
-            post_process=stages.has_loss(pp_rank, stage),
-            share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="learned_absolute" if model.family == "gpt2" else "rope",
-            pg_collection=groups,
-            vp_stage=stage if layout.vp > 1 else None,
+        with_head(
+            model.objective,
+            GPTModel(
+                config,
+                specs[stage],
+                vocab_size=padded,
+                max_sequence_length=SEQUENCE,
+                mtp_block_spec=get_gpt_mtp_block_spec(config, specs[stage], layout.engine),
+                pre_process=stages.has_embedding(pp_rank, stage),
+                post_process=stages.has_loss(pp_rank, stage),
+                share_embeddings_and_output_weights=model.tied,
+                position_embedding_type="learned_absolute" if model.family == "gpt2" else "rope",
+                pg_collection=groups,
+                vp_stage=stage if layout.vp > 1 else None,
+            ),
         )
         for stage in range(layout.vp)
     ]
@@ -208,13 +212,19 @@ def global_batch(step: int, samples: int) -> dict[str, Tensor]:
 
 
 def local_micro_batches(
-    step: int, layout: LayoutCase, dp_rank: int, is_packed: bool = False, is_padded: bool = False
+    step: int,
+    layout: LayoutCase,
+    dp_rank: int,
+    is_packed: bool = False,
+    is_padded: bool = False,
+    objective: str = "",
 ):
     """Yield the micro batches of one data-parallel rank, in order.
 
     Ranks that share a sequence keep their positions of it.
     """
     batch, size = global_batch(step, layout.samples), layout.micro_batch_size
+    batch |= entries(objective, step, batch, VOCABULARY)
     if is_padded:
         lengths = SEQUENCE - torch.arange(layout.samples).remainder(4)[:, None]
         batch["padding"] = torch.arange(SEQUENCE) >= lengths
@@ -295,6 +305,9 @@ def train(
     if len(wrapped) == 1:
         config.no_sync_func, config.grad_sync_func = wrapped[0].no_sync, wrapped[0].start_grad_sync
     schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp)
+    step_of_objective = forward_step
+    if model.objective:
+        step_of_objective = forward_step_of(model.objective, groups, VOCABULARY)
 
     dp_rank, dp_size = groups.dp.rank(), groups.dp.size()
     ranks = groups.tp.rank(), groups.expt_tp.rank(), dp_rank
@@ -311,7 +324,9 @@ def train(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         iterators = [
-            local_micro_batches(step % NUM_STEPS, layout, dp_rank, model.packed, model.padded)
+            local_micro_batches(
+                step % NUM_STEPS, layout, dp_rank, model.packed, model.padded, model.objective
+            )
             for _ in wrapped
         ]
         replay: Any = nullcontext()
@@ -320,7 +335,7 @@ def train(
             replay = replay_routing(wrapped, given)
         with replay:
             reported = schedule(
-                forward_step_func=forward_step,
+                forward_step_func=step_of_objective,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=wrapped if len(wrapped) > 1 else wrapped[0],
                 num_microbatches=layout.num_microbatches,

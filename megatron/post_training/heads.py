@@ -1,0 +1,99 @@
+"""Heads other than the vocabulary: rewards, values and embeddings.
+
+Legend: s sequence, b micro batch, h hidden, n outputs.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class IdentityHead(MegatronModule):
+    """Returns the last hidden states: the vectors of an embedding model."""
+
+    weight: Tensor | None = None
+    """Of a head over the vocabulary; this has none."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        self.config: TransformerConfig = config
+        self.tp_group = pg_collection.tp
+
+    def forward(self, hidden_states: Tensor, **_options: object) -> tuple[Tensor, None]:
+        """Return ([s/cp, b, h], no bias) of [s/cp, b, h] ([s/cp/tp, b, h] with sequence
+        parallelism).
+
+        Communication:
+            with sequence parallelism an all-gather on tp; none in backward.
+        """
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return hidden_states, None
+
+
+class LinearHead(IdentityHead):
+    """A linear layer without bias, whole on every tensor-parallel rank: a reward has one output."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        num_outputs: int = 1,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.score = ReplicatedLinear(
+            config.hidden_size,
+            num_outputs,
+            config=config,
+            init_method=config.init_method,
+            tp_group=pg_collection.tp,
+        )
+
+    def forward(self, hidden_states: Tensor, **_options: object) -> tuple[Tensor, None]:
+        """Return ([s/cp, b, n], no bias); see `IdentityHead.forward`."""
+        weight = self.score.weight
+        return super().forward(F.linear(hidden_states.to(weight.dtype), weight))
+
+
+def replace_head(model: GPTModel, num_outputs: int | None = 1) -> GPTModel:
+    """Give a new model, or the stage of it that has the head, another head; return the model.
+
+    Call it where the model is built, before weights are loaded: in the model's provider. The model
+    then returns the head's outputs [b, s/cp, n] instead of logits.
+
+    Args:
+        num_outputs: of a `LinearHead`; None is an `IdentityHead`.
+    Raises:
+        ConfigError: the head is the embedding.
+    """
+    if model.share_embeddings_and_output_weights:
+        raise ConfigError(
+            "the head to be replaced is the word embedding.",
+            rule="a head of one's own is not tied",
+            flags=["--untie-embeddings-and-output-weights"],
+            fix="build the model with --untie-embeddings-and-output-weights",
+        )
+    if not model.post_process:
+        return model
+    groups = model.pg_collection
+    head: nn.Module
+    if num_outputs is None:
+        head = IdentityHead(model.config, groups)
+    else:
+        head = LinearHead(model.config, groups, num_outputs=num_outputs)
+    model.output_layer = head  # type: ignore[assignment]
+    if model.config.perform_initialization:
+        model.initialize()
+    return model
