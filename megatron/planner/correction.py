@@ -3,8 +3,9 @@
 What the terms of the time model leave out is much the same for similar runs: a cluster's
 host overhead, a release's kernels. Gaussian process regression ("Gaussian Processes for Machine
 Learning", Rasmussen and Williams, chapter 2) of log(measured / predicted) over hardware, software,
-model and layout learns it: a row between measured ones gets their mean error, a row far from all of
-them gets none. No name of a model or of a source is looked at.
+model and layout learns it: a row between measured ones gets their error, a row far from all of
+them gets none. Where rows with the same description contradict each other, most of them win. No
+name of a model or of a source is looked at.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ FILE = Path(__file__).parent / "correction.json"
 _OTHER_KIND = 1.5
 _MODEL = 1.0
 _LAYOUT = 0.5
-NOISE = 0.3
+NOISE = 0.5
 """Deviation of repeated measurements over that of the model's errors."""
+OUTLIER = 0.06
+"""Where rows like it say so much else in log, a row counts half: another system, or a bad day."""
+_ROUNDS = 8
 _DIGITS = 4
 
 
@@ -64,8 +68,15 @@ def fit_correction(
 ) -> Correction:
     """Learn from the errors of predictions of measured rows, which have no blanks."""
     features = features_of(workloads, hardware)
-    covariance = _kernel(features, features) + NOISE**2 * np.eye(len(features))
-    weights = np.linalg.solve(covariance, np.log(measured / predicted))
+    kernel, errors = _kernel(features, features), np.log(measured / predicted)
+    noise = np.full(len(features), NOISE**2)
+    for _ in range(_ROUNDS):
+        # What each row differs by from what the others say of it (Rasmussen and Williams, equation
+        # 5.12), with the weights of Student's t distribution.
+        inverse = np.linalg.inv(kernel + np.diag(noise))
+        left_out = inverse @ errors / np.diag(inverse)
+        noise = NOISE**2 * (1 + (left_out / OUTLIER) ** 2)
+    weights = np.linalg.solve(kernel + np.diag(noise), errors)
     return Correction(features, np.round(weights, _DIGITS + 2))
 
 

@@ -215,6 +215,8 @@ def _recomputations(
     model: Workloads, choices: Choices, num_stages: int, num_chunks: int
 ) -> list[tuple[str, float]]:
     kinds = choices.recompute or ("none", "layernorm", "mlp", "full")
+    if not choices.recompute and not model.flash_attention[0]:
+        kinds = ("none", "selective", *kinds[1:])  # a fused kernel keeps no scores to recompute
     found = [(kind, 1.0) for kind in kinds if kind != "full"]
     if "full" in kinds:
         stages = num_stages * num_chunks

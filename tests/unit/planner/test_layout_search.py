@@ -19,13 +19,14 @@ from megatron.planner.memory import model_states
 from megatron.planner.predictor import load_predictor
 from megatron.planner.run_workload import choices_of, settings_of_layout, workload_of_run
 from megatron.planner.search_command import Cluster, search_command
-from megatron.planner.workload import Workloads
+from megatron.planner.workload import Workloads, from_rows, read_rows
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.rules import resolve_and_check
 from megatron.training.training import PretrainCall
 from tests.harness.resolved_run import WITHOUT_A_RUN, run_of
+from tests.unit.planner.test_planner import FIXTURES
 from tools import plan
 
 PREDICTOR = load_predictor()
@@ -119,6 +120,14 @@ def test_the_first_layout_is_the_fastest_that_fits() -> None:
     assert np.isinf(np.delete(found.seconds, found.order)).all()
     assert found.seconds[found.order[0]] == found.seconds.min()
     assert sum(found.refused.values()) > 0
+
+
+@pytest.mark.parametrize("group", ["k22-gpt3-175b", "titan-405b", "vtrain-3.6B-64"])
+def test_the_first_layout_is_as_good_as_those_that_were_published(group: str) -> None:
+    published = read_rows(FIXTURES / "published_steps.csv")
+    rows = from_rows([row for row in published if row["rank_group"] == group])
+    found = search_layouts(rows.take(np.array([0])), Choices(), PREDICTOR)
+    assert found.seconds[found.order[0]] <= PREDICTOR.seconds(rows).min() * (1 + 1e-9)
 
 
 def test_where_nothing_fits_the_message_says_what_would() -> None:
