@@ -85,12 +85,30 @@ class DataSettings:
     sft: bool = False
     """Train on packed conversations, with the loss where their mask says; made by
     tools/preprocess_data.py --sft."""
-    fim_data: bool = flag(
-        False, refuse="tools/preprocess_data.py --fim-rate, once, when the text is tokenized"
-    )
-    """Fill-in-the-middle transform."""
+    fim_data: bool = False
+    """Cut the documents in a sample in three and let the middle come last (fill in the middle,
+    arXiv 2207.14255)."""
     fim_rate: float = flag(0.5, part_of="fim_data")
-    """Its probability."""
+    """Probability that a document is cut."""
+    fim_spm_rate: float = flag(0.5, part_of="fim_data")
+    """Share of those that begin with the suffix; the others begin with the prefix."""
+    fim_fragment_rate: float | None = flag(None, part_of="fim_data")
+    """Probability that a file is cut, in a document that --fim-split-sample splits. Default
+    --fim-rate."""
+    fim_split_sample: str | None = flag(None, part_of="fim_data")
+    """Token between files of a document, each of which is cut by itself."""
+    fim_no_prefix: str | None = flag(None, part_of="fim_data")
+    """Leave alone what begins with this text."""
+    fim_prefix_token: str = flag("<fim_prefix>", part_of="fim_data")
+    """Token before the prefix."""
+    fim_middle_token: str = flag("<fim_middle>", part_of="fim_data")
+    """Token before the middle."""
+    fim_suffix_token: str = flag("<fim_suffix>", part_of="fim_data")
+    """Token before the suffix."""
+    fim_pad_token: str = flag("<fim_pad>", part_of="fim_data")
+    """Token that fills a suffix up. One that the vocabulary lacks is the tokenizer's own."""
+    fim_eod_token: str = flag("<|endoftext|>", part_of="fim_data")
+    """Token between documents. One that the vocabulary lacks is the tokenizer's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

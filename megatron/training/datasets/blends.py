@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
@@ -23,6 +24,8 @@ def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
     data = from_args(DataSettings, vars(args))
     if data.mock_data:
         return MockGPTDataset
+    if data.fim_data:
+        return GPTFIMDataset
     return SFTDataset if data.sft else GPTDataset
 
 
@@ -30,7 +33,11 @@ def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetC
     """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
     run = run_as_in(args)
     data, topology = run.data, run.topology
-    return GPTDatasetConfig(
+    kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
+    if fill_in_middle:
+        kind = GPTFIMDatasetConfig
+    return kind(
+        **fill_in_middle,
         random_seed=run.schedule.seed,
         sequence_length=run.model.seq_length,
         **blends_of(data),
@@ -50,6 +57,26 @@ def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetC
         vocab_size=run.model.unpadded_vocab_size,
         builder=(topology.rank, topology.world_size),
     )
+
+
+def _fill_in_middle(data: DataSettings) -> dict[str, Any]:
+    """Return the settings of `GPTFIMDatasetConfig` alone; none without --fim-data."""
+    if not data.fim_data:
+        return {}
+    return {
+        "fim_rate": data.fim_rate,
+        "fim_spm_rate": data.fim_spm_rate,
+        "fim_split_sample": data.fim_split_sample,
+        "fim_fragment_rate": data.fim_fragment_rate,
+        "fim_no_prefix": data.fim_no_prefix,
+        "fim_extra_tokens": {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        },
+    }
 
 
 def blends_of(data: DataSettings) -> dict[str, Any]:

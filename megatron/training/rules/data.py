@@ -189,6 +189,22 @@ def conversations_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def cut_documents_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
+    """There is no text in synthetic documents, and conversations have an order of their own."""
+    if not run.data.fim_data:
+        return
+    for flag, is_given in (("--mock-data", run.data.mock_data), ("--sft", run.data.sft)):
+        if is_given:
+            yield problem(
+                f"--fim-data with {flag}.",
+                "documents of text are cut in three",
+                "--fim-data",
+                flag,
+                fix="drop --fim-data" if flag == "--sft" else "name corpora with --data-path",
+            )
+
+
+@rule
 def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rising numbers of steps within the run, which all consume as many samples."""
     schedule = run.schedule

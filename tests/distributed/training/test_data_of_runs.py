@@ -81,6 +81,28 @@ def test_the_native_order_trains_in_every_layout_and_resumes_to_the_bit(corpora,
     assert first + second == whole
 
 
+def test_documents_that_are_cut_are_the_same_in_every_layout_and_after_a_resume(tmp_path):
+    random = np.random.RandomState(0)
+    letters = [np.append(random.randint(97, 123, random.randint(8, 15)), 256) for _ in range(200)]
+    (tmp_path / "runs").mkdir()
+    corpus = ["--data-path", write_corpus(tmp_path / "text", letters), "--split", "1"]
+    flags = [*corpus, "--fim-data"]
+    for number, name in enumerate(("prefix", "middle", "suffix"), 1):
+        flags += [f"--fim-{name}-token", f"<0x0{number}>"]
+
+    def losses_of(*words, **layout):
+        return losses(train(tmp_path / "runs", *words, **layout))
+
+    whole = losses_of(*flags)
+    assert whole != losses_of(*corpus)
+    assert losses_of(*flags, world_size=2) == pytest.approx(whole, rel=1e-5)
+    save = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved")]
+    first = losses_of(*flags, *save, "--exit-interval", "2")
+    with pytest.raises(DistributedFailure, match="fill_in_middle"):
+        losses_of(*flags, *save, "--fim-rate", "0.25")
+    assert first + losses_of(*flags, *save, "--num-workers", "2") == whole
+
+
 def test_documents_are_kept_apart_by_the_mask_made_on_the_device(corpora, tmp_path):
     flags = ["--data-path", corpora[0], "--split", "1"]
     resets = ["--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"]

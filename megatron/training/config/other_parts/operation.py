@@ -53,16 +53,6 @@ of moe_routing_trace_path
 --moe-routing-trace-dump-weights on
 --moe-routing-trace-max-training-iters int
 
-of fim_data
---fim-eod-token str = <|endoftext|>
---fim-fragment-rate float
---fim-middle-token str = <fim_middle>
---fim-no-prefix str
---fim-pad-token str = <fim_pad>
---fim-prefix-token str = <fim_prefix>
---fim-split-sample str
---fim-spm-rate float = 0.5
---fim-suffix-token str = <fim_suffix>
 no effect: the index of a corpus is opened without being read
 --dataloader-defer-npy-index-mmap on
 --dataloader-fast-cache-load on
