@@ -57,3 +57,17 @@ def test_the_custom_model_stays_under_sixty_lines():
     folder = REPOSITORY / "examples" / "custom_model"
     lines = [line for file in folder.glob("*.py") for line in file.read_text().splitlines()]
     assert sum(1 for line in lines if line.strip()) < 60
+
+
+@pytest.mark.distributed
+def test_a_policy_learns_from_a_rule_and_from_preferences():
+    folder = "examples/reinforcement_learning"
+    printed = run_on_two_ranks(f"{folder}/train_grpo.py", "--train-iters", "15")
+    rewards = [float(x) for x in re.findall(r"step \d+: reward ([\d.]+)", printed)]
+    assert rewards[0] < 0.1 < 0.25 < rewards[-1]
+    assert "21 tensors for a generator elsewhere, from model.embed_tokens.weight" in printed
+
+    printed = run_on_two_ranks(f"{folder}/train_dpo.py", "--pipeline-model-parallel-size", "2")
+    losses = [float(x) for x in re.findall(r"step \d+: dpo loss ([\d.]+)", printed)]
+    assert losses[-1] < 0.3 < losses[0] < 0.69
+    assert "loaded again: the same log-probabilities: True" in printed
