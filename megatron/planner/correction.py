@@ -51,6 +51,11 @@ class Correction:
         """Return what to multiply predicted seconds with; rows must have no blanks."""
         return np.exp(_kernel(features_of(workloads, hardware), self.features) @ self.weights)
 
+    def likeness(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
+        """Return how like the nearest measured row each row is: 1 the same, 0 unlike all."""
+        kernel = _kernel(features_of(workloads, hardware), self.features)
+        return np.asarray(kernel.max(axis=1, initial=0.0))
+
     def save(self) -> None:
         """Write the file that `load_correction` reads."""
         content = {"features": self.features.tolist(), "weights": self.weights.tolist()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron.planner.blanks import fill_blanks
 from megatron.planner.calibrate import Measured, fit
 from megatron.planner.correction import Correction, fit_correction, load_correction
@@ -28,6 +30,17 @@ class Predictor:
         filled = fill_blanks(workloads, self.hardware)
         factor = self.correction.factor(filled, self.hardware)
         return factor * predict_step(filled, self.hardware).total
+
+    def interval(self, workloads: Workloads) -> FloatArray:
+        """Return by what factor nine of ten measured steps are off at most, in either direction.
+
+        Rows like measured ones are known better than others; both limits are those of
+        cross-validation.
+        """
+        filled = fill_blanks(workloads, self.hardware)
+        near, far = (self.hardware.constant(f"interval.{name}") for name in ("near", "far"))
+        like = self.correction.likeness(filled, self.hardware)
+        return np.asarray(np.exp(like * near + (1 - like) * far))
 
 
 def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:

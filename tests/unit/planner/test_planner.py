@@ -236,6 +236,7 @@ def test_score_reads_the_layout_and_no_measurement(tmp_path: Path) -> None:
     assert scored["id"] == "a"
     assert float(scored["predicted_step_s"]) == pytest.approx(14.66, rel=0.2)
     assert 20 < float(scored["predicted_mem_GB"]) < 80
+    assert float(scored["low_step_s"]) < 14.66 < float(scored["high_step_s"])
 
 
 @pytest.mark.parametrize(
@@ -305,6 +306,18 @@ def test_rows_that_contradict_others_of_the_same_description_do_not_count() -> N
     measured = np.array([10.0, 10.1, 9.9, 10.0, 10.05, 13.0, 13.1, 13.2])
     learned = fit_correction(rows, HARDWARE, measured, predicted)
     assert learned.factor(rows_of(), HARDWARE)[0] == pytest.approx(1.0, abs=0.02)
+
+
+def test_nine_of_ten_published_steps_are_in_their_intervals(
+    published: list[dict[str, str]],
+) -> None:
+    measured, predictor = measured_rows(published), load_predictor()
+    off = predictor.interval(measured.workloads)
+    ratio = predictor.seconds(measured.workloads) / measured.step_s
+    assert np.mean((ratio < off) & (1 / ratio < off)) >= 0.9
+    # Unlike all measured rows, less is known.
+    far = rows_of(hidden="1000000", heads="64", head_dim="15625", layers="4000")
+    assert predictor.interval(far)[0] > 1.3 > 1.2 > off.min()
 
 
 def test_far_from_all_measured_steps_the_model_is_not_corrected() -> None:
