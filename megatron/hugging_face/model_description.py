@@ -105,6 +105,14 @@ class ModelDescription:
         Raises:
             ConfigError: sizes are missing.
         """
+        if values.get("use_mup"):
+            raise ConfigError(
+                "the model was trained with --use-mup.",
+                rule="no family of Hugging Face models here has muP's factors on attention and"
+                " logits",
+                flags=["--use-mup"],
+                fix="keep the model in the checkpoint format of this project",
+            )
         known = dataclasses.fields(cls)
         found = {f.name: values[f.name] for f in known if values.get(f.name) is not None}
         missing = [f.name for f in known if _is_required(f) and f.name not in found]

@@ -149,6 +149,8 @@ class ModelCase:
     """Tokens go to experts that are given, not to those that the routers would choose."""
     objective: str = ""
     """A loss of `tests.parity.objectives`, or that of the next token."""
+    base_width: int | None = None
+    """Width at which it was tuned, under muP."""
 
     @property
     def num_layers(self) -> int:
@@ -160,6 +162,7 @@ class ModelCase:
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
+        name += f" muP from {self.base_width}" * (self.base_width is not None)
         name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
         name += " replayed" * self.replayed + f" {self.objective}" * bool(self.objective)
         return name + " packed" * self.packed + window + " sink" * self.sink + later

@@ -56,10 +56,16 @@ def get_megatron_optimizer(
     )
     groups = resolve_groups(pg_collection)
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
+    width_multiplier = _width_multiplier(model_chunks)
     tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
     keys = {
         id(parameter): group_key(
-            name, parameter, config, config_overrides, is_table=id(parameter) in tables
+            name,
+            parameter,
+            config,
+            config_overrides,
+            is_table=id(parameter) in tables,
+            width_multiplier=width_multiplier,
         )
         for name, parameter in named
     }
@@ -181,6 +187,15 @@ def _lookup_tables(chunk: nn.Module) -> Iterator[Tensor]:
     for module in chunk.modules():
         if isinstance(module, nn.Embedding):
             yield module.weight
+
+
+def _width_multiplier(model_chunks: Sequence[nn.Module]) -> float | None:
+    """Return how many times wider than its base a model under muP is, None for others."""
+    for chunk in model_chunks:
+        config: Any = getattr(chunk, "config", None)
+        if getattr(config, "use_mup", False):
+            return float(config.width_multiplier)
+    return None
 
 
 def _mesh(model_chunks: Sequence[nn.Module], is_expert: bool) -> Mesh:

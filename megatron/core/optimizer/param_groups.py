@@ -105,10 +105,13 @@ def group_key(
     overrides: Overrides | None,
     *,
     is_table: bool = False,
+    width_multiplier: float | None = None,
 ) -> GroupKey:
     """Return the settings of one parameter.
 
     Args:
+        width_multiplier: how many times wider than its base the model is under muP, whose factor is
+            on top of what `overrides` say; None without muP.
         is_table: rows are looked up one by one, so that the parameter is no matrix to Muon.
     """
     meta = get_param_meta(parameter)
@@ -128,8 +131,46 @@ def group_key(
     for key, override in (overrides or {}).items():
         if key.matches(name, parameter):
             settings.update(override)
-    _check_optimizer(name, parameter, settings.get("optimizer", config.optimizer))
+    optimizer = settings.get("optimizer", config.optimizer)
+    _check_optimizer(name, parameter, optimizer)
+    if width_multiplier is not None:
+        settings["lr_mult"] *= width_learning_rate_factor(
+            parameter, optimizer, config, width_multiplier, is_table=is_table
+        )
     return tuple(sorted(settings.items()))
+
+
+def width_learning_rate_factor(
+    parameter: nn.Parameter,
+    optimizer: str,
+    config: OptimizerConfig,
+    width_multiplier: float,
+    *,
+    is_table: bool = False,
+) -> float:
+    """Return the factor of muP on the learning rate of a parameter.
+
+    G. Yang et al., "Tensor Programs V", table 8, arXiv 2203.03466: rows "SGD LR" and "Adam LR",
+    relative to a base width. Lion moves every element by the same amount, as Adam does. A Muon
+    update of spectral scale has elements of unit size, which makes it like Adam's; the other scales
+    grow and shrink with the shape of a matrix as muP asks (J. Bernstein, "Deriving Muon").
+
+    Args:
+        optimizer: name of the one that updates it.
+        width_multiplier: how many times wider than the base the model is.
+        is_table: rows are looked up one by one.
+    """
+    # One side of embedding, head, norms and biases grows with the width; both of a hidden weight.
+    is_hidden = (
+        parameter.dim() >= 2
+        and not is_table
+        and not get_param_meta(parameter).is_embedding_or_output
+    )
+    if optimizer == "sgd":
+        return 1.0 if is_hidden else width_multiplier
+    if optimizer == "muon" and config.muon_scale_mode != "spectral":
+        return 1.0
+    return 1.0 / width_multiplier if is_hidden else 1.0
 
 
 def _check_optimizer(name: str, parameter: nn.Parameter, optimizer: str) -> None:

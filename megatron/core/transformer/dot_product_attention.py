@@ -7,7 +7,6 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -80,7 +79,7 @@ class DotProductAttention(MegatronModule):
         self.max_logits: Tensor | None = None
         """fp32 [n/tp]: the largest score of each head since someone took them and set None."""
         assert config.kv_channels
-        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
+        self.softmax_scale = config.attention_scale(config.kv_channels) if scale is None else scale
 
     def forward(
         self,

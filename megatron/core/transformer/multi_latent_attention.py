@@ -89,7 +89,7 @@ class MLASelfAttention(Attention):
         )
         inverse, self.rotary_factor, scale = _rotary_settings(config)
         self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
-        self.softmax_scale = self.q_head_dim**-0.5 * scale
+        self.softmax_scale = config.attention_scale(self.q_head_dim) * scale
         self.recomputes_up_projection = config.recomputes("mla_up_proj")
         self._dropped: CheckpointWithoutOutput | None = None
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.config.context_parallel import context_parallel_p
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
 from megatron.core.transformer.config.overlap_f_b import overlap_f_b_problems
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
@@ -37,6 +38,7 @@ class TransformerConfig(
     PositionConfig,
     LatentAttentionConfig,
     QueryKeyClipConfig,
+    MaximalUpdateConfig,
     PredictionConfig,
     ExpertConfig,
     BlockConfig,
@@ -56,7 +58,8 @@ class TransformerConfig(
         self.derive_shape(heads_share_width=not self.multi_latent_attention)
         if self.fp32_residual_connection and self.pipeline_dtype is None:
             self.pipeline_dtype = torch.float32  # stages hand on the residual stream
-        self.derive_initialization(self.num_layers)
+        self.derive_maximal_update(self.hidden_size)
+        self.derive_initialization(self.num_layers, self.hidden_init_factor)
         self.derive_recompute()
         self.derive_experts(self.ffn_hidden_size, self.recompute_modules)
         problems = [
@@ -65,6 +68,7 @@ class TransformerConfig(
             *self.check_block(),
             *self.check_latent_attention(),
             *self.check_query_key_clip(),
+            *self.check_maximal_update(),
             *self.check_prediction(),
             *self._check_combinations(),
             *self.check_recompute(

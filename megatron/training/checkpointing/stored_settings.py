@@ -34,6 +34,8 @@ MODEL_SHAPE_ARGS = (
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk",
     "moe_router_enable_expert_bias", "moe_router_dtype", "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
+    "use_mup", "mup_base_hidden_size", "mup_width_mult", "mup_base_head_dim",
+    "mup_attn_scale_power", "mup_embedding_mult", "mup_output_mult",
 )  # fmt: skip
 """What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
 

@@ -8,6 +8,7 @@ from megatron.core.settings.flags import SettingsGroup, flag, required
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
 from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
@@ -20,6 +21,7 @@ class ModelSettings(
     BlockConfig,
     PositionConfig,
     QueryKeyClipConfig,
+    MaximalUpdateConfig,
     InitializationConfig,
     SettingsGroup,
 ):

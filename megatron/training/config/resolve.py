@@ -207,6 +207,9 @@ def _model(
     if is_yarn and found.softmax_scale is None and found.kv_channels:
         scale = yarn_softmax_scale(found.kv_channels, latent.rotary_scaling_factor, latent.mscale)
         formula = "YaRN's temperature over sqrt(kv-channels)"
+        if found.use_mup:
+            scale *= found.attention_scale(found.kv_channels) * found.kv_channels**0.5
+            formula = "YaRN's temperature times muP's scale of attention"
         found = log.derived(found, replace(found, softmax_scale=scale), formula)
     if found.no_rope_freq is not None and found.num_layers:
         pattern = expand_layer_pattern(found.no_rope_freq, found.num_layers)

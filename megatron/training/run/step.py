@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import NumericsError
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.transport import backend
@@ -195,7 +196,9 @@ def _learning_rates(context: TrainingContext) -> tuple[float, float | None]:
             decoupled = float(group["lr"])
         else:
             main = float(group["lr"])
-    return main, decoupled
+    # Of groups with a factor on it (muP, --param-rules) none is the rate of the schedule.
+    scheduled = get_canonical_lr_for_logging(context.optimizer.param_groups)
+    return main if scheduled is None else float(scheduled), decoupled
 
 
 def _max_attention_logit(context: TrainingContext) -> float | None:

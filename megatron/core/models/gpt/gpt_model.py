@@ -142,7 +142,10 @@ class GPTModel(LanguageModule):
                 )
             if post_process:
                 is_tied = share_embeddings_and_output_weights
-                init_method = config.embedding_init_method if is_tied else config.init_method
+                draws_as_embedding = is_tied or config.use_mup
+                init_method = (
+                    config.embedding_init_method if draws_as_embedding else config.init_method
+                )
                 assert init_method
                 self.output_layer = ColumnParallelLinear(
                     config.hidden_size,
@@ -263,7 +266,9 @@ class GPTModel(LanguageModule):
                 **(extra_block_kwargs or {}),
             )
         logits, _ = self.output_layer(
-            hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
+            self.scale_logits_of(hidden_states),
+            weight=weight,
+            runtime_gather_output=runtime_gather_output,
         )
         logits = self.softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)

@@ -24,13 +24,18 @@ class InitializationConfig:
     init_method_std: float = 0.02
     """Standard deviation of the default initialisers."""
 
-    def derive_initialization(self, num_layers: int) -> None:
-        """Fill the initialisers that were not given."""
-        if self.init_method is None:
-            self.init_method = init_method_normal(self.init_method_std)
-        if self.output_layer_init_method is None:
-            self.output_layer_init_method = scaled_init_method_normal(
-                self.init_method_std, max(num_layers, 1)
-            )
+    def derive_initialization(self, num_layers: int, hidden_factor: float = 1.0) -> None:
+        """Fill the initialisers that were not given.
+
+        Args:
+            hidden_factor: on the standard deviation of all weights but embeddings and head.
+        """
         if self.embedding_init_method is None:
-            self.embedding_init_method = self.init_method
+            self.embedding_init_method = self.init_method or init_method_normal(
+                self.init_method_std
+            )
+        std = self.init_method_std * hidden_factor
+        if self.init_method is None:
+            self.init_method = init_method_normal(std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = scaled_init_method_normal(std, max(num_layers, 1))

@@ -127,15 +127,6 @@ refused: drop it: layers are the usual ones without it
 --mtp-use-repeated-layer on
 --qk-l2-norm on
 --embedding-init-method-std float
-refused: scale --lr and --init-method-std by the width
---use-mup on
-of use_mup
---mup-attn-scale-power float = 1.0
---mup-base-head-dim float
---mup-base-hidden-size int
---mup-embedding-mult float = 1.0
---mup-output-mult float = 1.0
---mup-width-mult float = 1.0
 refused: use the quintic coefficients
 --muon-coefficient-type str = quintic
 refused: give the layers of prediction a stage by --pipeline-model-parallel-layout

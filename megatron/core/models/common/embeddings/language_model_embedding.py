@@ -94,6 +94,8 @@ class LanguageModelEmbedding(MegatronModule):
         ids = input_ids if self.reduce_scatter_embeddings else input_ids.t()
         words = self.word_embeddings(ids)
         factor = self.config.embedding_multiplier
+        if self.config.use_mup:
+            factor *= self.config.mup_embedding_mult
         # The factor is rounded as the weights are: so models that have one were trained.
         return words if factor == 1.0 else words * torch.tensor(factor, dtype=words.dtype)
 

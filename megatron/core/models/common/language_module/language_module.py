@@ -110,9 +110,15 @@ class LanguageModule(MegatronModule):
         Returns:
             [b, s/cp] fp32.
         """
+        hidden_states = self.scale_logits_of(hidden_states)
         request = Request.of(hidden_states, loss_needs(self.config))
         kernel = LOSS.choose(request, asked_loss(self.config)).kernel
         return kernel.run(self, hidden_states, labels, weight, loss_mask)
+
+    def scale_logits_of(self, hidden_states: Tensor) -> Tensor:
+        """Scale the head's input [...] by the factor that its logits have under muP."""
+        factor = self.config.logits_factor
+        return hidden_states if factor == 1.0 else hidden_states * factor
 
     def softcap_logits(self, logits: Tensor) -> Tensor:
         """Apply `final_logit_softcapping`, if there is one, to logits [...]."""
