@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import rng_state
-from megatron.post_training.log_probs import compute_log_probs
+from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.post_training.log_probs import compute_log_probs, compute_logits
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.parity.layouts import LayoutCase, ModelCase
@@ -91,3 +91,26 @@ def test_packed_and_separate_documents_have_the_log_probabilities_of_the_logits(
 def test_a_micro_batch_without_labels_is_refused():
     with pytest.raises(DataError, match="micro batch 0 has .*tokens"):
         compute_log_probs([], [{"tokens": torch.zeros(2, 3)}])
+
+
+def teacher_logits(groups, layout):
+    rng_state().set_seed(SEED)
+    chunks = build_chunks(transformer_config(layout, MODEL), MODEL, layout, groups)
+    batch = global_batch(0, 4)
+    found = compute_logits(chunks, [{"tokens": part} for part in batch["tokens"].split(2)])
+    assert all(chunk.training for chunk in chunks)
+    return groups.tp.rank(), groups.cp.rank(), found
+
+
+def test_a_teachers_logits_stay_where_they_are_computed():
+    ((_, _, whole),) = run_distributed(teacher_logits, 1, LayoutCase())
+    for layout in (LayoutCase(tp=2, sp=True, pp=2, vp=2), LayoutCase(cp=2, dp=2, ep=2)):
+        ranks = run_distributed(teacher_logits, 4, layout, **sizes_of(layout))
+        held = [rank for rank in ranks if rank[2]]
+        assert len(held) == (2 if layout.pp > 1 else 4)
+        for tp, cp, found in held:
+            for mine, expected in zip(found, whole, strict=True):
+                width = mine.shape[-1]
+                rows = SequenceShard.zigzag(expected.shape[1], cp, layout.cp).positions()
+                part = expected[:, rows, tp * width : min((tp + 1) * width, VOCABULARY)]
+                assert_close(mine[..., : part.shape[-1]], part, FP32_REORDERED_SUM, str(layout))
