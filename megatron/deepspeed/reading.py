@@ -368,7 +368,7 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
     require(
         found["zero_optimization.offload_param.device"] in (None, "none") or stage == 3,
         f"zero_optimization.offload_param at stage {stage}.",
-        "only stage 3 has shards of parameters, which can be in a file",
+        "only stage 3 has shards of parameters, which can be elsewhere",
         ["zero_optimization.offload_param.device", "zero_optimization.stage"],
         'use "stage": 3, or drop offload_param',
     )

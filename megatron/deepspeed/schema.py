@@ -86,15 +86,7 @@ _OFFLOAD_OPTIMIZER: Schema = {
 }
 
 _OFFLOAD_PARAM: Schema = {
-    "device": text(
-        "none",
-        ("none", "cpu", "nvme"),
-        refused_values={
-            "cpu": "drop offload_param: stage 3 keeps 1/N of the parameters on each rank, and"
-            ' offload_optimizer takes the larger part of the state away; or write "nvme" and'
-            " nvme_path"
-        },
-    ),
+    "device": text("none", ("none", "cpu", "nvme")),
     "nvme_path": text(),
     "pin_memory": switch(True, no_effect=_STAGE3),
     "buffer_count": count(5, no_effect=_STAGE3),
@@ -122,7 +114,7 @@ _ZERO: Schema = {
     "load_from_fp32_weights": switch(True, no_effect="main weights are always restored"),
     "legacy_stage1": switch(refused="drop it"),
     "cpu_offload": switch(refused='write "offload_optimizer": {"device": "cpu"}'),
-    "cpu_offload_params": switch(refused="drop it: parameters are sharded instead (stage 3)"),
+    "cpu_offload_params": switch(refused='write "offload_param": {"device": "cpu"}'),
     "cpu_offload_use_pin_memory": switch(no_effect="host memory is pinned where copies need it"),
     "sub_group_size": count(1_000_000_000, 1, no_effect=_TUNES),
     "stage3_max_live_parameters": count(1_000_000_000, no_effect=_STAGE3),

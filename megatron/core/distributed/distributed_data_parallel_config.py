@@ -75,6 +75,9 @@ class DataParallelFlags:
     """Rank of the matrices of "powersgd"."""
     grad_compression_warmup: int = flag(0, part_of="grad_compression")
     """Reductions of each bucket that are not compressed yet."""
+    param_cpu_offload: bool = False
+    """With optim_grads_params, keep the own shards of parameters in host memory, and copy each to
+    the device for its gather while the layer before it computes."""
     param_offload_path: str | None = None
     """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
     file there, read ahead of use. For CPU ranks."""
@@ -118,6 +121,11 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
         return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Whether the own shards of parameters are elsewhere than in the device's memory."""
+        return self.param_cpu_offload or self.param_offload_path is not None
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether a rank keeps only its shard of the parameters (ZeRO-3)."""
         return self.data_parallel_sharding_strategy == "optim_grads_params"
@@ -142,6 +150,20 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
                 rule="instances are copies of sharded optimizer state",
                 flags=["--num-distributed-optimizer-instances", "--use-distributed-optimizer"],
                 fix="add --use-distributed-optimizer",
+            )
+        )
+    if config.param_cpu_offload and (
+        not config.shards_parameters or config.param_offload_path is not None
+    ):
+        where = f" and param_offload_path={config.param_offload_path!r}"
+        problems.append(
+            ConfigError(
+                f"param_cpu_offload with {config.data_parallel_sharding_strategy}"
+                f"{where if config.param_offload_path else ''}.",
+                rule="the own shards of parameters are in one place: in host memory or in a file",
+                flags=["--param-cpu-offload", "--data-parallel-sharding-strategy"],
+                fix="use --data-parallel-sharding-strategy optim_grads_params, and no"
+                " --param-offload-path",
             )
         )
     if config.param_offload_path is not None and (

@@ -125,6 +125,8 @@ def _values(
         values["use_distributed_optimizer"] = True
         if settings.num_instances > 1:
             values["num_distributed_optimizer_instances"] = settings.num_instances
+        if replication.param_cpu_offload:
+            values["param_cpu_offload"] = True
         if replication.param_offload_path is not None:
             values["param_offload_path"] = replication.param_offload_path
     if settings.overlaps_reduction:

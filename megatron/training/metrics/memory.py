@@ -15,6 +15,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
+from megatron.core.foundation.device import device_type
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
@@ -171,6 +172,15 @@ def zero_stage_of(run: ResolvedRun) -> int:
     return SHARDING_STRATEGIES.index(run.ddp.data_parallel_sharding_strategy)
 
 
+def _offloads_parameters(run: ResolvedRun) -> bool:
+    """Whether the own shards of parameters take no memory of the device."""
+    ddp = run.ddp
+    if ddp.data_parallel_sharding_strategy != "optim_grads_params":
+        return False
+    is_on_host = ddp.param_cpu_offload and device_type() != "cpu"
+    return is_on_host or ddp.param_offload_path is not None
+
+
 def buffer_bytes(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize]) -> float:
     """Return the most that is whole at a time although only shards are kept.
 
@@ -240,7 +250,7 @@ def estimate_memory(
         if not run.precision.cross_entropy_loss_fusion:
             logits = tokens_of_rank * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
-        weights=0.0 if zero_stage == 3 and run.ddp.param_offload_path else weights * per.weight,
+        weights=0.0 if _offloads_parameters(run) else weights * per.weight,
         gradients=gradients * per.gradient,
         main_weights=optimizer * per.main,
         optimizer=optimizer * per.moments,

@@ -161,6 +161,32 @@ def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Shards of parameters may be in host memory; what updates them is there, too."""
+    ddp = run.ddp
+    if not ddp.param_cpu_offload:
+        return
+    if ddp.data_parallel_sharding_strategy != "optim_grads_params" or ddp.param_offload_path:
+        yield problem(
+            f"--param-cpu-offload with {ddp.data_parallel_sharding_strategy}"
+            f"{' and --param-offload-path' if ddp.param_offload_path else ''}.",
+            "the own shards of parameters are in one place, and gathered from it",
+            "--param-cpu-offload",
+            "--data-parallel-sharding-strategy",
+            fix="add --data-parallel-sharding-strategy optim_grads_params, and drop"
+            " --param-offload-path",
+        )
+    if device_type() != "cpu" and not run.optimizer.optimizer_cpu_offload:
+        yield problem(
+            f"--param-cpu-offload without --optimizer-cpu-offload on {device_type()}.",
+            "parameters are updated where they are",
+            "--param-cpu-offload",
+            "--optimizer-cpu-offload",
+            fix="add --optimizer-cpu-offload",
+        )
+
+
+@rule
 def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
     """Shards of parameters may be in a file; full parameters may not."""
     ddp = run.ddp

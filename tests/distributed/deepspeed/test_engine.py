@@ -115,6 +115,61 @@ def test_whole_values_of_what_is_sharded(groups, stage):
     assert float(engine.state_dict()["middle.0.weight"].float().mean()) == 0.5
 
 
+HOST = {"device": "cpu"}
+OFFLOADED = {
+    2: {"stage": 2, "offload_optimizer": HOST},
+    3: {"stage": 3, "offload_optimizer": HOST, "offload_param": {**HOST, "pin_memory": True}},
+}
+
+
+def start_in_half(precision, zero_optimization):
+    more = {precision: {"enabled": True}, "zero_optimization": zero_optimization}
+    return start(0, **more)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("stage", OFFLOADED)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_offload_to_the_host_changes_no_bit(groups, precision, stage):
+    runs = []
+    for zero_optimization in ({"stage": stage}, OFFLOADED[stage]):
+        engine = start_in_half(precision, zero_optimization)
+        runs.append((*train(engine, dist.get_rank()), engine.state_dict()))
+    (losses, norms, weights), (same_losses, same_norms, same_weights) = runs
+    assert (losses, norms) == (same_losses, same_norms)
+    assert_weights_are_bits(same_weights, weights)
+
+
+def assert_weights_are_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
+def save_offloaded(groups, precision, directory):
+    engine = start_in_half(precision, OFFLOADED[3])
+    train(engine, dist.get_rank(), steps=range(2))
+    engine.save_checkpoint(directory)
+    return engine.state_dict()
+
+
+def load_offloaded(groups, precision, stage, directory):
+    engine = start_in_half(precision, OFFLOADED[stage])
+    engine.load_checkpoint(directory)
+    weights = {name: weight.clone() for name, weight in engine.state_dict().items()}
+    train(engine, dist.get_rank(), steps=range(2, 3))
+    return weights
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_is_offloaded_resumes_on_any_number_of_ranks(precision, tmp_path):
+    saved = run_distributed(save_offloaded, 2, precision, str(tmp_path))[0]
+    for stage, replicas in ((3, 1), (2, 3)):
+        found = run_distributed(load_offloaded, replicas, precision, stage, str(tmp_path))
+        for weights in found:
+            assert_weights_are_bits(weights, saved)
+
+
 @distributed(world_size=2)
 def test_problem_of_a_configuration_is_raised_on_all_ranks(groups):
     mine = {"train_batch_sizes": 3} if dist.get_rank() == 1 else {}

@@ -1,6 +1,8 @@
 """ZeRO-3: parameters are whole only while their unit computes, and no result changes."""
 
 import dataclasses
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -13,7 +15,9 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.zero.shard_storage import HostShards
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.offload.device_copies import ThreadCopies
 from megatron.core.parameters.initialization import has_memory, parameters_without_memory
 from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.context import WeightGradient
@@ -40,6 +44,7 @@ def build(
     model=GPT2,
     stage="optim_grads_params",
     offload_path=None,
+    cpu_offload=False,
     bucket_size=None,
     **settings,
 ):
@@ -53,6 +58,7 @@ def build(
     ddp_config = DistributedDataParallelConfig(
         data_parallel_sharding_strategy=stage,
         param_offload_path=offload_path,
+        param_cpu_offload=cpu_offload,
         bucket_size=bucket_size,
     )
     return DistributedDataParallel(config, ddp_config, chunk, pg_collection=groups)
@@ -372,6 +378,39 @@ def test_shards_in_a_file_give_the_same_bits(groups):
     with TemporaryDirectory() as directory:
         assert not train_alike(groups, build(groups, offload_path=directory), build(groups))
         assert not list(Path(directory).iterdir())
+
+
+@distributed(world_size=2)
+def test_shards_in_host_memory_give_the_same_bits(groups):
+    assert not train_alike(groups, build(groups, cpu_offload=True), build(groups))
+
+
+@distributed(world_size=2)
+def test_shards_in_host_memory_are_copied_while_the_layer_before_computes(groups):
+    ddp = build(groups, cpu_offload=True)
+    (buffer,) = ddp.gradient_buffers
+    number_of = {shard.data_ptr(): n for n, shard in enumerate(buffer.params.shards)}
+    events = []
+    start, take = ThreadCopies.start, HostShards.contribution
+
+    def copy(self, shard):
+        events.append(("copy", number_of[shard.data_ptr()]))
+        return start(self, shard)
+
+    def gather(self, number):
+        events.append(("gather", number))
+        return take(self, number)
+
+    with (
+        patch.object(ThreadCopies, "start", copy),
+        patch.object(HostShards, "contribution", gather),
+    ):
+        step(ddp, groups)
+    copies, gathers = ([n for what, n in events if what == kind] for kind in ("copy", "gather"))
+    assert Counter(copies) == Counter(gathers) and set(gathers) == set(number_of.values())
+    waits = sum(after == ("copy", n) for (what, n), after in pairwise(events) if what == "gather")
+    assert len(gathers) == 27
+    assert waits == 2  # where the head and the embedding share a weight
 
 
 @distributed(world_size=2)

@@ -144,6 +144,8 @@ REPLICATION = (
     switch("ddp-average-in-collective", 0.12),
     switch("grad-reduce-in-bf16", 0.25, given("bf16")),
     Option("param-offload-path", {None: 5, SCRATCH: 1}, _is_stage_3),
+    switch("param-cpu-offload", 0.25,
+           lambda s: _is_stage_3(s) and "param-offload-path" not in s),
 )  # fmt: skip
 
 EXECUTION = (

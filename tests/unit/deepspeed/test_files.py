@@ -58,7 +58,8 @@ def test_nvme_needs_its_directory(tmp_path):
     assert config.optimizer_offload_path == str(tmp_path)
 
 
-def test_parameters_go_to_a_file_at_stage_3(tmp_path):
+def test_parameters_go_to_the_host_or_to_a_file_at_stage_3(tmp_path):
+    assert data_parallel_config(load("zero3_offload_parameters.json")).param_cpu_offload
     text = (FILES / "zero3_offload_parameters.json").read_text()
     mine = tmp_path / "ds.json"
     offload = f'"offload_param": {{"device": "nvme", "nvme_path": "{tmp_path}"'
@@ -84,7 +85,6 @@ def test_auto_is_resolved_and_reported():
 @pytest.mark.parametrize(
     ("name", "messages"),
     [
-        ("zero3_offload_parameters.json", ["offload_param.device", "drop offload_param"]),
         ("zero3_decay_without_length.json", ['total_num_steps is missing ("auto")']),
         (
             "onebit_adam.json",

@@ -138,6 +138,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             4,
             "--num-distributed-optimizer-instances 2 for 1 replica(s) of the experts",
         ),
+        (["--param-cpu-offload"], 2, "--param-cpu-offload with no_shard"),
         (["--param-offload-path", "."], 2, "--param-offload-path with no_shard"),
         (["--param-offload-path", "/no/where"], 2, "mkdir -p /no/where"),
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),

@@ -89,7 +89,7 @@ def _stage(
     policy: ReductionPolicy,
 ) -> ZeroStage:
     grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
-    is_unsharded = options.mesh.shard_size == 1 and config.param_offload_path is None
+    is_unsharded = options.mesh.shard_size == 1 and not config.offloads_parameters
     if is_unsharded or not config.shards_gradients:
         fill_deferred_weights(module, [p for _, p in parameters])
         options = _without_units(options)
@@ -103,6 +103,7 @@ def _stage(
         policy=policy,
         model=module,
         offload_path=config.param_offload_path,
+        is_on_host=config.param_cpu_offload,
     )
 
 

@@ -3,7 +3,8 @@
     forward    gather unit k, start unit k+1 | compute | free unit k
     backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
 
-One unit beyond the computing one is on its way, never more. The last unit of a chunk, and what
+One unit beyond the computing one is on its way, never more; the shards of the next after it are
+brought near where they are not in the device's memory. The last unit of a chunk, and what
 belongs to the chunk itself, stay unsharded between forward and backward, which needs them first.
 Inside backward (activation recompute) a forward pass frees nothing: the unit's backward pass
 follows and does it.
@@ -84,14 +85,20 @@ class ParameterUnits:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             user = Pass.BACKWARD if _is_in_backward() else Pass.FORWARD
+            if used == (0,) and user is Pass.FORWARD:
+                for number in range(3):
+                    self._prefetch(number)
             self._gather(self._with_arguments((*used, *tied), args, kwargs), user)
             if used and used[-1] < self._last and user is Pass.FORWARD:
                 self._start_gather(used[-1] + 1, user)
+                self._prefetch(used[-1] + 2)
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             numbers = self._with_arguments((*used, *tied), args, kwargs)
             before_that = used[0] - 1 if used and used[0] > 1 else None
             self._after_forward(numbers, before_that, output)
+            if used and used[-1] == self._last and torch.is_grad_enabled():
+                self._prefetch(self._last - 1)  # backward comes to it second
             if used == (0,) and not _is_in_backward():
                 self._end(Pass.FORWARD)
 
@@ -134,10 +141,17 @@ class ParameterUnits:
             return_free_pages()
         if before_that is not None:
             self._start_gather(before_that, Pass.BACKWARD)
+            self._prefetch(before_that - 1)
 
     def _start_gather(self, number: int, user: Pass) -> None:
         for buffer, section in self._locations[number]:
             buffer.start_gather(section, user)
+
+    def _prefetch(self, number: int) -> None:
+        """Bring the shards of a unit near, which is gathered after the one that is on its way."""
+        if 0 <= number <= self._last:
+            for buffer, section in self._locations[number]:
+                buffer.prefetch(section)
 
     def _gather(self, numbers: Sequence[int], user: Pass) -> None:
         for number in numbers:

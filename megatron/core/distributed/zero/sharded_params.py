@@ -13,7 +13,6 @@ read by mistake does not crash.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -23,12 +22,10 @@ from megatron.core.distributed.communication import gather_parameters
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.distributed.zero.flat_param import FlatParam, Pass
-from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.offload.file_state_store import reserve_file
+from megatron.core.distributed.zero.shard_storage import shard_storage
 from megatron.core.parameters.initialization import fill_deferred_weights, without_memory
-from megatron.core.transport.comm_buffer import CommBuffer
-from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.unit_memory import UnitMemory
+from megatron.core.transport.work import Work
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers overlap with reductions."""
@@ -37,29 +34,25 @@ _GATHER_TAGS = 1 << 15
 class ShardedParams:
     """This rank's shard of each bucket of values, and the units."""
 
-    def __init__(self, flat: FlatParams, model: nn.Module, offload_path: str | None) -> None:
+    def __init__(
+        self, flat: FlatParams, model: nn.Module, offload_path: str | None, is_on_host: bool
+    ) -> None:
         """
         Args:
             model: asked for initial values of parameters that have no memory yet.
-            offload_path: a directory, for a file in which the own shards are.
+            offload_path, is_on_host: see `shard_storage`.
         Raises:
             ConfigError: on all ranks, if one of them cannot have the file.
         """
         self._flat = flat
         self._ranges = flat.shard_ranges()
         lengths = [end - begin for begin, end in self._ranges]
-        self._is_offloaded = offload_path is not None
-        self._buffer = (
-            flat.zeros(sum(lengths), flat.dtype)
-            if offload_path is None
-            else _zeros_in_file(offload_path, sum(lengths), flat)
-        )
-        self.shards: list[Tensor] = list(self._buffer.values.split(lengths))
-        """Own values of each bucket; padding is zero."""
+        self._storage = shard_storage(flat, lengths, path=offload_path, is_on_host=is_on_host)
+        self.shards = self._storage.shards
         ends = list(accumulate(lengths))
         ranges = list(zip([0, *ends], ends, strict=False))
         in_units = [[ranges[number] for number in numbers] for numbers in flat.plan.sections]
-        self._memory = UnitMemory(self._buffer, flat.mesh.shard, flat.device, in_units)
+        self._memory = UnitMemory(self._storage.buffer, flat.mesh.shard, flat.device, in_units)
         self.units = [
             FlatParam([flat.buckets[number] for number in numbers], tensor)
             for numbers, tensor in zip(flat.plan.sections, self._memory.tensors, strict=True)
@@ -107,33 +100,30 @@ class ShardedParams:
             return
         with torch.no_grad():
             unit.unsharded.allocate()
-            self._prefetch_neighbours(number)
             if (mapped := self._memory.start_mapped_gather()) is not None:
                 unit.gathers = [mapped]
-                return
-            unit.gathers = [
-                gather_parameters(
-                    unit.part_of(bucket),
-                    self._flat.mesh,
-                    tag=self._flat.tag + _GATHER_TAGS + bucket.number,
-                    shard=self.shards[bucket.number],
-                    slot=self._buffer.slot(bucket.number),
-                )
-                for bucket in unit.buckets
-            ]
+            else:
+                unit.gathers = [self._gather_bucket(unit, bucket) for bucket in unit.buckets]
 
-    def _prefetch_neighbours(self, number: int) -> None:
-        """Let the disk read what is gathered next, in a forward or in a backward pass."""
-        if self._is_offloaded:
-            for neighbour in {number - 1, number + 1} & set(range(len(self.units))):
-                for bucket in self.units[neighbour].buckets:
-                    self._buffer.prefetch(self.shards[bucket.number])
+    def _gather_bucket(self, unit: FlatParam, bucket: Bucket) -> Work[Tensor]:
+        shard, slot = self._storage.contribution(bucket.number)
+        return gather_parameters(
+            unit.part_of(bucket),
+            self._flat.mesh,
+            tag=self._flat.tag + _GATHER_TAGS + bucket.number,
+            shard=shard,
+            slot=slot,
+        )
+
+    def prefetch(self, number: int) -> None:
+        """Bring a unit's shards near, from their file or to the device, if it is still sharded."""
+        unit = self.units[number]
+        if not unit.is_unsharded and not unit.gathers:
+            self._storage.prefetch(bucket.number for bucket in unit.buckets)
 
     def page_out(self, buckets: Iterable[Bucket]) -> None:
         """Leave own shards to their file, if they have one."""
-        if self._is_offloaded:
-            for bucket in buckets:
-                self._buffer.page_out(self.shards[bucket.number])
+        self._storage.page_out(bucket.number for bucket in buckets)
 
     def gather(self, number: int, user: Pass) -> None:
         """Unshard a unit's parameters, until `user` has released them."""
@@ -187,8 +177,9 @@ class ShardedParams:
     def wait_for_readers(self) -> None:
         """Free the values of all units, and wait until no rank reads the shards any more."""
         self.release_all()
+        self._storage.forget_copies()
         if not self._memory.wait_for_mapped_readers():
-            self._buffer.wait_for_readers()
+            self._storage.wait_for_readers()
 
     def trim(self) -> None:
         """Return spare pages to the system."""
@@ -202,24 +193,3 @@ class ShardedParams:
         values = self.shards[number][begin : begin + piece.end - piece.begin]
         shape = self._flat.parameters[piece.index].shape
         return values.view(shape) if values.numel() == shape.numel() else values
-
-
-def _zeros_in_file(directory: str, numel: int, flat: FlatParams) -> CommBuffer:
-    problem: MegatronError | None = None
-    buffer = None
-    reserve = partial(reserve_file, directory, flag="--param-offload-path")
-    try:
-        buffer = CommBuffer.in_file(
-            numel, flat.dtype, num_buckets=flat.plan.num_buckets, reserve=reserve
-        )
-    except ConfigError as error:
-        problem = error
-    for group in (flat.mesh.shard, flat.mesh.replicate):
-        try:
-            raise_on_all_ranks(problem, group)
-        except MegatronError as error:
-            problem = error  # for those on the other axis, too
-    if problem is not None:
-        raise problem
-    assert buffer is not None
-    return buffer

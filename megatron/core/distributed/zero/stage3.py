@@ -49,11 +49,12 @@ class Zero3Buffer:
         policy: ReductionPolicy,
         model: nn.Module,
         offload_path: str | None = None,
+        is_on_host: bool = False,
     ) -> None:
         """
         Args:
             parameters: in the order of their units.
-            model, offload_path: see `ShardedParams`.
+            model, offload_path, is_on_host: see `ShardedParams`.
         """
         dtype, device = parameters[0][1].dtype, parameters[0][1].device
         if device.type == "cpu":  # pages of different ranks shall follow one another
@@ -63,7 +64,7 @@ class Zero3Buffer:
         self.reducer = GradReducer(
             self.flat, policy, self._reduce, max_in_flight=lambda: _MAX_IN_FLIGHT
         )
-        self.params = ShardedParams(self.flat, model, offload_path)
+        self.params = ShardedParams(self.flat, model, offload_path, is_on_host)
         self._deferred: set[int] = set()
         """Parameters that a backward pass is done with, but for deferred gradients."""
         self._no_gradient: list[Tensor | None] = [
@@ -88,6 +89,10 @@ class Zero3Buffer:
     def start_gather(self, number: int, user: Pass) -> None:
         """Start to gather a unit; see `ShardedParams`."""
         self.params.start_gather(number, user)
+
+    def prefetch(self, number: int) -> None:
+        """Bring the shards of a unit near; see `ShardedParams`."""
+        self.params.prefetch(number)
 
     def gather(self, number: int, user: Pass) -> None:
         """Unshard a unit; see `ShardedParams`."""
