@@ -14,6 +14,7 @@ from megatron.core.topology.rank_grid import plan_layout
 from megatron.planner.tracing.imaginary import imaginary_rank
 from megatron.planner.tracing.ledger import StorageLedger
 from megatron.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
+from megatron.planner.tracing.work import WorkLedger, WorkOfRank
 from megatron.training.config.resolved import ResolvedRun
 
 
@@ -66,3 +67,22 @@ def trace_rank(
     ):
         RankUnderTest(run, script, ledger).step(found, num_microbatches)
     return found
+
+
+def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank:
+    """Return what one rank does in a step, on gloo.
+
+    Args:
+        run, script, rank: as of `trace_rank`.
+    Raises:
+        TopologyError: this process is a rank of a run.
+    """
+    with (
+        imaginary_rank(rank, run.topology.world_size, routed_share=routed_share(run), repeats=True),
+        WorkLedger() as ledger,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        under_test = RankUnderTest(run, script, ledger)
+        ledger.work = WorkOfRank()
+        under_test.step(None)
+        return ledger.work

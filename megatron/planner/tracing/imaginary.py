@@ -199,13 +199,20 @@ _WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
 
 @contextmanager
 def imaginary_rank(
-    rank: int, world_size: int, *, backend: str = "gloo", routed_share: float = 0.0
+    rank: int,
+    world_size: int,
+    *,
+    backend: str = "gloo",
+    routed_share: float = 0.0,
+    repeats: bool = False,
 ) -> Iterator[FakeTensorMode]:
     """Make this process one rank of `world_size` ones; tensors made inside have no memory.
 
     Args:
         backend: whose ways of moving tensors are taken: "gloo" or "nccl".
         routed_share: see `HostAnswers`.
+        repeats: whether what repeats for all parts of a tensor is done for each of them, and not
+            for the largest one alone.
     Raises:
         TopologyError: this process is a rank of a real run.
     """
@@ -220,7 +227,7 @@ def imaginary_rank(
         with ExitStack() as stack:
             for name, answer in _answers_of_others(backend).items():
                 stack.enter_context(mock.patch.object(dist, name, answer))
-            for function, without_values in _WITHOUT_VALUES:
+            for function, without_values in _WITHOUT_VALUES[: 1 if repeats else 2]:
                 stack.enter_context(mock.patch(function, without_values))
             # What `Module.to` does with real tensors.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

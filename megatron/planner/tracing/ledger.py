@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class StorageLedger(TorchDispatchMode):
         self._alive: dict[int, _Alive] = {}
         self._resize: Callable[..., Any] | None = None
 
-    def __enter__(self) -> StorageLedger:
+    def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
         ledger, resize = self, self._resize
 
@@ -92,9 +92,9 @@ class StorageLedger(TorchDispatchMode):
             return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._reclassify(tensor, Kind.TEMPORARY, Kind.COMMUNICATION)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._take(tensor.untyped_storage(), func)
         return result
 
@@ -164,7 +164,8 @@ class StorageLedger(TorchDispatchMode):
             self.new_kind = before
 
 
-def _tensors(tree: object) -> list[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
+    """Return all tensors of a nested structure."""
     if isinstance(tree, Tensor):
         return [tree]
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
