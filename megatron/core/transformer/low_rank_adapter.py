@@ -5,9 +5,10 @@ y = W x + (alpha / r) B A dropout(x), with A drawn at random and B zero, so trai
 frozen model.
 
 Tensor parallelism follows the layer's own. Of a column-parallel layer A is replicated and B has
-the rows of W; of a row-parallel one A has the columns of W and B is replicated. What is
-communicated is r wide: the projection of the sequence shards is gathered, partial projections are
-summed. Names, initial values and dropout do not depend on the layout.
+the rows of W; of a row-parallel one A has the columns of W and B is replicated; of a replicated
+layer, as latent attention has, both are. What is communicated is r wide: the projection of the
+sequence shards is gathered, partial projections are summed. Names, initial values and dropout do
+not depend on the layout.
 
 Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch.nn.functional as F
@@ -37,11 +39,23 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
 
-TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Layers that can have an adapter."""
+TARGETS = (
+    "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2",
+)  # fmt: skip
+"""Layers that can have an adapter; a model has either linear_qkv or those of latent attention."""
 ATTRIBUTE = "adapter"
 """Name of an adapter in its layer; parameters are `<layer>.adapter.down` and `.up`."""
+
+
+class WeightSplit(Enum):
+    """How the weight of a layer is split over tensor-parallel ranks."""
+
+    COLUMN = "rows of W"
+    ROW = "columns of W"
+    REPLICATED = "not split"
 
 
 class UniformInit:
@@ -70,7 +84,7 @@ class LoraConfig:
     lora_target_modules: list[str] = flag(
         list(TARGETS), nargs="+", choices=TARGETS, part_of="lora_rank"
     )
-    """Layers that get one."""
+    """Layers that get one; all of them means those that the model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,36 +109,43 @@ class LowRankAdapter(nn.Module):
 
     Attributes:
         down: A, [r, i] ([r, i/tp] beside a row-parallel layer).
-        up: B, [o/tp, r] ([o, r] beside a row-parallel layer).
+        up: B, [o/tp, r] ([o, r] beside a row-parallel or replicated layer).
     """
 
     def __init__(
         self,
-        layer: ColumnParallelLinear | RowParallelLinear,
+        layer: ColumnParallelLinear | RowParallelLinear | ReplicatedLinear,
         settings: AdapterSettings,
         name: str,
         groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
         self.settings, self.name, self.groups = settings, name, groups
-        self.tp, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
-        self.is_column = isinstance(layer, ColumnParallelLinear)
-        self.input_size = layer.input_size
         weight = layer.weight
         assert weight is not None
+        self.tp = layer.tp_group
+        if isinstance(layer, ReplicatedLinear):
+            self.split, self.input_size = WeightSplit.REPLICATED, weight.shape[1]
+            self.sequence_parallel = bool(get_param_meta(weight).partial_grad_axes)
+        else:
+            is_column = isinstance(layer, ColumnParallelLinear)
+            self.split = WeightSplit.COLUMN if is_column else WeightSplit.ROW
+            self.input_size, self.sequence_parallel = layer.input_size, layer.sequence_parallel
         self.down = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_zeros(weight.shape[0], settings.rank))
         meta = get_param_meta(weight)
         # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
-        draw = UniformInit(1.0 / math.sqrt(layer.input_size))
+        draw = UniformInit(1.0 / math.sqrt(self.input_size))
         # The replicated one sees this rank's part of the sequence, under sequence parallelism.
-        partial_axes: tuple[str, ...] = ("tp",) if layer.sequence_parallel else ()
-        if self.is_column:
-            set_param_meta(self.down, ParamMeta(init_method=draw, partial_grad_axes=partial_axes))
-            set_param_meta(self.up, ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride))
-        else:
-            set_param_meta(self.down, ParamMeta(split_dim=1, split_axis="tp", init_method=draw))
-            set_param_meta(self.up, ParamMeta(partial_grad_axes=partial_axes))
+        partial_axes: tuple[str, ...] = ("tp",) if self.sequence_parallel else ()
+        down = ParamMeta(init_method=draw, partial_grad_axes=partial_axes)
+        up = ParamMeta(partial_grad_axes=partial_axes)
+        if self.split is WeightSplit.COLUMN:
+            up = ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride)
+        elif self.split is WeightSplit.ROW:
+            down = ParamMeta(split_dim=1, split_axis="tp", init_method=draw)
+        set_param_meta(self.down, down)
+        set_param_meta(self.up, up)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what is added to the layer's output, in its shape.
@@ -133,10 +154,12 @@ class LowRankAdapter(nn.Module):
             x: the layer's input.
         Communication:
             of [s, b, r]: an all-gather of rows or a copy (column), a reduce-scatter or an
-            all-reduce (row); in backward their conjugates.
+            all-reduce (row), none (replicated); in backward their conjugates.
         """
         narrow = F.linear(self._dropped(x), self.down) * self.settings.scale
-        if self.is_column:
+        if self.split is WeightSplit.REPLICATED:
+            return F.linear(narrow, self.up)
+        if self.split is WeightSplit.COLUMN:
             enter = (
                 gather_from_sequence_parallel_region
                 if self.sequence_parallel
@@ -157,7 +180,7 @@ class LowRankAdapter(nn.Module):
             return x
         state = rng_state()
         with state.in_scope(*state.scope.path, ATTRIBUTE, self.name, rows=self._rows(x.shape[0])):
-            if self.is_column:
+            if self.split is not WeightSplit.ROW:
                 return keyed_dropout(x, probability)
             # The inputs of all ranks are drawn, of which these are some columns.
             full = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
@@ -167,7 +190,7 @@ class LowRankAdapter(nn.Module):
 
     def _rows(self, num_rows: int) -> SequenceShard:
         """Return which positions the input holds."""
-        holds_shard = self.is_column and self.sequence_parallel
+        holds_shard = self.split is not WeightSplit.ROW and self.sequence_parallel
         run = rng_state().scope.run
         if run is None:
             sp = self.tp if holds_shard else SINGLE_RANK
@@ -208,18 +231,19 @@ def add_adapters(
     present = set()
     for path, layer in list(model.named_modules()):
         name = path.rpartition(".")[2]
-        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             continue
         present.add(name)
         if name in settings.target_modules:
             layer.add_module(ATTRIBUTE, LowRankAdapter(layer, settings, name, groups))
             layer.register_forward_hook(_add_adapter_output)
-    missing = sorted(set(settings.target_modules) - present)
-    if missing and present & set(TARGETS):  # a stage may hold no layers at all
+    wanted = set(settings.target_modules)
+    missing = sorted(wanted - present)
+    # A stage may hold no layers at all, and all names are never in one model.
+    if missing and wanted != set(TARGETS) and present & set(TARGETS):
         raise ConfigError(
-            f"the model has no parallel layer called {', '.join(missing)}.",
-            rule=f"adapters are added to the parallel layers {', '.join(TARGETS)} of the local"
-            " backend",
+            f"the model has no layer called {', '.join(missing)}.",
+            rule=f"adapters are added to the layers {', '.join(TARGETS)} of the local backend",
             flags=["--lora-target-modules", "--transformer-impl"],
             fix="name layers that the model has, with --transformer-impl local",
         )

@@ -43,10 +43,9 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
             "--pretrained-checkpoint",
             fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
         )
-    latent, sharding = run.latent_attention, run.ddp.data_parallel_sharding_strategy
+    sharding = run.ddp.data_parallel_sharding_strategy
     wrong = {
         "--transformer-impl": (run.model.transformer_impl, run.model.transformer_impl != "local"),
-        "--multi-latent-attention": (latent.multi_latent_attention, latent.multi_latent_attention),
         "--num-experts": (run.experts.num_moe_experts, run.experts.num_moe_experts is not None),
         "--qk-clip": (run.model.qk_clip, run.model.qk_clip),
         "--use-torch-fsdp2": (run.ddp.use_torch_fsdp2, run.ddp.use_torch_fsdp2),

@@ -13,9 +13,14 @@ from safetensors.torch import load_file
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.low_rank_adapter import add_adapters
+from megatron.core.transformer.low_rank_adapter import (
+    AdapterSettings,
+    LowRankAdapter,
+    add_adapters,
+)
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
+from megatron.hugging_face.adapter_reading import load_adapters
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
@@ -166,6 +171,55 @@ def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewh
         expected = with_peft(base, trained_elsewhere[0])(ids).logits
         found = model.eval()(ids, None, None)[..., :VOCAB]
     assert_close(found, expected, FP32_REORDERED_SUM, "logits")
+
+
+LATENT = {
+    "deepseek v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek v2 lite, tied": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("case", LATENT)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_beside_latent_attention_have_the_logits_and_gradients_of_peft(case, tmp_path):
+    import peft
+
+    base, beside, of_gradients = tmp_path / "base", tmp_path / "beside", tmp_path / "gradients"
+    saved(case, base)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=LATENT[case])
+    torch.manual_seed(5)
+    theirs = peft.get_peft_model(theirs, config)
+    trained = [p for n, p in theirs.named_parameters() if "lora_" in n]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.normal_(0, 0.1)
+    theirs.save_pretrained(beside)
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
+    expected = theirs.eval()(ids).logits
+    expected.square().mean().backward()
+    with torch.no_grad():
+        for parameter in trained:  # so that gradients are read by the names and rows of weights
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(of_gradients)
+
+    groups, directory = ProcessGroupCollection.single(), read_model_directory(base)
+    model, _ = our_model(base)
+    read, gradients = read_adapters(beside, directory), read_adapters(of_gradients, directory)
+    places = tuple(read.targets)
+    settings = AdapterSettings(rank=read.rank, alpha=read.alpha, target_modules=places)
+    add_adapters(model, settings, groups)
+    load_adapters(read, [model], groups)
+    found = model.eval()(ids, None, None)[..., :VOCAB]
+    assert_close(found, expected, FP32_REORDERED_SUM, "logits")
+    found.square().mean().backward()
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, LowRankAdapter)]
+    assert len(layers) * 2 == len(trained)
+    for name, layer in layers:
+        weight = name.removesuffix("adapter") + "weight"
+        pair = gradients.pair(weight, len(layer.up), layer.down.shape[1])
+        for part, theirs_grad in zip((layer.down, layer.up), pair, strict=True):
+            assert_close(part.grad, theirs_grad, FP32_REORDERED_SUM, name)
 
 
 @pytest.mark.parametrize(

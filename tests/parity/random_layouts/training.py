@@ -105,11 +105,20 @@ OPTIMIZER = (
 )  # fmt: skip
 
 ADAPTERS = (
-    Option("lora-rank", {None: 12, 4: 1}, without("num-experts", "multi-latent-attention")),
+    Option("lora-rank", {None: 12, 4: 1}, without("num-experts")),
     Option("pretrained-checkpoint", {BASE: 1}, given("lora-rank")),
     Option("lora-alpha", {None: 1, 8: 1}, given("lora-rank")),
     Option("lora-dropout", {None: 1, 0.1: 1}, given("lora-rank")),
-    Option("lora-target-modules", {None: 1, ("linear_qkv", "linear_fc1"): 1}, given("lora-rank")),
+    Option(
+        "lora-target-modules",
+        {None: 1, ("linear_qkv", "linear_fc1"): 1},
+        lambda s: "lora-rank" in s and "multi-latent-attention" not in s,
+    ),
+    Option(
+        "lora-target-modules",
+        {None: 2, ("linear_kv_down_proj", "linear_proj"): 1, ("linear_kv_up_proj",): 1},
+        lambda s: "lora-rank" in s and "multi-latent-attention" in s,
+    ),
 )
 
 TRAINING = (*BATCHES, *PRECISION, *OPTIMIZER, *ADAPTERS)
