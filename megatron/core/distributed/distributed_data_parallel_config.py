@@ -81,7 +81,11 @@ class DataParallelFlags:
     param_offload_path: str | None = None
     """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
     file there, read ahead of use. For CPU ranks."""
-    fp8_param_gather: bool = flag(False, part_of="fp8")
+    fp8_param_gather: bool = flag(
+        False,
+        part_of="fp8",
+        note="parameters are gathered in the dtype of the model and rounded where they multiply",
+    )
     """Gather parameters in FP8."""
     use_megatron_fsdp: bool = False
     """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""

@@ -13,6 +13,7 @@ from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
@@ -37,7 +38,8 @@ def finalize_model_grads(
     Communication, in this order:
         reduction over data-parallel ranks; sums over the axes that `ParamMeta.partial_grad_axes`
         names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
-        of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp.
+        of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp; amaxes of FP8
+        with delayed scaling over the same.
     """
     groups = resolve_groups(pg_collection)
     for chunk in model:
@@ -49,6 +51,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     finish_router_step(model, groups)
+    finish_low_precision_step(model, get_model_config(model[0]), groups)
 
 
 def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
+from megatron.core.low_precision.products import Call, LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -69,6 +70,8 @@ class LinearCommSpec:
     """Write weight and bias gradients into `main_grad` where the parameter has one."""
     overlaps: bool = True
     """Overlap the input-gradient collective with the weight-gradient GEMM."""
+    products: LinearProducts | None = None
+    """Multiply operands of few bits; None multiplies in the dtype of the tensors."""
 
     @cached_property
     def communicates(self) -> bool:
@@ -91,6 +94,9 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
         as the two modes say, on `plan.group`.
     """
     communicates = spec.communicates
+    if spec.products is not None:
+        records = torch.is_grad_enabled()
+        return _ParallelLinear.apply(x, weight, bias, spec, communicates, records)
     if not communicates and not torch.is_grad_enabled():
         return linear(x, weight, bias)
     writes_main_grad = spec.fuses_main_grad and (
@@ -101,7 +107,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
         return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         return _composed_linear(x, weight, bias, spec)
-    return _ParallelLinear.apply(x, weight, bias, spec, communicates)
+    return _ParallelLinear.apply(x, weight, bias, spec, communicates, False)
 
 
 def _composed_linear(
@@ -131,6 +137,7 @@ class _ParallelLinear(torch.autograd.Function):
         bias: Tensor | None,
         spec: LinearCommSpec,
         communicates: bool,
+        records_amax: bool,
     ) -> Tensor:
         ctx.spec, ctx.communicates = spec, communicates
         # The main gradients hang on the parameter objects, which saved-tensor hooks (activation
@@ -142,9 +149,19 @@ class _ParallelLinear(torch.autograd.Function):
         output_mode = spec.output_mode if communicates else OutputMode.LOCAL
         if input_mode is InputMode.SEQUENCE_SHARD:
             x = collectives.all_gather(x, spec.group)
-        if output_mode is OutputMode.LOCAL:
+        ctx.call = None
+        if spec.products is not None:
+            shards = None
+            if InputMode.SEQUENCE_SHARD is input_mode or output_mode is OutputMode.REDUCE_SCATTER:
+                shards = spec.group
+            ctx.call = spec.products.call(x, shards, records_amax)
+            out = spec.products.forward(x, weight, ctx.call)
+            if output_mode is OutputMode.LOCAL:
+                return out if bias is None else out.add_(bias)
+        elif output_mode is OutputMode.LOCAL:
             return linear(x, weight, bias)
-        out = linear(x, weight, None).contiguous()
+        else:
+            out = linear(x, weight, None).contiguous()
         if output_mode is OutputMode.ALL_REDUCE:
             out = collectives.all_reduce(out, spec.group)
         else:
@@ -160,10 +177,9 @@ class _ParallelLinear(torch.autograd.Function):
         bias_rows = grad.reshape(-1, grad.shape[-1])
         if ctx.communicates and spec.output_mode is OutputMode.REDUCE_SCATTER:
             grad = collectives.all_gather(grad, spec.group)
-        grad_rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
 
         waits = needs_weight and deferred_wgrad.defer_wgrad(
-            partial(_deferred_weight_gradient, ctx.weight, grad_rows, x, spec, input_mode)
+            partial(_deferred_weight_gradient, ctx.weight, grad, x, spec, input_mode, ctx.call)
         )
         needs_weight = needs_weight and not waits
         gathering = None
@@ -172,7 +188,7 @@ class _ParallelLinear(torch.autograd.Function):
 
         grad_x, reducing = None, None
         if needs_input:
-            grad_x = (grad_rows @ weight).view(*grad.shape[:-1], weight.shape[1])
+            grad_x = _input_gradient(grad, weight, spec, ctx.call)
             if input_mode is InputMode.REPLICATED:
                 reducing = collectives.start_all_reduce(grad_x, spec.group)
             elif input_mode is InputMode.SEQUENCE_SHARD:
@@ -184,34 +200,57 @@ class _ParallelLinear(torch.autograd.Function):
         if needs_weight:
             if gathering is not None:
                 x = gathering.wait()
-            grad_weight = _weight_gradient(ctx.weight, grad_rows, x, spec)
+            grad_weight = _weight_gradient(ctx.weight, grad, x, spec, ctx.call)
         if needs_bias:
             # Under a scattered output each rank sees its own rows: the sum is partial over the
             # group, and the parameter's `partial_grad_axes` says so.
             grad_bias = _bias_gradient(ctx.bias, bias_rows, spec)
         if reducing is not None:
             grad_x = reducing.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _input_gradient(
+    grad: Tensor, weight: Tensor, spec: LinearCommSpec, call: Call | None
+) -> Tensor:
+    """Compute grad [..., o] @ weight [o, i]: [..., i]."""
+    if spec.products is not None:
+        assert call is not None
+        return spec.products.input_gradient(grad, weight, call)
+    rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
+    return (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
 
 
 def _weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec
+    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, call: Call | None
 ) -> Tensor | None:
     """Form grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
-    rows = x.reshape(-1, x.shape[-1])
-    if spec.fuses_main_grad and has_main_grad(weight):
+    fuses = spec.fuses_main_grad and has_main_grad(weight)
+    if spec.products is not None:
+        assert call is not None
+        total = spec.products.weight_gradient(grad, x, call)
+        if fuses:
+            accumulate_main_grad(weight, total)
+        return None if fuses else total
+    grad, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    if fuses:
         main_grad_addmm(weight, grad.t(), rows)
         return None
     return grad.t() @ rows
 
 
 def _deferred_weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, input_mode: InputMode
+    weight: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    spec: LinearCommSpec,
+    input_mode: InputMode,
+    call: Call | None,
 ) -> None:
     """Form a weight gradient after its backward pass, and put it where the pass would have."""
     if input_mode is InputMode.SEQUENCE_SHARD:
         x = collectives.all_gather(x, spec.group)
-    total = _weight_gradient(weight, grad, x, spec)
+    total = _weight_gradient(weight, grad, x, spec, call)
     if total is not None:
         add_gradient(weight, total)
 

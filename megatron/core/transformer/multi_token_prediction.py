@@ -25,6 +25,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -81,6 +82,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             is_mtp_layer=True,
             add_layer_offset=False,
         )
+        use_low_precision(self.transformer_layer, config.num_layers + depth, pg_collection)
         self.final_layernorm = norm()
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: object) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import (
     resolve_groups,
 )
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.sharded_state import replace_key_prefixes, sharded_state_dict_of
@@ -114,6 +115,9 @@ class TransformerBlock(GraphableMegatronModule):
             )
             for number, layer_spec in enumerate(self.submodules.layer_specs or [], 1)
         )
+        for layer in self.layers:
+            assert isinstance(layer.layer_number, int), layer
+            use_low_precision(layer, layer.layer_number, self.pg_collection)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
         if post_process and post_layer_norm and self.submodules.layer_norm is not None:

@@ -70,6 +70,7 @@ class TransformerConfig(
             *self.check_query_key_clip(),
             *self.check_maximal_update(),
             *self.check_prediction(),
+            *self.check_low_precision(self.mlp_chunks_for_training),
             *self._check_combinations(),
             *self.check_recompute(
                 self.sequence_parallel,

@@ -9,7 +9,6 @@ from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 
-_IN_MODEL_DTYPE = "matrix products are computed in the dtype of the model, which is more precise"
 _ON_DEVICE = "activations stay on the device; --recompute-granularity saves memory"
 
 
@@ -17,24 +16,6 @@ _ON_DEVICE = "activations stay on the device; --recompute-granularity saves memo
 class PrecisionSettings(HalfPrecision, PrecisionConfig, RecomputeConfig, SettingsGroup):
     """Number formats, recomputation, offload, graphs, fusions."""
 
-    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"), note=_IN_MODEL_DTYPE)
-    """Compute matrix products in FP8, in this format."""
-    fp8_recipe: str = flag(
-        "delayed",
-        choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom"),
-        part_of="fp8",
-    )
-    """How FP8 tensors are scaled."""
-    fp8_amax_history_len: int = flag(1, part_of="fp8")
-    """Steps of the amax history."""
-    fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), part_of="fp8")
-    """How the scale follows from that history."""
-    first_last_layers_bf16: bool = flag(False, part_of="fp8")
-    """Keep the first and last layers in bf16."""
-    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",), note=_IN_MODEL_DTYPE)
-    """Compute matrix products in FP4."""
-    fp4_recipe: str = flag("nvfp4", choices=("nvfp4", "custom"), part_of="fp4")
-    """How FP4 tensors are scaled."""
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
     cpu_offloading_num_layers: int = flag(0, note=_ON_DEVICE)

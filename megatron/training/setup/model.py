@@ -44,7 +44,7 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     the step checks the losses and the optimizer checks the norm, both before the update.
     """
     fields = fields_of(DataParallelFlags, run.ddp) | fields_of(ShardedOptimizerFlags, run.ddp)
-    fields["fp8_param_gather"] = False  # part of --fp8, which is refused
+    fields["fp8_param_gather"] = False  # noted, and parameters are gathered in their dtype
     return DistributedDataParallelConfig(**fields)
 
 

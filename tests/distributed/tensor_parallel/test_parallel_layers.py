@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.core.foundation.errors import DataError
+from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.recipes import fp4_recipe, fp8_recipe
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.initialization import init_method_normal
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
-from megatron.core.parameters.rng import keyed_dropout, rng_state
+from megatron.core.parameters.rng import SequenceShard, keyed_dropout, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
@@ -24,10 +28,11 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 from tests.harness.distributed import distributed
-from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, FP64_REORDERED_SUM, assert_close
 
 SERIAL = ProcessGroupCollection.single()
 S, B, H, F = 8, 2, 16, 24
@@ -114,6 +119,57 @@ def check_mlp(groups, *, sequence_parallel, main_grad, overlap=True, **column) -
     if not sequence_parallel:
         everyone = collectives.all_gather(out.detach().unsqueeze(0), group)
         assert all(torch.equal(other, out) for other in everyone), "replicas differ"
+
+
+RECIPES = {
+    "tensorwise": fp8_recipe("tensorwise", "hybrid"),
+    "blockwise": fp8_recipe("blockwise", "e4m3"),
+    "mxfp8": fp8_recipe("mxfp8", "hybrid"),
+    "nvfp4": fp4_recipe("nvfp4"),
+}
+
+
+def use_recipe(module: ParallelMLP, recipe) -> ParallelMLP:
+    for layer in (module.up, module.down):
+        meta = get_param_meta(layer.weight)
+        products = LinearProducts(
+            recipe=recipe, tp=layer.tp_group, cp=SINGLE_RANK, split_dim=meta.split_dim,
+            stride=meta.stride,
+        )  # fmt: skip
+        layer.spec = replace(layer.spec, products=products)
+    return module.double()
+
+
+def check_low_precision(groups, *, sequence_parallel, recipe) -> None:
+    size, group = groups.tp.size(), groups.tp
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=size, sequence_parallel=sequence_parallel
+    )
+    serial = randomize(use_recipe(ParallelMLP(ModelParallelConfig(), SERIAL, stride=2), recipe))
+    parallel = use_recipe(ParallelMLP(config, groups, stride=2), recipe)
+    copy_shards(parallel, serial, group)
+    # In fp64 no sum is close enough to a step of the format for its order to matter.
+    x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    rows = SequenceShard.full(S)
+    with rng_state().in_scope("mlp", rows=rows):
+        expected = serial(x)
+        expected.square().sum().backward()
+    own = rows.shard(group.rank(), size) if sequence_parallel else rows
+    with rng_state().in_scope("mlp", rows=own):
+        out = parallel(x.chunk(size)[group.rank()] if sequence_parallel else x)
+        out.square().sum().backward()
+    expected = expected.chunk(size)[group.rank()] if sequence_parallel else expected
+    assert_close(out, expected, FP64_REORDERED_SUM, "output")
+    assert_same_gradients(parallel, serial, group, FP64_REORDERED_SUM)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=2, tp=2)
+def test_blocks_and_scales_that_ranks_share_are_those_of_one_process(
+    groups, sequence_parallel, recipe
+):
+    check_low_precision(groups, sequence_parallel=sequence_parallel, recipe=RECIPES[recipe])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

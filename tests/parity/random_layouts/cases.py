@@ -71,6 +71,7 @@ def draw_model(seed: int, index: int) -> list[Case]:
     draw_all(TRAINING, model, rng)
     # State in other precisions is stored as bytes, whose number per value the optimizer knows.
     is_wide = index % 3 != 0 and "use-precision-aware-optimizer" not in model
+    is_wide |= "fp8-format" in model or "fp4-format" in model
     is_half = "bf16" in model or "fp16" in model
     if "adam-eps" in model and (is_half or not is_wide):
         # Adam moves a weight whose gradient is small by lr / eps of what rounding to fp32, or to

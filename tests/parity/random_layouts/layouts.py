@@ -162,7 +162,8 @@ EXECUTION = (
            lambda s: s.get("recompute-granularity") == "full" and size(s, TP) > 1
            and "sequence-parallel" not in s),
     switch("moe-layer-recompute", 0.15, given("num-experts")),
-    Option("mlp-chunks-for-training", {None: 6, 3: 1}, lambda s: "num-experts" not in s),
+    Option("mlp-chunks-for-training", {None: 6, 3: 1},
+           lambda s: not {"num-experts", "fp8-format", "fp4-format"} & set(s)),
     switch("cross-entropy-loss-fusion", 0.15, lambda s: "final-logit-softcapping" not in s),
     switch("no-gradient-accumulation-fusion", 0.1),
     switch("no-bias-gelu-fusion", 0.06),

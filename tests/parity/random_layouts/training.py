@@ -76,6 +76,29 @@ PRECISION = (
     Option("loss-scale-window", {None: 1, 1: 1}, given("fp16")),
 )
 
+
+def _depends_on_arrival(s: Settings) -> bool:
+    """Return whether blocks would be made of the tokens that an expert has on one rank."""
+    return "num-experts" in s and s.get("fp8-recipe") in ("mxfp8", "blockwise")
+
+
+LOW_PRECISION = (
+    Option("fp8-format", {None: 8, "e4m3": 1, "hybrid": 1}, lambda s: not _is_half(s)),
+    # One scale of the tokens that an expert has on one rank would depend on the layout.
+    Option("fp8-recipe", {None: 1, "mxfp8": 1, "blockwise": 1}, given("fp8-format")),
+    Option("fp8-recipe", {None: 2, "tensorwise": 1},
+           lambda s: "fp8-format" in s and not {"num-experts", "fp8-recipe"} & set(s)),
+    Option("fp8-amax-history-len", {None: 1, 2: 1}, lambda s: "fp8-format" in s
+           and "fp8-recipe" not in s),
+    Option("fp8-amax-compute-algo", {"max": 1}, given("fp8-amax-history-len")),
+    switch("no-fp8-wgrad", 1.0, _depends_on_arrival),
+    Option("fp4-format", {None: 15, "e2m1": 1},
+           lambda s: not _is_half(s) and not {"num-experts", "fp8-format"} & set(s)),
+    switch("first-last-layers-bf16", 0.2, given("fp8-format", "fp4-format")),
+)  # fmt: skip
+"""In fp64 alone: otherwise the order of a sum decides on which side of a step of the format an
+element falls."""
+
 OPTIMIZER = (
     Option("optimizer", {None: 7, "sgd": 1, "muon": 1.5}),
     Option("optimizer", {None: 6, "lion": 1}, lambda s: _is_adam(s) and not _has_key_bias(s)),
@@ -99,7 +122,8 @@ OPTIMIZER = (
     Option("end-weight-decay", {0.1: 1}, given("weight-decay-incr-style")),
     switch("apply-wd-to-qk-layernorm", 0.3, given("qk-layernorm")),
     Option("param-rules", {None: 12, "*.mlp.*:lr_mult=0.5,wd_mult=0": 1}),
-    switch("use-precision-aware-optimizer", 0.1, lambda s: s.get("optimizer") != "muon"),
+    switch("use-precision-aware-optimizer", 0.1, lambda s: s.get("optimizer") != "muon"
+           and not {"fp8-format", "fp4-format"} & set(s)),
     Option("exp-avg-dtype", {None: 1, "bf16": 1, "fp16": 1},
            given("use-precision-aware-optimizer")),
 )  # fmt: skip
@@ -121,4 +145,4 @@ ADAPTERS = (
     ),
 )
 
-TRAINING = (*BATCHES, *PRECISION, *OPTIMIZER, *ADAPTERS)
+TRAINING = (*BATCHES, *PRECISION, *LOW_PRECISION, *OPTIMIZER, *ADAPTERS)

@@ -288,11 +288,11 @@ def test_flags_that_change_no_result_are_accepted_with_a_note():
     words = [
         "--use-mcore-models", "--use-flash-attn", "--tp-comm-overlap", "--local-rank", "0",
         "--moe-router-topk", "4", "--ckpt-format", "torch", "--no-persist-layer-norm",
-        "--fp8-format", "hybrid", "--fp8-margin", "1", "--cuda-graph-impl", "local",
+        "--cuda-graph-impl", "local",
         "--moe-token-dispatcher-type", "flex", "--empty-unused-memory-level", "1",
         "--inference-max-seq-length", "4096", "--mamba-num-heads", "4",
     ]  # fmt: skip
     assert problems(*words) == []
     lines = notes(parse_command_line(words).config)
-    assert len(lines) == 14
+    assert len(lines) == 12
     assert "--moe-router-topk 4: has no effect without --num-experts." in lines

@@ -72,7 +72,7 @@ class _Experts(MegatronModule):
         """
         total = self.num_local_experts * self.pg_collection.ep.size()
         declared: ShardedStateDict = {}
-        for name, parameter in self.named_parameters():
+        for name, parameter in (*self.named_parameters(), *self.named_buffers()):
             index, kind = self.expert_and_kind(name)
             position = (len(sharded_offsets), self.first_expert + index, total)
             declared[prefix + name] = declare_tensor(

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.kernels.grouped_products import grouped_products
-from megatron.core.parameters.param_meta import add_gradient, has_main_grad, main_grad_addmm
+from megatron.core.low_precision.products import LinearProducts
+from megatron.core.parameters.param_meta import (
+    accumulate_main_grad,
+    add_gradient,
+    has_main_grad,
+    main_grad_addmm,
+)
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import Group
@@ -66,6 +72,8 @@ class GroupedLinear(ParallelLayer):
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias
+        self.products: list[LinearProducts] = []
+        """Of each map, where operands have few bits."""
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
@@ -79,7 +87,11 @@ class GroupedLinear(ParallelLayer):
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """Apply map i to its `num_rows[i]` rows of x [n, i]: [n, o]. Biases are not added."""
         return grouped_linear(
-            x, tokens_per_expert, self.weights(), self.config.gradient_accumulation_fusion
+            x,
+            tokens_per_expert,
+            self.weights(),
+            self.config.gradient_accumulation_fusion,
+            self.products,
         )
 
 
@@ -88,15 +100,23 @@ def grouped_linear(
     tokens_per_expert: Sequence[int],
     weights: Sequence[Tensor],
     fuses_main_grad: bool = True,
+    products: Sequence[LinearProducts] = (),
 ) -> Tensor:
     """Multiply the rows of each expert with the transpose of its weight.
 
     Args:
         x: [n, i]; num_rows: rows of each expert; weights: [o, i] each.
         fuses_main_grad: write weight gradients into `main_grad` where a weight has one.
+        products: of each weight, for operands of few bits; none multiply in the dtype of x.
     Returns:
         [n, o].
     """
+    if products:
+        experts = zip(x.split(list(tokens_per_expert)), weights, products, strict=True)
+        records = torch.is_grad_enabled()
+        return torch.cat(
+            [_LowPrecisionLinear.apply(*expert, fuses_main_grad, records) for expert in experts]
+        )
     if torch.is_autocast_enabled(x.device.type):
         pieces = zip(x.split(list(tokens_per_expert)), weights, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
@@ -135,6 +155,46 @@ class _GroupedLinear(torch.autograd.Function):
                 continue
             weight_grads[index] = _weight_gradient(parameter, grad_rows, rows, ctx.fuses)
         return grad_x, None, None, *weight_grads
+
+
+class _LowPrecisionLinear(torch.autograd.Function):
+    """The map of one expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, products: LinearProducts, fuses: bool, records: bool
+    ) -> Tensor:
+        ctx.products, ctx.fuses, ctx.weight = products, fuses, weight
+        ctx.call = products.call(x, None, records)
+        ctx.save_for_backward(x, weight)
+        return products.forward(x, weight, ctx.call)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.products.input_gradient(grad, weight, ctx.call)
+        if ctx.needs_input_grad[1]:
+            call = partial(ctx.products.weight_gradient, grad, x, ctx.call)
+            later = partial(_add_low_precision_wgrad, ctx.weight, call, ctx.fuses)
+            if not deferred_wgrad.defer_wgrad(later):
+                grad_weight = _place(ctx.weight, call(), ctx.fuses)
+        return grad_x, grad_weight, None, None, None
+
+
+def _place(weight: Tensor, total: Tensor, fuses: bool) -> Tensor | None:
+    """Add a weight gradient to the main gradient (and return None), or return it."""
+    if fuses and has_main_grad(weight):
+        accumulate_main_grad(weight, total)
+        return None
+    return total
+
+
+def _add_low_precision_wgrad(weight: Tensor, call: Callable[[], Tensor], fuses: bool) -> None:
+    total = _place(weight, call(), fuses)
+    if total is not None:
+        add_gradient(weight, total)
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) -> Tensor | None:

@@ -14,20 +14,18 @@ no effect: steps run eagerly, and no CUDA graph is captured
 --external-cuda-graph on
 --optimizer-cuda-graph on
 
-of fp8
+no effect: scales of delayed scaling follow in every step
 --fp8-interval int = 1
---fp8-margin int = 0
---fp8-output-proj on
---fp8-quantizer-factory str
---keep-fp8-transpose-cache on
---no-fp8-wgrad off-switch
---num-layers-at-end-in-bf16 int = 1
---num-layers-at-start-in-bf16 int = 1
---reuse-grad-buf-for-mxfp8-param-ag on
-of fp4
+no effect: operands are rounded where they are multiplied, and parameters gathered in their dtype
 --fp4-param-gather on
+--keep-fp8-transpose-cache on
+--reuse-grad-buf-for-mxfp8-param-ag on
+refused: drop it: the output layer keeps the dtype of the model
+--fp8-output-proj on
+refused: use a recipe by its name: --fp8-recipe or --fp4-recipe
 --fp4-quantizer-factory str
-no effect: matrix products are computed in the dtype of the model, which is more precise
+--fp8-quantizer-factory str
+no effect: --fp8-format and --fp4-format say how matrix products are computed
 --te-precision-config-file str
 --kitchen-config-file str
 --kitchen-recipe-number int

@@ -1,0 +1,1 @@
+"""Matrix products of numbers with few bits: formats, scales, recipes, products of layers."""

@@ -1,0 +1,156 @@
+"""Which linear layers of a transformer layer multiply operands of few bits.
+
+Those of attention, MLP and experts: column-parallel, row-parallel and grouped ones. Embedding,
+output layer, router, and down projections that every rank holds whole keep the dtype of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.recipes import Recipe, fp4_recipe, fp8_recipe
+from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport import backend
+
+_ONE = (ColumnParallelLinear, RowParallelLinear)
+_HISTORY = "amax_history"
+
+
+def recipe_of(config: TransformerConfig) -> Recipe | None:
+    """Return the recipe that a config asks for, or None."""
+    if config.fp8:
+        return fp8_recipe(config.fp8_recipe, config.fp8, config.fp8_margin)
+    return fp4_recipe(config.fp4_recipe) if config.fp4 else None
+
+
+def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) -> bool:
+    """Return whether layer `layer_number`, from 1, follows the recipe of the config.
+
+    Layers after the last one, which predict further tokens, count as last ones.
+    """
+    if not config.first_last_layers_bf16:
+        return True
+    last = config.num_layers - config.num_layers_at_end_in_bf16
+    return config.num_layers_at_start_in_bf16 < layer_number <= last
+
+
+def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupCollection) -> None:
+    """Let the linear layers inside a transformer layer follow the recipe of their config.
+
+    Raises:
+        ConfigError: none of its layers can.
+    """
+    config = getattr(layer, "config", None)
+    recipe = recipe_of(config) if isinstance(config, TransformerConfig) else None
+    if recipe is None:
+        return
+    assert isinstance(config, TransformerConfig)
+    acts = multiplies_in_low_precision(config, layer_number)
+    found = [part for part in layer.modules() if isinstance(part, (*_ONE, GroupedLinear))]
+    if not found:
+        raise ConfigError(
+            f"{recipe.name} in a transformer layer of {type(layer).__name__} without linear layers"
+            " of this package.",
+            rule="operands of few bits are rounded by the local linear layers",
+            flags=["--fp8-format", "--fp4-format", "--transformer-impl"],
+            fix="use --transformer-impl local",
+        )
+    for part in found:
+        # The history of a layer that does not use it is there too: layers are stacked when saved.
+        names = _history_names(part) if recipe.uses_history else []
+        histories = [_new_history(part, name, config) for name in names]
+        if not acts:
+            continue
+        weights = _weights(part)
+        products = [
+            LinearProducts(
+                recipe=recipe,
+                tp=part.tp_group,
+                # The tokens of an expert are those that came to this rank.
+                cp=SINGLE_RANK if part.is_expert else groups.cp,
+                split_dim=get_param_meta(weight).split_dim,
+                stride=get_param_meta(weight).stride,
+                has_low_precision_wgrad=config.fp8_wgrad,
+                history=histories[index] if histories else None,
+            )
+            for index, weight in enumerate(weights)
+        ]
+        if isinstance(part, GroupedLinear):
+            part.products = products
+        else:
+            part.spec = replace(part.spec, products=products[0])
+
+
+def _history_names(part: ParallelLayer) -> list[str]:
+    if isinstance(part, GroupedLinear):
+        return [f"{_HISTORY}{index}" for index in range(part.num_gemms)]
+    return [_HISTORY]
+
+
+def _new_history(part: ParallelLayer, name: str, config: TransformerConfig) -> AmaxHistory:
+    history = AmaxHistory(
+        part, name, config.fp8_amax_history_len, uses_largest=config.fp8_amax_compute_algo == "max"
+    )
+    set_param_meta(part.get_buffer(name), ParamMeta(is_expert=part.is_expert))
+    return history
+
+
+def _weights(part: GroupedLinear | ColumnParallelLinear | RowParallelLinear) -> list[nn.Parameter]:
+    if isinstance(part, GroupedLinear):
+        return part.weights()
+    assert part.weight is not None, part
+    return [part.weight]
+
+
+def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
+    for chunk in model:
+        for part in chunk.modules():
+            if isinstance(part, GroupedLinear):
+                owned = part.products
+            elif isinstance(part, _ONE) and part.spec.products is not None:
+                owned = [part.spec.products]
+            else:
+                continue
+            for products in owned:
+                if products.history is not None:
+                    yield part.is_expert, products.history
+
+
+def finish_low_precision_step(
+    model: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroupCollection
+) -> None:
+    """Enter the amaxes of this step into the histories of all chunks of this rank.
+
+    Communication, for the delayed recipe alone: one all-reduce of maxima over tp x cp x dp, which
+    are the ranks of one pipeline stage, and for experts over the ranks that share them.
+    """
+    recipe = recipe_of(config)
+    if recipe is None or not recipe.uses_history:
+        return
+    found = list(_histories(model))
+    reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}
+    for is_expert, reducing in reduced_over.items():
+        histories = [history for expert, history in found if expert == is_expert]
+        if not histories:
+            continue
+        joined = torch.stack([history.take_step() for history in histories])
+        joined = joined.nan_to_num(float("inf"), posinf=float("inf"))
+        joined = joined.to(histories[0].device)
+        for group in reducing:
+            backend.all_reduce(joined, group, ReduceOp.MAX)
+        for history, amaxes in zip(histories, joined, strict=True):
+            history.move(amaxes)
