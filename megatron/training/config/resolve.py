@@ -294,6 +294,9 @@ def _gradient_dtype(
             replace(found, accumulate_allreduce_grads_in_fp32=True),
             "bf16 sums lose bits; --grad-reduce-in-bf16 turns it off",
         )
+    if found.grad_reduce_in_bf16 and found.accumulate_allreduce_grads_in_fp32:
+        after = replace(found, accumulate_allreduce_grads_in_fp32=False)
+        found = log.derived(found, after, "--grad-reduce-in-bf16 goes before")
     # fp32 weights have fp32 gradients anyway.
     return replace(found, grad_reduce_in_fp32=found.accumulate_allreduce_grads_in_fp32)
 

@@ -237,19 +237,6 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
             )
 
 
-@rule
-def masks_of_documents_are_made(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Only the loader knows where documents end."""
-    if run.data.reset_attention_mask and not run.data.create_attention_mask_in_dataloader:
-        yield problem(
-            "--reset-attention-mask while the loader makes no mask.",
-            "the mask of a sample says where its documents end",
-            "--reset-attention-mask",
-            "--no-create-attention-mask-in-dataloader",
-            fix="drop one of the two",
-        )
-
-
 _MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
                "TikTokenizer")  # fmt: skip
 

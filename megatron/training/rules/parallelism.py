@@ -268,16 +268,3 @@ def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
             "--ddp-num-buckets",
             fix="keep --ddp-bucket-size",
         )
-
-
-@rule
-def gradient_precision(run: ResolvedRun) -> Iterator[MegatronError]:
-    """fp32 and bf16 reduction exclude each other."""
-    if run.config.ddp.accumulate_allreduce_grads_in_fp32 and run.ddp.grad_reduce_in_bf16:
-        yield problem(
-            "--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 are both on.",
-            "gradients are reduced in one precision",
-            "--accumulate-allreduce-grads-in-fp32",
-            "--grad-reduce-in-bf16",
-            fix="keep --accumulate-allreduce-grads-in-fp32",
-        )

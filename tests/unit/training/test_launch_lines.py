@@ -11,6 +11,7 @@ import pytest
 from megatron.core.foundation.errors import MegatronError
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import parse_command_line
+from tests.parity.recipe_lines import draw_lines, is_shared, refusals_of
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "compatibility" / "launch_lines.toml"
 FOUND = tomllib.loads(FIXTURE.read_text())
@@ -44,6 +45,14 @@ def test_what_is_not_on_this_machine_is_told():
     absent = report.split("not on this machine, and needed by the run:")[1]
     assert "my-gpt2_text_document.idx" in absent and "--vocab-file" in absent
     assert "planned with 50257 ids, that of GPT-2; --vocab-size says another number" in absent
+
+
+@pytest.mark.parametrize("base", ["small", "experts"])
+def test_parts_of_recipes_can_be_put_together(base):
+    """All lines are planned by `python -m tests.parity.recipe_lines`."""
+    found = [refusals_of(base, line) for line in draw_lines(base)[::5]]
+    assert not [refusals for refusals in found if not all(map(is_shared, refusals))]
+    assert sum(not refusals for refusals in found) / len(found) > 0.8
 
 
 def test_most_lines_pass():

@@ -66,6 +66,12 @@ def run(*words: str, world_size: int = 1, machine: Machine | None = None):
         (["--bf16"], 1, "params_dtype", torch.bfloat16),
         (["--bf16"], 1, "grad_reduce_in_fp32", True),
         (["--bf16", "--grad-reduce-in-bf16"], 1, "grad_reduce_in_fp32", False),
+        (
+            ["--bf16", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"],
+            1,
+            "grad_reduce_in_fp32",
+            False,
+        ),
         (["--fp16"], 1, "params_dtype", torch.float16),
         (["--use-rotary-position-embeddings"], 1, "position_embedding_type", "rope"),
         (["--no-position-embedding"], 1, "position_embedding_type", "none"),

@@ -182,7 +182,6 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--multiple-validation-sets"], 1, "without corpora of validation alone"),
         (["--phase-transition-iterations", "5,3"], 1, "rising numbers of steps"),
         (["--phase-transition-iterations", "soon"], 1, "rising numbers of steps"),
-        (["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"], 1, "no mask"),
     ],
 )
 def test_a_broken_rule_is_told(words, world_size, expected):
