@@ -73,7 +73,9 @@ class DataSettings:
     eod_mask_loss: bool = False
     """Do not train on the end-of-document token."""
     create_attention_mask_in_dataloader: bool = flag(
-        True, "--no-create-attention-mask-in-dataloader"
+        True,
+        "--no-create-attention-mask-in-dataloader",
+        note="the kernel applies the mask, and the loader makes none",
     )
     """Let the attention kernel apply the causal mask instead of the loader."""
     dataloader_inter_document_masking: bool = flag(
