@@ -116,7 +116,8 @@ class LinearProducts:
         if positions is None or rows is None or len(positions) != num_rows:
             rows = SequenceShard.full(num_rows)
             positions = rows.positions(x.device)
-        if self.recipe.rotates and len(positions) != rows.total:
+        rotates = self.recipe.rotates and self.has_low_precision_wgrad
+        if rotates and len(positions) != rows.total:
             self._check_runs(positions, rows.total)
         key = state.next_key() if self.recipe.rounds_at_random else None
         scale = current_step().aux_loss_scale

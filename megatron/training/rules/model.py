@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.low_precision.spreading import HADAMARD_SIZE as RUN
 from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
@@ -111,6 +112,15 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
             "--seq-length",
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // pieces) * pieces}",
+        )
+    elif cp > 1 and run.precision.fp4 and run.precision.fp8_wgrad and length % (pieces * RUN):
+        yield problem(
+            f"--fp4-format with --seq-length {length} over context-parallel size {cp}.",
+            f"a run of {RUN} tokens, which are transformed together, is on one rank",
+            "--fp4-format",
+            "--seq-length",
+            "--context-parallel-size",
+            fix=f"use --seq-length {-(-length // (pieces * RUN)) * pieces * RUN}",
         )
     elif parallel.sequence_parallel and length // cp % tp:
         step = math.lcm(pieces, cp * tp)

@@ -33,6 +33,11 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
     ("words", "world_size", "expected"),
     [
         (["--context-parallel-size", "3"], 3, "--seq-length 32 cannot be split over context"),
+        (
+            ["--context-parallel-size", "2", "--fp4-format", "e2m1"],
+            2,
+            "--fp4-format with --seq-length",
+        ),
         (["--context-parallel-size", "2", "--cp-comm-type", "ring"], 2, "type 'ring' is unknown"),
         (
             ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a"],
