@@ -97,6 +97,7 @@ class ModelDescription:
     moe_shared_expert_gate: bool = False
     moe_expert_capacity_factor: float | None = None
     mtp_num_layers: int | None = None
+    mtp_use_repeated_layer: bool = False
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:

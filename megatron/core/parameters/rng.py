@@ -183,6 +183,10 @@ class RandomState:
         """Compute rows [first, last) of the local ones alone."""
         return within_step(random_scope=replace(self.scope, run=(first, last, num_rows)))
 
+    def in_repetition(self, number: int) -> AbstractContextManager[None]:
+        """Pass a layer for the `number`-th time of several: its draws differ from pass to pass."""
+        return within_step(random_scope=replace(self.scope, repetition=number))
+
     def in_saved_scope(self, scope: RandomScope) -> AbstractContextManager[None]:
         """Draw again from a place remembered earlier: activation recomputation uses it."""
         return within_step(random_scope=scope)
@@ -191,7 +195,8 @@ class RandomState:
         """Return the key of the next draw (without sample and block) and count the draw."""
         scope = self.scope
         current_step().random_scope = replace(scope, num_calls=scope.num_calls + 1)
-        return (self.seed, *scope.path, scope.num_calls)
+        again = ("repetition", scope.repetition) if scope.repetition else ()
+        return (self.seed, *scope.path, *again, scope.num_calls)
 
     def state_dict(self) -> dict[str, int]:
         """All there is to save: draws depend on the seed and the sample counter only."""

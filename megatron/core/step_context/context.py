@@ -37,6 +37,8 @@ class RandomScope:
     path: tuple[int | str, ...] = ()
     rows: SequenceShard | None = None
     num_calls: int = 0
+    repetition: int = 0
+    """Of a layer that every micro batch passes several times the number of the pass, from 1."""
     run: tuple[int, int, int] | None = None
     """(first, last, of how many) local rows are computed now, where a module is called on one run
     of rows after the other."""

@@ -156,7 +156,8 @@ class CheckpointWithoutOutput:
         part.discard_output_and_register_recompute(z)
 
     One object serves one call. Inside `checkpoint`, which drops everything anyway, it does
-    nothing.
+    nothing; neither in a layer that is passed several times, since the gradients of its parameters
+    would come one by one, each from a backward pass of its own, and the first would count as all.
     """
 
     def __init__(self, fp8: bool = False) -> None:
@@ -172,7 +173,8 @@ class CheckpointWithoutOutput:
         the function itself get theirs through an argument that has one.
         """
         has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if not torch.is_grad_enabled() or not has_gradient or current_step().is_checkpointed:
+        keeps = current_step().is_checkpointed or rng_state().scope.repetition
+        if not torch.is_grad_enabled() or not has_gradient or keeps:
             return run_function(*args)
         outputs = _WithoutOutput.apply(run_function, self, *args)
         self._outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -3,7 +3,8 @@
 DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, arXiv 2412.19437. Depth k joins the
 hidden state of depth k-1 at a position with the embedding of the token k positions later, passes
 them through one transformer layer, and predicts the token after that one, with the model's own
-embedding and head.
+embedding and head. The layer of every depth is its own, or one for all
+(`mtp_use_repeated_layer`).
 
 The losses of the depths enter through backward alone: the loss of a token stays that of the next
 token, and its gradient flows, weighted, into those of the depths too. So they are scaled, masked
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.low_precision_layers import use_low_precision
@@ -113,7 +115,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(config, parts, depth, groups, vp_stage)
-            for depth in range(1, (config.mtp_num_layers or 0) + 1)
+            for depth in range(1, config.num_built_prediction_layers + 1)
         )
 
     def forward(
@@ -144,11 +146,14 @@ class MultiTokenPredictionBlock(MegatronModule):
         rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
         positions = rows.positions(labels.device)
         documents = None if packed_seq_params is None else packed_seq_params.seq_idx
-        tokens, weight = labels, self.config.mtp_loss_scaling_factor / len(self.layers)
-        for depth, layer in enumerate(self.layers, 1):
-            hidden_states = layer(
-                hidden_states, embed(tokens), packed_seq_params=packed_seq_params, **attention
-            )
+        num_depths = self.config.mtp_num_layers or 0
+        tokens, weight = labels, self.config.mtp_loss_scaling_factor / num_depths
+        for depth in range(1, num_depths + 1):
+            repeats = len(self.layers) < num_depths
+            with rng_state().in_repetition(depth if repeats else 0):
+                hidden_states = self.layers[0 if repeats else depth - 1](
+                    hidden_states, embed(tokens), packed_seq_params=packed_seq_params, **attention
+                )
             tokens = shift_left(labels, depth, cp)
             counts = (positions + depth < rows.total).expand_as(labels)
             if documents is not None:

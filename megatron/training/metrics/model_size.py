@@ -93,7 +93,9 @@ class ModelSize:
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
     mtp_num_layers: int = 0
-    """Layers that predict tokens after the next one."""
+    """Tokens after the next one that are predicted, each by passing a layer."""
+    num_built_mtp_layers: int = 0
+    """Layers that do so: as many, or one for all."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention."""
     experts: ExpertSizes | None = None
@@ -125,6 +127,7 @@ class ModelSize:
             windowed_share=_windowed_share(run),
             has_sinks=run.model.softmax_type == "learnable",
             mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
+            num_built_mtp_layers=run.latent_attention.num_built_prediction_layers,
             latent=LatentSizes(
                 query_latent=run.latent_attention.q_lora_rank or 0,
                 latent=run.latent_attention.kv_lora_rank,
@@ -145,9 +148,16 @@ class ModelSize:
 
     @property
     def num_mtp_expert_layers(self) -> int:
-        """The same of the layers that predict later tokens, which are as the model's last."""
-        ends_with_experts = self.experts is not None and self.experts.pattern[-1]
-        return self.mtp_num_layers if ends_with_experts else 0
+        """Passes of layers with experts that predict later tokens; they are as the model's last."""
+        return self.mtp_num_layers if self._ends_with_experts else 0
+
+    @property
+    def _ends_with_experts(self) -> bool:
+        return self.experts is not None and self.experts.pattern[-1]
+
+    @property
+    def _num_built_mtp_expert_layers(self) -> int:
+        return self.num_built_mtp_layers if self._ends_with_experts else 0
 
     @property
     def qkv_width(self) -> int:
@@ -269,8 +279,8 @@ class ModelSize:
     def mtp_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        layers = self._layers(self.mtp_num_layers, self.num_mtp_expert_layers)
-        return self.mtp_num_layers * joining + layers
+        layers = self._layers(self.num_built_mtp_layers, self._num_built_mtp_expert_layers)
+        return self.num_built_mtp_layers * joining + layers
 
     def _layers(self, num_layers: int, num_expert_layers: int) -> int:
         """All parameters of some layers."""
@@ -284,7 +294,7 @@ class ModelSize:
         """Parameters that one token meets: all but the routed experts that it is not routed to."""
         if self.experts is None:
             return self.total_parameters
-        layers = self.num_expert_layers + self.num_mtp_expert_layers
+        layers = self.num_expert_layers + self._num_built_mtp_expert_layers
         met = self.routed_parameters * self.experts.topk // self.experts.num_experts
         return self.total_parameters - layers * (self.routed_parameters - met)
 
@@ -303,7 +313,7 @@ class ModelSize:
 
     def stage_routed_parameters(self, num_expert_layers: int, *, has_loss: bool) -> int:
         """Parameters of routed experts that one pipeline stage holds, before any split."""
-        later = self.num_mtp_expert_layers if has_loss else 0
+        later = self._num_built_mtp_expert_layers if has_loss else 0
         return (num_expert_layers + later) * self.routed_parameters
 
     def stage_parameters(

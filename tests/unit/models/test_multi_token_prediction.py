@@ -22,9 +22,9 @@ LENGTH, BATCH, VOCABULARY, WEIGHT = 12, 2, 40, 0.3
 
 def make_model(depths=2, is_tied=False, **fields):
     config = TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0,
-        attention_dropout=0.0, mtp_num_layers=depths, mtp_loss_scaling_factor=WEIGHT,
-        init_method_std=0.2, **fields,
+        num_layers=2, hidden_size=16, num_attention_heads=2, attention_dropout=0.0,
+        mtp_num_layers=depths, mtp_loss_scaling_factor=WEIGHT, init_method_std=0.2,
+        **{"hidden_dropout": 0.0} | fields,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
     return GPTModel(
@@ -51,7 +51,9 @@ def by_hand(model, text, documents):
         ).view(LENGTH, BATCH)
 
     main, extra = cross_entropy(states, labels).sum(), 0.0
-    for k, layer in enumerate(model.mtp.layers, 1):
+    depths = model.config.mtp_num_layers
+    for k in range(1, depths + 1):
+        layer = model.mtp.layers[0 if model.config.mtp_use_repeated_layer else k - 1]
         ahead = torch.zeros_like(labels)
         ahead[:, : LENGTH - k] = labels[:, k:]
         inputs = torch.zeros_like(labels)
@@ -70,16 +72,20 @@ def by_hand(model, text, documents):
                 )
                 if same:
                     extra = extra + cross_entropy(states, ahead)[position, sample]
-    return main, extra * WEIGHT / len(model.mtp.layers)
+    return main, extra * WEIGHT / depths
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
 def test_the_gradient_is_that_of_all_losses_and_the_loss_that_of_the_next_token(
-    has_documents, is_tied, fused
+    repeats, has_documents, is_tied, fused
 ):
-    model = make_model(is_tied=is_tied, cross_entropy_loss_fusion=fused)
+    model = make_model(
+        is_tied=is_tied, cross_entropy_loss_fusion=fused, mtp_use_repeated_layer=repeats
+    )
+    assert len(model.mtp.layers) == (1 if repeats else 2)
     text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
     documents = None
     if has_documents:
@@ -93,6 +99,18 @@ def test_the_gradient_is_that_of_all_losses_and_the_loss_that_of_the_next_token(
     loss.sum().backward()
     for name, parameter, wanted in zip(names, model.parameters(), expected, strict=True):
         assert_close(parameter.grad, wanted, FP32_REORDERED_SUM, f"gradient of {name}")
+
+
+def test_a_layer_for_all_depths_drops_other_values_in_each():
+    model = make_model(mtp_use_repeated_layer=True, hidden_dropout=0.5)
+    masks = []
+    model.mtp.layers[0].transformer_layer.register_forward_hook(
+        # What both branches dropped is the input again.
+        lambda _layer, inputs, output: masks.append(output[0] == inputs[0])
+    )
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    model(text[:, :LENGTH], None, None, labels=text[:, 1:])
+    assert len(masks) == 2 and not masks[0].equal(masks[1])
 
 
 def test_evaluation_predicts_the_next_token_only():

@@ -114,6 +114,7 @@ def test_parameters_of_published_models_are_counted(name):
         " --v-head-dim 5 --qk-layernorm --normalization RMSNorm --disable-bias-linear --swiglu",
         "--multi-latent-attention --q-lora-rank 12",
         "--mtp-num-layers 2",
+        "--mtp-num-layers 2 --mtp-use-repeated-layer --num-experts 4 --moe-ffn-hidden-size 24",
         "--mtp-num-layers 1 --normalization RMSNorm --group-query-attention --num-query-groups 2",
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq 2 --mtp-num-layers 1"
         " --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate",

@@ -17,6 +17,15 @@ class PredictionConfig:
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
     """Weight of the mean of their losses beside the loss of the next token."""
 
+    mtp_use_repeated_layer: bool = flag(False, part_of="mtp_num_layers")
+    """Predict all of them by one layer, which is passed once for each."""
+
+    @property
+    def num_built_prediction_layers(self) -> int:
+        """Layers that predict later tokens, as they are held."""
+        depths = self.mtp_num_layers or 0
+        return min(depths, 1) if self.mtp_use_repeated_layer else depths
+
     def check_prediction(self) -> list[MegatronError]:
         """Return the problems of these settings."""
         if (self.mtp_num_layers or 0) >= 0 and self.mtp_loss_scaling_factor >= 0:

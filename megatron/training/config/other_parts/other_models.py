@@ -124,7 +124,6 @@ refused: drop it: layers are the usual ones without it
 --moe-router-force-biased float
 --mtp-detach-heads on
 --mtp-hsm on
---mtp-use-repeated-layer on
 --qk-l2-norm on
 --embedding-init-method-std float
 refused: use the quintic coefficients
