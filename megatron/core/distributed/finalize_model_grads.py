@@ -11,13 +11,13 @@ from megatron.core.distributed.communication import sum_in_place
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import tied_parameters
 from megatron.core.parameters.param_meta import get_param_meta
-from megatron.core.pipeline_parallel.layout import loss_rank
+from megatron.core.pipeline_parallel.layout import explicit_layout, loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 
 def finalize_model_grads(
@@ -94,10 +94,11 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
 
 
 def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Add the gradients of the copies of the tied embedding (first and last stage).
+    """Add the gradients of the copies of the tied embedding (first and last stage, and one between
+    them that predicts later tokens).
 
-    Sharded gradients are added shard by shard: both stages cut the weight at the same places.
-    In a V both stages are on this rank.
+    Sharded gradients are added shard by shard: all stages cut the weight at the same places. In a
+    V first and last stage are on this rank.
     """
     if groups.embd.size() == 1:
         return
@@ -107,13 +108,17 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
         tied = tied_parameters(inner)
         if tied:
             by_stage.append([g for parameter in tied for g in _reduced(chunk, parameter)])
-    if len(by_stage) == 2:
-        for first, last in zip(*by_stage, strict=True):
-            first.add_(last)
-            last.copy_(first)
-        return
-    for gradient in by_stage[0] if by_stage else []:
-        sum_in_place(gradient.view(-1), groups.embd)
+    num_copies, layout = 2, explicit_layout(get_model_config(model[0]))
+    if layout is not None and layout.predicts_early:
+        is_tied = getattr(unwrap_model(model[0]), "share_embeddings_and_output_weights", False)
+        num_copies = len(layout.embedding_holders(is_tied=is_tied))
+    for total, *others in zip(*by_stage, strict=True):
+        for gradient in others:
+            total.add_(gradient)
+        if len(by_stage) < num_copies:
+            sum_in_place(total.view(-1), groups.embd)
+        for gradient in others:
+            gradient.copy_(total)
 
 
 def _divide_by_tokens(

@@ -38,7 +38,7 @@ class PipelineExecutor:
         placement: where stages live.
         stages: this rank's model chunks, by chunk.
         communicator: channels to the other ranks.
-        receive_shapes, send_shapes: of the tensors that enter and leave a stage.
+        receive_shapes, send_shapes: by chunk, of the tensors that enter and leave it.
         grad_sync: opens gradient reductions, or None when there is no backward.
         param_sync: (chunk) -> None, called for PARAM_GATHER steps, or None.
         trains: whether received activations are leaves of an autograd graph.
@@ -51,8 +51,8 @@ class PipelineExecutor:
         stages: Sequence[PipelineStage],
         communicator: P2PCommunicator,
         *,
-        receive_shapes: Sequence[Shape],
-        send_shapes: Sequence[Shape],
+        receive_shapes: Sequence[Sequence[Shape]],
+        send_shapes: Sequence[Sequence[Shape]],
         grad_sync: GradSync | None = None,
         param_sync: Callable[[int], None] | None = None,
         trains: bool = True,
@@ -61,8 +61,8 @@ class PipelineExecutor:
         self.rank = rank
         self.stages = stages
         self.communicator = communicator
-        self.receive_shapes = [torch.Size(shape) for shape in receive_shapes]
-        self.send_shapes = [torch.Size(shape) for shape in send_shapes]
+        self.receive_shapes = [[torch.Size(shape) for shape in each] for each in receive_shapes]
+        self.send_shapes = [[torch.Size(shape) for shape in each] for each in send_shapes]
         self.grad_sync_state = grad_sync
         self.param_sync = param_sync
         self.trains = trains
@@ -177,7 +177,7 @@ class PipelineExecutor:
         assert source is not None
         message = Message(False, microbatch, self.stage_numbers[chunk])
         self.activations_in[chunk][microbatch] = self.communicator.receive(
-            self.receive_shapes, source[0], message, requires_grad=self.trains
+            self.receive_shapes[chunk], source[0], message, requires_grad=self.trains
         )
 
     def receive_gradient(self, microbatch: int, chunk: int) -> None:
@@ -186,7 +186,7 @@ class PipelineExecutor:
         assert source is not None
         message = Message(True, microbatch, self.stage_numbers[chunk] + 1)
         self.gradients_in[chunk][microbatch] = self.communicator.receive(
-            self.send_shapes, source[0], message, requires_grad=False
+            self.send_shapes[chunk], source[0], message, requires_grad=False
         )
 
     def send_activation(self, microbatch: int, chunk: int) -> None:
@@ -195,8 +195,8 @@ class PipelineExecutor:
         assert target is not None
         message = Message(False, microbatch, self.stage_numbers[chunk] + 1)
         outputs = self.outputs[chunk].pop(microbatch)
-        if [output.shape for output in outputs] != self.send_shapes:
-            self._check_shapes(outputs, message)
+        if [output.shape for output in outputs] != self.send_shapes[chunk]:
+            self._check_shapes(outputs, self.send_shapes[chunk], message)
         self.outputs_sent[chunk][microbatch] = self.communicator.send(outputs, target[0], message)
 
     def send_gradient(self, microbatch: int, chunk: int) -> None:
@@ -225,12 +225,12 @@ class PipelineExecutor:
         if self.grad_sync_state is not None:
             self.grad_sync_state.open(microbatch, chunk)
 
-    def _check_shapes(self, outputs: list[Tensor], message: Message) -> None:
+    def _check_shapes(self, outputs: list[Tensor], shapes: list[Any], message: Message) -> None:
         """Raise unless outputs may differ in shape; the receiver has posted fixed buffers."""
-        if self.communicator.announces_shapes and len(outputs) == len(self.send_shapes):
+        if self.communicator.announces_shapes and len(outputs) == len(shapes):
             return
         have = ", ".join(str(tuple(output.shape)) for output in outputs)
-        want = ", ".join(str(tuple(shape)) for shape in self.send_shapes)
+        want = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ConfigError(
             f"pipeline rank {self.rank} made {have} as {message}, but the pipeline carries {want}.",
             rule="stages exchange [s/cp, b, h], and [s/cp/tp, b, h] with sequence parallelism",

@@ -95,6 +95,34 @@ class PipelineLayout:
         """Return whether the chunk holds the output layer and the loss."""
         return "L" in self.stages[self.stage(pp_rank, vp_stage)]
 
+    @property
+    def predicts_early(self) -> bool:
+        """Whether a stage before that of the loss predicts the later tokens."""
+        return any("m" in content for content in self.stages[:-1])
+
+    @property
+    def prediction_stage(self) -> int:
+        """Position of the stage that predicts later tokens; of the last stage if none is named."""
+        found = [number for number, content in enumerate(self.stages) if "m" in content]
+        return found[0] if found else len(self.stages) - 1
+
+    def reads_tokens(self, pp_rank: int, vp_stage: int | None = None) -> bool:
+        """Return whether the chunk needs micro batches: tokens, later tokens or labels."""
+        return bool(set("EmL") & set(self.stages[self.stage(pp_rank, vp_stage)]))
+
+    def num_parts_received(self, stage: int) -> int:
+        """Return how many hidden states of a token a stage receives, in training: its own, and
+        after an early stage of prediction those of all later tokens."""
+        is_after = self.predicts_early and stage > self.prediction_stage
+        return 1 + is_after * self.stages[self.prediction_stage].count("m")
+
+    def embedding_holders(self, *, is_tied: bool) -> list[int]:
+        """Return the pipeline rank of each stage that holds the embedding or a copy of it."""
+        stages = {0, self.prediction_stage} if self.predicts_early else {0}
+        if is_tied or not self.predicts_early:
+            stages.add(len(self.stages) - 1)
+        return [self.placement.location(stage)[0] for stage in sorted(stages)]
+
     def _ids(self, letter: str, stage: int) -> range:
         first = sum(content.count(letter) for content in self.stages[:stage])
         return range(first, first + self.stages[stage].count(letter))
@@ -139,6 +167,13 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
         )
     check_contents(layout, config.num_layers, getattr(config, "mtp_num_layers", None) or 0)
     return layout
+
+
+def explicit_layout(config: Any) -> PipelineLayout | None:
+    """Return the layout that a config gives stage by stage; None without one."""
+    if getattr(config, "pipeline_model_parallel_layout", None) is None:
+        return None
+    return pipeline_layout(config)
 
 
 def loss_rank(config: StageSettings) -> int:
@@ -272,6 +307,14 @@ def check_contents(layout: PipelineLayout, num_layers: int, mtp_num_layers: int 
             flags=[_FLAG_LAYOUT],
             fix="put the letters in the order E, t, m, L (stages between may be empty)",
         )
+    if sum("m" in stage for stage in layout.stages) > 1:
+        raise ConfigError(
+            f"the pipeline layout predicts later tokens in several stages:\n{layout.describe()}",
+            rule="one stage predicts all of them: each begins with the hidden states of the one"
+            " before",
+            flags=[_FLAG_LAYOUT, "--mtp-num-layers"],
+            fix="put all letters m into one stage, of their own or with L",
+        )
     if "E" not in layout.stages[0] or "L" not in layout.stages[-1]:
         raise ConfigError(
             f"the pipeline layout has no E in its first or no L in its last stage:\n"
@@ -279,19 +322,6 @@ def check_contents(layout: PipelineLayout, num_layers: int, mtp_num_layers: int 
             rule="the first stage reads the tokens and the last one computes the loss",
             flags=[_FLAG_LAYOUT],
             fix="move E to the first stage and L to the last",
-        )
-
-
-def check_prediction_stage(layout: PipelineLayout, mtp_num_layers: int) -> None:
-    """Raise `ConfigError` unless the last stage predicts all later tokens, as a GPT does."""
-    count = layout.stages[-1].count("m")
-    if count != mtp_num_layers:
-        raise ConfigError(
-            f"the stage of the loss has {count} of {mtp_num_layers} layers that predict later"
-            f" tokens:\n{layout.describe()}",
-            rule="they use the head, so they are on its stage",
-            flags=[_FLAG_LAYOUT, "--mtp-num-layers"],
-            fix="end the layout with m for each of them and L, in one stage",
         )
 
 

@@ -19,6 +19,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
+from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape
 from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineRecorder
 from megatron.core.pipeline_parallel.schedule import StepPlan
@@ -132,9 +133,9 @@ def forward_backward(
         {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size},
         placement.neighbours(rank),
     )
-    receive_shapes: list[Shape] = []
+    shapes: list[Shape] = []
     if placement.num_stages > 1:
-        receive_shapes = get_tensor_shapes(
+        shapes = get_tensor_shapes(
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
             decoder_seq_length=decoder_seq_length,
@@ -142,9 +143,13 @@ def forward_backward(
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-    send_shapes = receive_shapes
+    numbers = [placement.stage(rank, chunk) for chunk in range(len(chunks))]
+    receive_shapes = [_shapes_into(number, shapes, config) for number in numbers]
+    send_shapes = [_shapes_into(number + 1, shapes, config) for number in numbers]
     if adjust_tensor_shapes_fn is not None:
-        receive_shapes, send_shapes = adjust_tensor_shapes_fn(receive_shapes, send_shapes)
+        pairs = zip(receive_shapes, send_shapes, strict=True)
+        adjusted = [adjust_tensor_shapes_fn(*pair) for pair in pairs]
+        receive_shapes, send_shapes = ([pair[i] for pair in adjusted] for i in (0, 1))
 
     reported = StepReport()
     loss = LossSettings(
@@ -216,6 +221,16 @@ def get_tensor_shapes(
     if config.sequence_parallel:
         length //= resolve_group(tp_group, "tp").size()
     return [(length, micro_batch_size, config.hidden_size)]
+
+
+def _shapes_into(stage: int, shapes: list[Shape], config: Any) -> list[Shape]:
+    """Return the shapes of what enters a stage: with gradients more rows after one that predicts
+    later tokens, those of each of them."""
+    layout = explicit_layout(config)
+    if layout is None or not torch.is_grad_enabled():
+        return shapes
+    parts = layout.num_parts_received(stage)
+    return [(parts * rows, *others) for rows, *others in shapes]
 
 
 def _check_sizes(

@@ -15,7 +15,7 @@ Legend: s sequence, b micro batch, h hidden, D number of depths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
@@ -96,7 +96,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """All depths, on the stage that holds the head.
+    """The layers of all depths, on one stage: that of the head, or an earlier one.
 
     Args:
         spec: its submodules, or a spec with them.
@@ -120,47 +120,80 @@ class MultiTokenPredictionBlock(MegatronModule):
 
     def forward(
         self,
-        loss: Tensor,
         hidden_states: Tensor,
         labels: Tensor,
         *,
         embed: Callable[[Tensor], Tensor],
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-        packed_seq_params: PackedSeqParams | None = None,
         **attention: object,
-    ) -> Tensor:
-        """Let the gradient of the loss flow into the predictions of later tokens too.
+    ) -> list[Tensor]:
+        """Return the hidden states of each depth; see `predictions`."""
+        return list(self.predictions(hidden_states, labels, embed=embed, **attention))
+
+    def predictions(
+        self,
+        hidden_states: Tensor,
+        labels: Tensor,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        **attention: object,
+    ) -> Iterator[Tensor]:
+        """Yield the hidden states of one depth after the other, from those of the model.
 
         Args:
-            loss: [b, s/cp], the loss of every token.
-            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism), of the model.
-            labels: [b, s/cp], the next tokens: also the input of depth 1.
+            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism), after the
+                final norm.
+            labels: [b, s/cp], the next tokens: the input of depth 1.
             embed: tokens [b, s/cp] to embeddings shaped like the hidden states.
-            loss_of: (hidden states, labels) to a loss [b, s/cp].
-        Returns:
-            `loss`, with a backward pass into the predictions too.
         Communication:
             per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
         """
-        cp = self.cp_group
-        rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
-        positions = rows.positions(labels.device)
-        documents = None if packed_seq_params is None else packed_seq_params.seq_idx
         num_depths = self.config.mtp_num_layers or 0
-        tokens, weight = labels, self.config.mtp_loss_scaling_factor / num_depths
         for depth in range(1, num_depths + 1):
+            tokens = shift_left(labels, depth - 1, self.cp_group) if depth > 1 else labels
             repeats = len(self.layers) < num_depths
             with rng_state().in_repetition(depth if repeats else 0):
                 hidden_states = self.layers[0 if repeats else depth - 1](
-                    hidden_states, embed(tokens), packed_seq_params=packed_seq_params, **attention
+                    hidden_states, embed(tokens), **attention
                 )
-            tokens = shift_left(labels, depth, cp)
-            counts = (positions + depth < rows.total).expand_as(labels)
-            if documents is not None:
-                later = (positions + depth).clamp(max=rows.total - 1)
-                counts = counts & (documents[:, later] == documents[:, positions])
-            loss = _WithGradientFor.apply(loss, loss_of(hidden_states, tokens), counts, weight)
-        return loss
+            yield hidden_states
+
+
+def with_prediction_losses(
+    loss: Tensor,
+    predictions: Iterable[Tensor],
+    labels: Tensor,
+    *,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    weight: float,
+    cp: Group,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> Tensor:
+    """Let the gradient of the loss flow into the predictions of later tokens too.
+
+    Args:
+        loss: [b, s/cp], the loss of every token.
+        predictions: hidden states [s/cp, b, h] of each depth ([s/cp/tp, b, h] under sequence
+            parallelism).
+        labels: [b, s/cp], the next tokens.
+        loss_of: (hidden states, labels) to a loss [b, s/cp].
+        weight: of each of their losses.
+    Returns:
+        `loss`, with a backward pass into the predictions too.
+    Communication:
+        per depth an all-gather of b * s token ids on `cp`.
+    """
+    rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
+    positions = rows.positions(labels.device)
+    documents = None if packed_seq_params is None else packed_seq_params.seq_idx
+    for depth, hidden_states in enumerate(predictions, 1):
+        tokens = shift_left(labels, depth, cp)
+        counts = (positions + depth < rows.total).expand_as(labels)
+        if documents is not None:
+            later = (positions + depth).clamp(max=rows.total - 1)
+            counts = counts & (documents[:, later] == documents[:, positions])
+        other = loss_of(hidden_states, tokens)
+        loss = _WithGradientFor.apply(loss, other, counts, weight)
+    return loss
 
 
 class _WithGradientFor(torch.autograd.Function):

@@ -74,7 +74,8 @@ def block_submodules(
 
 
 class TransformerBlock(GraphableMegatronModule):
-    """The layers of one pipeline stage; the last stage ends with the final norm.
+    """The layers of one pipeline stage; the last stage, or an earlier one that predicts later
+    tokens, ends with the final norm.
 
     Args:
         spec: spec of one layer (all are equal), or `TransformerBlockSubmodules` with one for each
@@ -103,7 +104,8 @@ class TransformerBlock(GraphableMegatronModule):
         self.input_tensor: Tensor | None = None
         pp_rank = self.pg_collection.pp.rank()
         self.submodules = block_submodules(config, spec, vp_stage, pp_rank)
-        offset = pipeline_layout(config).layers(pp_rank, vp_stage).start
+        layout = pipeline_layout(config)
+        offset = layout.layers(pp_rank, vp_stage).start
         self.layers = nn.ModuleList(
             build_module(
                 layer_spec,
@@ -120,7 +122,10 @@ class TransformerBlock(GraphableMegatronModule):
             use_low_precision(layer, layer.layer_number, self.pg_collection)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
-        if post_process and post_layer_norm and self.submodules.layer_norm is not None:
+        has_final_norm = post_process
+        if layout.predicts_early:
+            has_final_norm = layout.stage(pp_rank, vp_stage) == layout.prediction_stage
+        if has_final_norm and post_layer_norm and self.submodules.layer_norm is not None:
             self.final_layernorm = build_module(
                 self.submodules.layer_norm,
                 config=config,

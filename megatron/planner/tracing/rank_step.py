@@ -218,7 +218,7 @@ class RankUnderTest:
         found = []
         for chunk in range(num_chunks):
             place = (pp_rank, chunk if num_chunks > 1 else None)
-            reads = layout.has_embedding(*place) or layout.has_loss(*place)
+            reads = layout.reads_tokens(*place)
             found.append(SyntheticBatches(run, vocab_size) if reads else None)
         return found if num_chunks > 1 else found[0]
 

@@ -204,6 +204,7 @@ def memory_of_stages(
                 layout.has_embedding(rank, chunk),
                 layout.has_loss(rank, chunk),
                 sum(has_experts[layer] for layer in layout.layers(rank, chunk)),
+                predicts=layout.stage(rank, chunk) == layout.prediction_stage,
             )
             for chunk in range(layout.num_chunks)
         ]

@@ -67,12 +67,19 @@ class ChunkSize:
     has_embedding: bool
     has_loss: bool
     num_expert_layers: int = 0
+    predicts: bool | None = None
+    """Whether it ends with the final norm and predicts later tokens; None: if it has the loss."""
 
     def parameters(self, size: ModelSize) -> tuple[int, int]:
         """Return how many parameters it has beside routed experts, and in these."""
-        ends = {"has_embedding": self.has_embedding, "has_loss": self.has_loss}
+        predicts = self.has_loss if self.predicts is None else self.predicts
+        ends = {
+            "has_embedding": self.has_embedding,
+            "has_loss": self.has_loss,
+            "predicts": predicts,
+        }
         count = size.stage_parameters(self.num_layers, self.num_expert_layers, **ends)
-        routed = size.stage_routed_parameters(self.num_expert_layers, has_loss=self.has_loss)
+        routed = size.stage_routed_parameters(self.num_expert_layers, predicts=predicts)
         return count - routed, routed
 
 

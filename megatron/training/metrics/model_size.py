@@ -311,27 +311,38 @@ class ModelSize:
         layers += self.mtp_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
-    def stage_routed_parameters(self, num_expert_layers: int, *, has_loss: bool) -> int:
+    def stage_routed_parameters(self, num_expert_layers: int, *, predicts: bool) -> int:
         """Parameters of routed experts that one pipeline stage holds, before any split."""
-        later = self._num_built_mtp_expert_layers if has_loss else 0
+        later = self._num_built_mtp_expert_layers if predicts else 0
         return (num_expert_layers + later) * self.routed_parameters
 
     def stage_parameters(
-        self, num_layers: int, num_expert_layers: int = 0, *, has_embedding: bool, has_loss: bool
+        self,
+        num_layers: int,
+        num_expert_layers: int = 0,
+        *,
+        has_embedding: bool,
+        has_loss: bool,
+        predicts: bool | None = None,
     ) -> int:
         """Parameters that one pipeline stage holds, before any tensor-parallel split.
 
         The last stage keeps its own copy of a tied embedding.
+
+        Args:
+            predicts: whether the stage ends with the final norm, and predicts later tokens if any
+                are; None: that of the loss does.
         """
+        predicts = has_loss if predicts is None else predicts
         count = self._layers(num_layers, num_expert_layers)
         if has_embedding:
             count += self.embedding_parameters
-        if has_loss:
+        if predicts:
             count += self.norm_parameters + self.mtp_parameters
-            if self.mtp_num_layers and not has_embedding and not self.is_tied:
+            if self.mtp_num_layers and not has_embedding and not (self.is_tied and has_loss):
                 count += self.head_matrix  # a copy of the embedding
-            if not (self.is_tied and has_embedding):
-                count += self.head_matrix
+        if has_loss and not (self.is_tied and has_embedding):
+            count += self.head_matrix
         return count
 
 

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import TopologyError
 from megatron.core.parameters.rng import rng_state
+from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.resolved import ResolvedRun
@@ -67,9 +68,22 @@ def create_groups(
         num_distributed_optimizer_instances=run.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=run.parallelism.distributed_timeout_minutes,
         order=run.topology.rank_order,
-        get_embedding_ranks=get_embedding_ranks,
+        get_embedding_ranks=get_embedding_ranks or _embedding_ranks(run),
         get_position_embedding_ranks=get_position_embedding_ranks,
     )
+
+
+def _embedding_ranks(run: ResolvedRun) -> Callable[[list[int]], list[int]] | None:
+    """Return what picks, from the ranks of a pipeline, those with a copy of the embedding; None
+    where they are the first and the last."""
+    layout = explicit_layout(run.transformer_config)
+    if layout is None or not layout.predicts_early:
+        return None
+    is_tied = not run.model.untie_embeddings_and_output_weights
+    holders = sorted(set(layout.embedding_holders(is_tied=is_tied)))
+    if len(holders) == 1:  # whose copies are added without communication
+        return None
+    return lambda stages: [stages[holder] for holder in holders]
 
 
 def seed_everything(seed: int) -> None:

@@ -12,12 +12,12 @@ from megatron.training.arguments import run_as_in
 def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
-    The first stage needs tokens and the last one labels. Masks that follow the documents
-    (--reset-attention-mask, --sft) are needed by every stage.
+    The first stage needs tokens; the last one, and one that predicts later tokens, labels. Masks
+    that follow the documents (--reset-attention-mask, --sft) are needed by every stage.
     """
     run = run_as_in(args)
     if run.data.reset_attention_mask or run.data.sft:
         return True
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()
-    return layout.has_embedding(pp_rank, vp_stage) or layout.has_loss(pp_rank, vp_stage)
+    return layout.reads_tokens(pp_rank, vp_stage)

@@ -325,12 +325,19 @@ def _draw_schedule(s: Settings, rng: random.Random) -> None:
 
 
 def _layout(s: Settings, stages: int, rng: random.Random) -> str:
-    """Return the letters of the model, cut anywhere; the last stage predicts all later tokens."""
+    """Return the letters of the model, cut anywhere; the last stage predicts all later tokens, or
+    one before it does."""
     letters = "E" + "t" * number(s, "num-layers")
-    tail = "m" * number(s, "mtp-num-layers", 0) + "L"
     cuts = sorted(rng.randint(1, len(letters)) for _ in range(stages - 1))
+    predictions = "m" * number(s, "mtp-num-layers", 0)
+    is_early = predictions and stages > 1 and rng.random() < 0.6
+    if is_early:
+        cuts[-1] = len(letters)  # the loss has a stage without layers
     parts = [letters[a:b] for a, b in zip([0, *cuts], [*cuts, len(letters)], strict=True)]
-    return "|".join(parts) + tail
+    last_layer = max(i for i, part in enumerate(parts) if part)
+    where = rng.randint(last_layer, stages - 2) if is_early else stages - 1
+    parts[where] += predictions
+    return "|".join(parts) + "L"
 
 
 def _draw_mapping(s: Settings, rng: random.Random) -> None:

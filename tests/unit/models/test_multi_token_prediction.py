@@ -116,7 +116,7 @@ def test_a_layer_for_all_depths_drops_other_values_in_each():
 def test_evaluation_predicts_the_next_token_only():
     model = make_model().eval()
     text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
-    model.mtp.forward = None  # would fail if called
+    model.mtp.predictions = None  # would fail if called
     with torch.no_grad():
         loss = model(text[:, :LENGTH], None, None, labels=text[:, 1:])
     assert loss.shape == (BATCH, LENGTH)
@@ -128,9 +128,21 @@ def test_later_positions_end_with_the_sequence():
     assert shift_left(x, 9, SINGLE_RANK).tolist() == [[0] * 6]
 
 
-def test_a_layout_that_predicts_without_the_head_is_refused():
-    with pytest.raises(ConfigError, match="stage of the loss has 0 of 1"):
-        make_model(1, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettm|L")
+def test_a_layout_that_predicts_in_several_stages_is_refused():
+    with pytest.raises(ConfigError, match="in several stages"):
+        make_model(2, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettm|mL")
+
+
+def test_a_stage_that_predicts_needs_labels():
+    model = make_model(1, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettm|L")
+    model.post_process = False
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    with pytest.raises(ConfigError, match="got no labels"):
+        model(text, None, None)
+    assert model(text, None, None, labels=text).shape == (2 * LENGTH, BATCH, 16)
+    with torch.no_grad():
+        assert model(text, None, None).shape == (LENGTH, BATCH, 16)
+    assert model.eval()(text, None, None).shape == (2 * LENGTH, BATCH, 16)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -144,7 +145,7 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
     whole = size.stage_parameters(3, size.num_expert_layers, has_embedding=True, has_loss=True)
     assert whole == size.total_parameters
-    routed = size.stage_routed_parameters(size.num_expert_layers, has_loss=True)
+    routed = size.stage_routed_parameters(size.num_expert_layers, predicts=True)
     assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
     share = run.experts.moe_router_topk / (
         run.experts.num_moe_experts or run.experts.moe_router_topk
@@ -159,6 +160,20 @@ def test_stages_hold_all_parameters_between_them():
         for stage in range(4)
     ]
     assert sum(stages) == size.total_parameters
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_early_stage_of_prediction_has_a_copy_of_the_embedding(is_tied):
+    size = replace(size_of(preset("llama3-8b"), seq_length=1024), mtp_num_layers=2,
+                   num_built_mtp_layers=2, is_tied=is_tied)  # fmt: skip
+    ends = [(True, False, False), (False, False, True), (False, True, False)]
+    names = ("has_embedding", "has_loss", "predicts")
+    held = [
+        size.stage_parameters(layers, **dict(zip(names, which, strict=True)))
+        for layers, which in zip((20, 12, 0), ends, strict=True)
+    ]
+    assert sum(held) == size.total_parameters + size.head_matrix * (1 + is_tied)
+    assert held[2] == size.head_matrix
 
 
 def test_a_gpu_is_known_by_a_part_of_its_name():

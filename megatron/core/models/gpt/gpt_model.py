@@ -8,7 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,14 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization, initialize_parameters
 from megatron.core.parameters.rng import rng_state
-from megatron.core.pipeline_parallel.layout import check_prediction_stage, pipeline_layout
+from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from megatron.core.transformer.module import in_compute_dtype
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    with_prediction_losses,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -55,7 +59,8 @@ class GPTModel(LanguageModule):
         position_embedding_type: "learned_absolute", "rope", "yarn" or "none". With "yarn" the
             config's `rotary_scaling_factor` and so on say how rotary positions are stretched; its
             temperature is a factor on the scores: see `yarn_softmax_scale`.
-        mtp_block_spec: layers that predict later tokens, or None.
+        mtp_block_spec: layers that predict later tokens, or None. They are built on the stage of
+            the loss, or on the one that `config.pipeline_model_parallel_layout` names.
         scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
             output into rows (off if the caller does it).
     """
@@ -84,7 +89,7 @@ class GPTModel(LanguageModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
-        _check_arguments(position_embedding_type, config)
+        _check_arguments(position_embedding_type)
         assert config.kv_channels
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size = vocab_size
@@ -96,6 +101,12 @@ class GPTModel(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
         self.mtp_process = post_process and mtp_block_spec is not None
+        self.num_parts_received = 1
+        layout = explicit_layout(config)
+        if layout is not None and layout.predicts_early:
+            stage = layout.stage(self.pg_collection.pp.rank(), vp_stage)
+            self.mtp_process = stage == layout.prediction_stage and mtp_block_spec is not None
+            self.num_parts_received = layout.num_parts_received(stage)
 
         with deferred_initialization():
             if pre_process or self.mtp_process:
@@ -221,6 +232,7 @@ class GPTModel(LanguageModule):
         context = inference_context if inference_context is not None else inference_params
         if context is not None:
             self._check_cache()
+        predictions: Iterable[Tensor] = self._received_predictions()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         rotary_args: dict[str, Tensor] = {}
@@ -242,8 +254,19 @@ class GPTModel(LanguageModule):
             **rotary_args,
             **(extra_block_kwargs or {}),
         )
+        if self.mtp_process and context is None:
+            predictions = self._predict(
+                hidden_states,
+                labels,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_args.get("rotary_pos_emb"),
+                packed_seq_params=packed_seq_params,
+                padding_mask=padding_mask,
+                **(extra_block_kwargs or {}),
+            )
         if not self.post_process:
-            return hidden_states
+            return self._message(hidden_states, predictions)
+        hidden_states = in_compute_dtype(hidden_states, self.config)
         if context is not None:
             hidden_states = context.last_tokens(hidden_states)
         weight = self.output_layer.weight  # None where the embedding on this stage is the head
@@ -251,19 +274,16 @@ class GPTModel(LanguageModule):
             weight = self.shared_embedding_or_output_weight()
         if labels is not None:
             loss = self.compute_loss(hidden_states, labels, weight, loss_mask)
-            if not (self.mtp_process and self.training and torch.is_grad_enabled()):
+            if not (self.config.mtp_num_layers and self.training):
                 return loss
-            return self.mtp(
+            return with_prediction_losses(
                 loss,
-                hidden_states,
+                (in_compute_dtype(states, self.config) for states in predictions),
                 labels,
-                embed=self.embedding.embed_words,
                 loss_of=lambda states, tokens: self.compute_loss(states, tokens, weight),
-                attention_mask=attention_mask,
-                rotary_pos_emb=rotary_args.get("rotary_pos_emb"),
+                weight=self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers,
+                cp=self.pg_collection.cp,
                 packed_seq_params=packed_seq_params,
-                padding_mask=padding_mask,
-                **(extra_block_kwargs or {}),
             )
         logits, _ = self.output_layer(
             self.scale_logits_of(hidden_states),
@@ -272,6 +292,51 @@ class GPTModel(LanguageModule):
         )
         logits = self.softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
+
+    def _received_predictions(self) -> list[Tensor]:
+        """Take the hidden states of later tokens off what came in; the decoder gets the others."""
+        received = self.decoder.input_tensor
+        if self.num_parts_received == 1 or received is None or not torch.is_grad_enabled():
+            return []
+        hidden_states, *predictions = received.chunk(self.num_parts_received)
+        self.decoder.set_input_tensor(hidden_states)
+        return predictions
+
+    def _message(self, hidden_states: Tensor, later: Iterable[Tensor]) -> Tensor:
+        """Return what the next stage gets: hidden states, then those of later tokens, as rows."""
+        predictions = list(later)
+        if not (predictions or self.mtp_process):
+            return hidden_states
+        if self.mtp_process and self.config.pipeline_dtype is not None:
+            # Normed states have the dtype of weights, and messages may have that of the residual.
+            hidden_states = hidden_states.to(self.config.pipeline_dtype)
+            predictions = [states.to(hidden_states.dtype) for states in predictions]
+        return torch.cat((hidden_states, *predictions)) if predictions else hidden_states
+
+    def _predict(
+        self, hidden_states: Tensor, labels: Tensor | None, **attention: object
+    ) -> Iterable[Tensor]:
+        """Return the hidden states of later tokens, in training; see `MultiTokenPredictionBlock`.
+
+        On the stage of the loss each is computed when its loss is. A later stage expects as many of
+        a model that is not in training, if it has a gradient.
+        """
+        if not torch.is_grad_enabled() or (self.post_process and labels is None):
+            return []
+        if not self.training:
+            count = 0 if self.post_process else self.config.mtp_num_layers or 0
+            return [torch.zeros_like(hidden_states) for _ in range(count)]
+        if labels is None:
+            raise ConfigError(
+                "the stage that predicts later tokens got no labels.",
+                rule="the labels, which are the next tokens, are what it embeds",
+                flags=["--pipeline-model-parallel-layout", "--mtp-num-layers"],
+                fix="pass labels=... on this stage too, or put the letters m beside L",
+            )
+        predict = self.mtp.predictions if self.post_process else self.mtp
+        embed = self.embedding.embed_words
+        found: Iterable[Tensor] = predict(hidden_states, labels, embed=embed, **attention)
+        return found
 
     def _rotary_args(self, length: int) -> dict[str, Tensor]:
         """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
@@ -310,7 +375,7 @@ class GPTModel(LanguageModule):
         return packed.resolve(states.shape[1], length, states.device)
 
 
-def _check_arguments(position_embedding_type: str, config: TransformerConfig) -> None:
+def _check_arguments(position_embedding_type: str) -> None:
     if position_embedding_type not in POSITION_EMBEDDING_TYPES:
         raise ConfigError(
             f"position_embedding_type={position_embedding_type!r} is not supported.",
@@ -318,5 +383,3 @@ def _check_arguments(position_embedding_type: str, config: TransformerConfig) ->
             flags=["--position-embedding-type"],
             fix="use --position-embedding-type rope",
         )
-    if config.pipeline_model_parallel_layout:
-        check_prediction_stage(pipeline_layout(config), config.mtp_num_layers or 0)

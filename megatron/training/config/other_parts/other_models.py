@@ -128,7 +128,7 @@ refused: drop it: layers are the usual ones without it
 --embedding-init-method-std float
 refused: use the quintic coefficients
 --muon-coefficient-type str = quintic
-refused: give the layers of prediction a stage by --pipeline-model-parallel-layout
+no effect: --pipeline-model-parallel-layout says which stage predicts later tokens
 --mtp-standalone on
 refused: upcycle with whole experts: each begins as the dense MLP
 --moe-upcycling-granularity int = 1
