@@ -23,7 +23,7 @@ from megatron.core.low_precision import spreading
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.formats import in_working_dtype
 from megatron.core.low_precision.recipes import Operand, Recipe
-from megatron.core.low_precision.scaling import Cut, Cuts, Quantized
+from megatron.core.low_precision.scaling import Cut, Cuts, Quantized, TensorScaling
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import Group
@@ -188,10 +188,15 @@ class LinearProducts:
         scaling = self.recipe.scalings[operand]
         amax = None
         if self.history is not None:
+            assert isinstance(scaling, TensorScaling), scaling
             unit = call.gradient_unit if operand is Operand.GRADIENT else 1.0
             if call.records:
                 self.history.record(operand.index, _amax(x).double() / unit)
-            amax = (self.history.amax(operand.index) * unit).to(in_working_dtype(x).dtype)
+            amax = self.history.amax(operand.index)
+            # Without a history the scale is 1 for the loss of a micro batch as it is: multiplied by
+            # what the layout multiplies that loss with, a gradient would meet another step.
+            amax = torch.where(amax == 0, scaling.amax_of_scale_one, amax) * unit
+            amax = amax.to(in_working_dtype(x).dtype)
         elif scaling.needs_amax:
             amax = _amax(x)
             for group in (self.tp, self.cp):

@@ -144,6 +144,11 @@ class TensorScaling:
     row_block_size: int = 1
     needs_amax: bool = True
 
+    @property
+    def amax_of_scale_one(self) -> float:
+        """Amax for which elements are rounded as they are."""
+        return self.format.largest / 2.0**self.margin
+
     def scale(self, amax: Tensor) -> Tensor:
         """Return what a tensor of this amax, [] fp32, is multiplied with; NaN if it is not finite.
 

@@ -5,7 +5,11 @@ import torch
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.recipes import fp8_recipe
 from megatron.core.low_precision.spreading import rotate
+from megatron.core.step_context.context import AuxLossScale, within_step
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.low_precision_layers import multiplies_in_low_precision
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parity.low_precision_formats import by_definition, digest, own
@@ -52,6 +56,23 @@ def test_a_step_that_overflows_leaves_the_scale_as_it_was():
         history.move(history.take_step())
     assert history.steps[:, 2].tolist() == [2.0, 8.0]
     assert history.amax(2) == 8.0
+
+
+def test_a_loss_divided_by_more_micro_batches_rounds_gradients_at_the_same_steps():
+    torch.manual_seed(0)
+    weight, x, grad = torch.randn(8, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 8) / 400
+
+    def input_gradient(unit: float) -> torch.Tensor:
+        history = AmaxHistory(torch.nn.Module(), "amax_history", 1, uses_largest=False)
+        products = LinearProducts(
+            recipe=fp8_recipe("delayed", "e4m3"), tp=SINGLE_RANK, cp=SINGLE_RANK, split_dim=None,
+            history=history,
+        )  # fmt: skip
+        with within_step(aux_loss_scale=AuxLossScale(unit)):
+            call = products.call(x, None, records=True)
+        return products.input_gradient(grad * unit, weight, call)
+
+    assert torch.equal(input_gradient(0.125), input_gradient(1.0) / 8)
 
 
 def config(**settings) -> TransformerConfig:
