@@ -51,7 +51,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     finish_router_step(model, groups)
-    finish_low_precision_step(model, get_model_config(model[0]), groups)
+    finish_low_precision_step(model, groups)
 
 
 def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:

@@ -130,17 +130,12 @@ def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]
                     yield part.is_expert, products.history
 
 
-def finish_low_precision_step(
-    model: Sequence[nn.Module], config: TransformerConfig, groups: ProcessGroupCollection
-) -> None:
+def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Enter the amaxes of this step into the histories of all chunks of this rank.
 
     Communication, for the delayed recipe alone: one all-reduce of maxima over tp x cp x dp, which
     are the ranks of one pipeline stage, and for experts over the ranks that share them.
     """
-    recipe = recipe_of(config)
-    if recipe is None or not recipe.uses_history:
-        return
     found = list(_histories(model))
     reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}
     for is_expert, reducing in reduced_over.items():
