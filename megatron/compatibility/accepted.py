@@ -134,7 +134,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_PARALLEL}.linear_with_overlap:linear_with_grad_accumulation_and_async_allreduce"
         " wgrad_deferral_limit",
         f"{_CORE}.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb cp_group",
-        f"{_HERE}.functions:get_fp8_context layer_no is_init",
+        f"{_HERE}.functions:get_fp8_context config layer_no is_init",
         f"{_HERE}.rerun:RerunStateMachine.__init__"
         " state_save_func state_restore_func result_rejected_tracker_filename",
         f"{_HERE}.rerun:RerunStateMachine.validate_result comparison_func tolerance",

@@ -1,6 +1,6 @@
 """Which learning rate is best at which width, with muP and without it.
 
-    python -m tests.parity.widths [--steps 150] [--widths 64 128 256]
+    python -m tests.parity.widths [--steps 400] [--widths 64 128 256]
 
 Trains a small GPT for each width and rate on text of a random automaton (a third-order Markov chain
 over 64 symbols, whose loss at best is known to be far below that of single symbols) and prints
@@ -35,9 +35,9 @@ class Flags:
 
     widths: tuple[int, ...] = (64, 128, 256)
     """Hidden sizes; muP's base is the first."""
-    exponents: tuple[int, ...] = (-9, -8, -7, -6, -5, -4)
+    exponents: tuple[int, ...] = (-8, -7, -6, -5)
     """Learning rates, as powers of two."""
-    steps: int = 150
+    steps: int = 400
     optimizer: str = "adam"
 
 

@@ -219,7 +219,7 @@ def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:
 def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     """Return the sum of squares of each block of `BLOCK` elements, fp64."""
     blocks = flat.view(-1, BLOCK)
-    if not exactly:
+    if not exactly and flat.dtype != torch.float64:
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_()
     # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts: an fp64
     # copy of all gradients at once would be the most memory of a step that overflows in fp16.

@@ -96,6 +96,8 @@ class Model:
     dtype: str = "fp32"
     experts: int = 0
     """Routed experts of every second layer; computed together where ranks share them."""
+    fp8: str | None = None
+    """Format of a recipe that scales by the steps before."""
 
 
 class Run:
@@ -116,7 +118,7 @@ class Run:
         self.groups, self.layout = groups, layout
         config = self.config = _config(layout, model)
         chunks = [_chunk(config, layout, model, groups, vp_stage) for vp_stage in range(layout.vp)]
-        is_half = model.dtype != "fp32"
+        is_half = model.dtype in ("bf16", "fp16")
         if is_half:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         ddp_config = DistributedDataParallelConfig(
@@ -242,7 +244,8 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.expt_tp,
         }
-    half = {
+    dtype = {
+        "fp64": {"params_dtype": torch.float64},
         "fp32": {},
         "bf16": {"bf16": True, "params_dtype": torch.bfloat16},
         "fp16": {"fp16": True, "params_dtype": torch.float16},
@@ -260,9 +263,11 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
-        pipeline_dtype=half.get("params_dtype", torch.float32),
+        pipeline_dtype=dtype.get("params_dtype", torch.float32),
         init_method_std=0.1,
-        **half,
+        fp8=model.fp8,
+        fp8_amax_history_len=3,
+        **dtype,
         **family,
     )
 

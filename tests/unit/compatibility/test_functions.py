@@ -281,13 +281,12 @@ def test_layers_with_a_window_are_counted_from_one():
     assert not is_layer_window_attention(None, 3, 1)
 
 
-def test_an_fp8_context_is_refused_where_it_would_be_dropped():
+def test_an_fp8_context_changes_nothing_because_layers_know_their_recipe():
     from megatron.core.fp8_utils import get_fp8_context
 
-    with get_fp8_context(SimpleNamespace(fp8=None)):
-        pass
-    with pytest.raises(ConfigError, match="fp8"):
-        get_fp8_context(SimpleNamespace(fp8="e4m3"))
+    for fp8 in (None, "e4m3"):
+        with get_fp8_context(SimpleNamespace(fp8=fp8)) as entered:
+            assert entered is None
 
 
 # Checkpoints -----------------------------------------------------------------------------------
