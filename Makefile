@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest mbridge engine venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,9 +40,6 @@ bench: venv ## step time against plain PyTorch and Hugging Face; cost of two ran
 lowest: ## the tests of what uses optional libraries, with the lowest versions that are allowed
 	@tools/test_lowest.sh $(PYTEST_ARGS)
 
-mbridge: ## models of Transformers through mbridge, as it is published
-	@tools/test_mbridge.sh $(PYTEST_ARGS)
-
 engine: ## models of Transformer Engine's layers, by its own Python, on the CPU
 	@tools/test_engine.sh $(PYTEST_ARGS)
 
@@ -52,7 +49,6 @@ venv: ## make or refresh the virtual environment .venv
 clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove "$(VENV)"
 	tools/make_venv.sh --remove .venv-lowest
-	tools/make_venv.sh --remove .venv-mbridge
 	tools/make_venv.sh --remove .venv-engine
 	rm -rf quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
