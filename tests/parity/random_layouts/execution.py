@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.random_layouts.cases import Case
@@ -38,7 +40,7 @@ class Execution:
     def run(self, case: Case) -> Result:
         """Run one command line to its end, or to its refusal."""
         try:
-            outcomes = self._outcomes(case)
+            outcomes: list[RankOutcome] = self.run_ranks(case, run_rank)
         except _NoBaseError as error:
             return error.result
         except DistributedFailure as error:
@@ -56,7 +58,12 @@ class Execution:
         figures = [*figures_of_scalars(last.scalars), *figures_of_log(last.log)]
         return Result(Kind.EQUAL, figures=figures, weights=whole.weights)
 
-    def _outcomes(self, case: Case) -> list[RankOutcome]:
+    def run_ranks(self, case: Case, body: Callable[..., Any], *args: object) -> list[Any]:
+        """Return what `body(groups, *args, words, metrics)` returns, by rank; see `job.run_rank`.
+
+        Raises:
+            DistributedFailure: a rank raised, died or hung.
+        """
         words, scratch = to_words(case.settings), self._folder / "scratch"
         places = {CORPUS: str(self._corpus), SCRATCH: str(scratch)}
         if BASE in words:
@@ -65,7 +72,7 @@ class Execution:
         scratch.mkdir()
         words = [places.get(word, word) for word in words]
         metrics = str(scratch / "metrics.jsonl")
-        return run_distributed(run_rank, case.ranks, words, metrics, timeout_s=TIMEOUT_S)
+        return run_distributed(body, case.ranks, *args, words, metrics, timeout_s=TIMEOUT_S)
 
     def _base_of(self, case: Case) -> Path:
         """Return a checkpoint of the model beside which the adapters stand."""

@@ -58,6 +58,11 @@ def run_rank(groups: ProcessGroupCollection, words: list[str], metrics: str) -> 
     return RankOutcome(report=_weights(list(chunks.values())), log=log, scalars=scalars)
 
 
+def refusal_of(groups: ProcessGroupCollection, words: list[str], metrics: str) -> str:
+    """Train, and return the message if the command line was refused instead, or nothing."""
+    return run_rank(groups, words, metrics).refusal
+
+
 def _weights(chunks: list[Any]) -> RankReport:
     current = ProcessGroupCollection.current()
     ranks = (group.rank() for group in (current.tp, current.expt_tp, current.dp))
