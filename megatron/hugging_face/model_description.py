@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.experts import ExpertConfig
+from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.weight_map import Geometry
 
@@ -80,6 +81,13 @@ class ModelDescription:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    experimental_attention_variant: str | None = None
+    linear_attention_freq: int | list[int] | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     num_experts: int | None = None
     moe_layer_freq: int | list[int] = 1
     moe_ffn_hidden_size: int | None = None
@@ -175,6 +183,15 @@ class ModelDescription:
         return experts.layers_with_experts(self.num_layers)
 
     @property
+    def linear_attention_layers(self) -> list[bool]:
+        """For every layer, whether a recurrence takes the place of attention."""
+        kinds = LinearAttentionConfig(
+            experimental_attention_variant=self.experimental_attention_variant,
+            linear_attention_freq=self.linear_attention_freq,
+        )
+        return kinds.linear_attention_layers(self.num_layers)
+
+    @property
     def windowed_layers(self) -> list[bool]:
         """For every layer, whether it has the window, if there is one."""
         block = BlockConfig(window_size=(0, 0), window_attn_skip_freq=self.window_attn_skip_freq)
@@ -237,6 +254,9 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         without_effect.add("add_qkv_bias")  # implied
     if model.num_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
+    is_linear = model.linear_attention_layers
+    if not any(is_linear):
+        without_effect |= {n for n in _DEFAULTS if n.startswith(("linear_", "experimental_"))}
     if model.moe_router_topk_scaling_factor == 1.0:
         without_effect.add("moe_router_topk_scaling_factor")
     without_effect |= (
@@ -257,6 +277,12 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         # The width of dense layers, of which there may be none.
         dense_width = 0 if all(has_experts) else model.ffn_hidden_size
         model = replace(model, moe_ffn_hidden_size=model.experts_width, ffn_hidden_size=dense_width)
+    if any(is_linear):
+        model = replace(
+            model,
+            experimental_attention_variant="gated_delta_net",
+            linear_attention_freq=[int(has_it) for has_it in is_linear],
+        )
     window = model.window_size
     return replace(
         replace(model, **plain),

@@ -95,7 +95,12 @@ def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> 
     has_experts = config.layers_with_experts(config.num_layers)
     skips = config.no_rope_freq
     layers = [
-        (has_experts[layer], config.window_of(layer + 1), bool(skips and skips[layer]))
+        (
+            has_experts[layer],
+            config.has_linear_attention(layer + 1),
+            config.window_of(layer + 1),
+            bool(skips and skips[layer]),
+        )
         for layer in layout.layers(pp_rank)
     ]
     return layout.stages[layout.stage(pp_rank)], tuple(layers)

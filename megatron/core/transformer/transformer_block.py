@@ -258,14 +258,19 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 
-        With `metadata["non_homogeneous_layers"]`, and where some layers have experts and others
-        have not, each layer keeps keys of its own, `layers.<global index>.<name>`.
+        With `metadata["non_homogeneous_layers"]`, and where some layers have experts or a
+        recurrence and others have not, each layer keeps keys of its own,
+        `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
-        mixed = len(set(self.config.layers_with_experts(self.config.num_layers))) > 1
+        num_layers = self.config.num_layers
+        kinds = (
+            self.config.layers_with_experts(num_layers),
+            self.config.linear_attention_layers(num_layers),
+        )
+        mixed = any(len(set(kind)) > 1 for kind in kinds)
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
-        num_layers = self.config.num_layers
         for index, layer in enumerate(self.layers):
             assert isinstance(layer.layer_number, int), layer
             position = layer.layer_number - 1

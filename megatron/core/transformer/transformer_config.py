@@ -17,6 +17,7 @@ from megatron.core.transformer.config.context_parallel import context_parallel_p
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
 from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
 from megatron.core.transformer.config.overlap_f_b import overlap_f_b_problems
 from megatron.core.transformer.config.position import PositionConfig
@@ -37,6 +38,7 @@ class TransformerConfig(
     InitializationConfig,
     PositionConfig,
     LatentAttentionConfig,
+    LinearAttentionConfig,
     QueryKeyClipConfig,
     MaximalUpdateConfig,
     PredictionConfig,
@@ -67,6 +69,7 @@ class TransformerConfig(
             *self.check_parallel(),
             *self.check_block(),
             *self.check_latent_attention(),
+            *self.check_linear_attention(self.num_layers, self.tensor_model_parallel_size),
             *self.check_query_key_clip(),
             *self.check_maximal_update(),
             *self.check_prediction(),
@@ -119,6 +122,16 @@ class TransformerConfig(
                     rule="the gate is a part of the projection to whole query heads",
                     flags=["--attention-output-gate", "--multi-latent-attention"],
                     fix="drop --attention-output-gate",
+                )
+            )
+        if self.experimental_attention_variant and self.context_parallel_size > 1:
+            problems.append(
+                ConfigError(
+                    f"experimental_attention_variant={self.experimental_attention_variant} with"
+                    f" context-parallel size {self.context_parallel_size}.",
+                    rule="the state of a recurrent layer is on one rank",
+                    flags=["--experimental-attention-variant", "--context-parallel-size"],
+                    fix="use --context-parallel-size 1",
                 )
             )
         if self.rotary_base_local is not None and (

@@ -213,7 +213,7 @@ class TransformerLayer(GraphableMegatronModule):
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
         kind = cp_comm_type_of_layer(self.config, self.layer_number)
-        if kind is None:
+        if kind is None or self.config.has_linear_attention(self.layer_number):
             return {}
         return {"cp_comm_type": kind}
 

@@ -8,6 +8,7 @@ from megatron.core.settings.flags import SettingsGroup, flag, required
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
 from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
 from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
@@ -19,6 +20,7 @@ from megatron.core.transformer.config.shape import ShapeConfig
 class ModelSettings(
     ShapeConfig,
     BlockConfig,
+    LinearAttentionConfig,
     PositionConfig,
     QueryKeyClipConfig,
     MaximalUpdateConfig,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.param_meta import get_param_meta, unshard
 from megatron.core.parameters.rng import rng_state
@@ -33,6 +33,11 @@ FAMILIES = {
         "normalization": "RMSNorm", "add_qkv_bias": True, "num_query_groups": 2,
         "attention_output_gate": True,
     },
+    "gated delta net": {
+        "normalization": "RMSNorm", "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -51,7 +56,7 @@ def gradients_of_a_step(groups, family, tied, options):
     )  # fmt: skip
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0),
         vocab_size=-(-VOCAB // (4 * tp)) * 4 * tp,
         max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=tied,
@@ -89,6 +94,9 @@ CASES = [
     ("one key head", True, 2, {"sequence_parallel": True}),
     ("gated heads", False, 2, {"recompute_granularity": "selective"}),
     ("gated heads", True, 4, {"sequence_parallel": True}),
+    ("gated delta net", False, 4, {
+        "sequence_parallel": True, "recompute_granularity": "selective",
+    }),
     ("llama", True, 2, {"sequence_parallel": True, "cross_entropy_loss_fusion": True}),
     ("llama", False, 4, {
         "sequence_parallel": True, "recompute_granularity": "full", "recompute_method": "uniform",

@@ -150,4 +150,15 @@ EXPERTS = (
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
-MODEL = (*SHAPE, *LAYERS, *EXPERTS)
+MIXERS = (
+    Option("experimental-attention-variant", {None: 7, "gated_delta_net": 1}),
+    Option("linear-attention-freq", {2: 3, 3: 1, None: 1}, given("experimental-attention-variant")),
+    Option("linear-num-key-heads", {4: 3, 8: 1}, given("experimental-attention-variant")),
+    Option("linear-num-value-heads", {8: 1, 16: 1}, given("experimental-attention-variant")),
+    Option("linear-key-head-dim", {6: 1, 4: 1}, given("experimental-attention-variant")),
+    Option("linear-value-head-dim", {5: 1, 8: 1}, given("experimental-attention-variant")),
+    Option("linear-conv-kernel-dim", {None: 2, 2: 1, 1: 1},
+           given("experimental-attention-variant")),
+)  # fmt: skip
+
+MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS)

@@ -28,6 +28,7 @@ MEGATRON = [line.split("\t") for line in FIXTURE.read_text().splitlines()[1:]]
 
 OTHER_FORMS = {
     # An expression, a pair or a signal has its own type; a bool with a value is a word.
+    "--linear-attention-freq": "int or list expr",
     "--moe-layer-freq": "int or list expr",
     "--no-rope-freq": "int or list expr",
     "--window-attn-skip-freq": "int or list expr",

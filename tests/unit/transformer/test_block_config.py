@@ -9,6 +9,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
+LINEAR = {
+    "experimental_attention_variant": "gdn", "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("fields", "named"),
@@ -26,6 +30,13 @@ SIZES = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
         ({"rotary_base_local": 1e4, "mtp_num_layers": 1}, "--rotary-base-local"),
         ({"attention_output_gate": True, "multi_latent_attention": True},
          "drop --attention-output-gate"),
+        ({**LINEAR, "linear_attention_freq": [1, 0, 1]}, "--linear-attention-freq"),
+        ({**LINEAR, "linear_key_head_dim": 0}, "--linear-key-head-dim"),
+        ({**LINEAR, "linear_num_key_heads": 3}, "use --linear-num-key-heads 2"),
+        ({**LINEAR, "tensor_model_parallel_size": 4, "linear_num_key_heads": 2},
+         "use --tensor-model-parallel-size 2"),
+        ({**LINEAR, "context_parallel_size": 2}, "use --context-parallel-size 1"),
+        ({"experimental_attention_variant": "dsa"}, "use gated_delta_net"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields, named):
@@ -57,3 +68,17 @@ def test_a_width_of_heads_that_is_given_may_be_the_one_that_is_no_whole_part_of_
 def test_every_nth_layer_sees_all_keys(pattern, windowed):
     config = TransformerConfig(**SIZES, window_size=(7, 0), window_attn_skip_freq=pattern)
     assert [config.window_of(n + 1) == (7, 0) for n in range(4)] == windowed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "recurrent"),
+    [
+        (None, [True, True, True, True]),
+        (4, [True, True, True, False]),
+        ([0, 1, 1, 0], [False, True, True, False]),
+    ],
+)
+def test_every_nth_layer_keeps_attention(pattern, recurrent):
+    config = TransformerConfig(**SIZES, **LINEAR, linear_attention_freq=pattern)
+    assert config.linear_attention_layers(4) == recurrent
+    assert config.has_linear_attention(5) == (recurrent[-1] if pattern != 4 else True)

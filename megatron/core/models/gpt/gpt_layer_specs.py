@@ -8,6 +8,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
 from megatron.core.transformer.enums import AttnMaskType
@@ -53,12 +54,20 @@ def gpt_layer_submodules(
     moe_grouped_gemm: bool = False,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
+    linear_attention: bool = False,
 ) -> Any:
-    """Return the parts of a GPT layer made of a backend's classes: dense, or with experts."""
+    """Return the parts of a GPT layer made of a backend's classes: dense, or with experts.
+
+    Args:
+        linear_attention: a recurrence mixes the sequence in the place of attention.
+    """
+    multi_latent_attention = multi_latent_attention and not linear_attention
     fused = backend.norm_column_linear()
     norm = backend.norm() if fused is None else IdentityOp
     attention = _latent_attention if multi_latent_attention else _attention
     norm_keys = dict(FUSED_NORM_KEYS)
+    if linear_attention:
+        norm_keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     if multi_latent_attention:
         del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
     if fused is not None:
@@ -72,7 +81,9 @@ def gpt_layer_submodules(
         norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm() if multi_latent_attention else norm,
-        self_attention=attention(backend, qk_layernorm),
+        self_attention=(
+            _gated_delta_net(backend) if linear_attention else attention(backend, qk_layernorm)
+        ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm() if num_experts else norm,
         mlp=mlp,
@@ -120,6 +131,16 @@ def _attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
     )
 
 
+def _gated_delta_net(backend: Backend) -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=backend.norm_column_linear() or backend.column_linear(),
+            out_proj=backend.row_linear(),
+        ),
+    )
+
+
 def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
     """Attention through latents, which `qk_layernorm` norms."""
     fused = backend.norm_column_linear() if qk_layernorm else None
@@ -150,6 +171,8 @@ def get_gpt_layer_local_submodules(
     fp8: str | None = None,
     normalization: str | None = None,
     qk_l2_norm: bool = False,
+    *,
+    linear_attention: bool = False,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer in plain torch.
@@ -164,6 +187,7 @@ def get_gpt_layer_local_submodules(
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
+        linear_attention=linear_attention,
     )
 
 
@@ -180,6 +204,8 @@ def get_gpt_layer_with_transformer_engine_submodules(
     multi_latent_attention: bool = False,
     fp8: str | None = None,
     qk_l2_norm: bool = False,
+    *,
+    linear_attention: bool = False,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer under the parameter names of NVIDIA Transformer Engine's classes.
@@ -193,6 +219,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
+        linear_attention=linear_attention,
     )
 
 
@@ -237,17 +264,25 @@ def get_gpt_decoder_layer_specs(
         if use_transformer_engine
         else get_gpt_layer_local_spec
     )
-    dense, sparse = (
-        make(
-            num_experts=num_experts,
+    kinds = list(
+        zip(
+            config.layers_with_experts(config.num_layers),
+            config.linear_attention_layers(config.num_layers),
+            strict=True,
+        )
+    )
+    made = {
+        (has_experts, is_linear): make(
+            num_experts=config.num_moe_experts if has_experts else None,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             qk_l2_norm=qk_l2_norm,
+            linear_attention=is_linear,
         )
-        for num_experts in (None, config.num_moe_experts)
-    )
-    return [sparse if has else dense for has in config.layers_with_experts(config.num_layers)]
+        for has_experts, is_linear in sorted(set(kinds))
+    }
+    return [made[kind] for kind in kinds]
 
 
 def get_gpt_decoder_block_spec(

@@ -19,15 +19,7 @@ of hybrid_layer_pattern
 --disable-mamba-mem-eff-path off-switch
 --mtp-hybrid-override-pattern str
 
-refused: use softmax attention, or --multi-latent-attention
---experimental-attention-variant str: gdn/gdn2/dsa/gated_delta_net
-of experimental_attention_variant
---linear-attention-freq str
---linear-conv-kernel-dim int = 4
---linear-key-head-dim int = 128
---linear-num-key-heads int = 16
---linear-num-value-heads int = 32
---linear-value-head-dim int = 128
+refused: use --experimental-attention-variant gated_delta_net, or --multi-latent-attention
 --gdp-cutedsl-kernel on
 --gdp-num-chunk-states-to-recompute int = 2
 --gdp-num-householder int = 3
