@@ -27,6 +27,7 @@ from megatron.core.low_precision.formats import (
     pack_pairs,
 )
 from megatron.core.low_precision.scaling import BlockScaling, TwoLevelScaling
+from megatron.core.settings.command_line import NoFlags, read_command_line
 
 BLOCK = 32
 
@@ -150,6 +151,7 @@ def torchaos(count: int) -> Iterator[Tensor]:
 
 def main() -> int:
     """Print the table; 1 if something differs."""
+    read_command_line(NoFlags, description=__doc__)
     count = 2**20
     tables: list[Callable[[int], Iterator[tuple[str, bool]]]] = [by_definition]
     if importlib.util.find_spec("torchao") is None:

@@ -40,7 +40,8 @@ class MLP(MegatronModule):
     """Two linear layers around an activation, split over the tensor-parallel ranks.
 
     Args:
-        input_size: width of input and output; None means hidden_size.
+        input_size: width of the input, of an expert also of the output (experts may work in a
+            latent width); None means hidden_size.
         ffn_hidden_size: width between; None means the config's.
     """
 
@@ -89,7 +90,7 @@ class MLP(MegatronModule):
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             ffn,
-            self.input_size,
+            self.input_size if is_expert else config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
