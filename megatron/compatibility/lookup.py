@@ -5,6 +5,9 @@
 - a module that exists gets a `__getattr__`, which is asked for names that the module lacks;
 - a module that does not exist becomes an empty one with the same `__getattr__`.
 
+Libraries that other distributions put into a folder `megatron` of their own are found beside this
+package, wherever the two are installed.
+
 Nothing is imported before it is asked for. A name that is in neither table is an `ImportError`, as
 everywhere: code that tries an import and goes another way without it takes that way.
 """
@@ -12,6 +15,7 @@ everywhere: code that tries an import and goes another way without it takes that
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
@@ -27,6 +31,8 @@ from megatron.compatibility.unsupported_names import LACKING
 _FOUND = {**ELSEWHERE, **DEEPSPEED_ELSEWHERE}
 _FOUND |= {module: names | _FOUND.get(module, {}) for module, names in STAR_NAMES.items()}
 _NOT_HERE = {**LACKING, **DEEPSPEED_LACKING}
+_NEIGHBOURS = frozenset({"megatron.bridge", "megatron.energon"})
+"""Packages of megatron-bridge and megatron-energon."""
 
 
 def install() -> None:
@@ -104,7 +110,7 @@ def _with_parents(modules: Sequence[str]) -> frozenset[str]:
 
 
 class NameFinder(MetaPathFinder):
-    """Finds the modules of the tables."""
+    """Finds the modules of the tables, and the packages of other distributions."""
 
     modules = _with_parents([*_FOUND, *_NOT_HERE])
 
@@ -112,6 +118,9 @@ class NameFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return how to load `fullname` with its further names; None leaves it to Python."""
+        if fullname in _NEIGHBOURS:
+            folders = [os.path.join(entry, "megatron") for entry in sys.path]
+            return PathFinder.find_spec(fullname, [*(path or ()), *folders], target)
         if fullname not in self.modules:
             return None
         found = PathFinder.find_spec(fullname, path, target)

@@ -119,6 +119,24 @@ def test_a_name_nobody_knows_is_still_an_import_error():
             exec(f"from {code}")
 
 
+def test_a_library_in_a_folder_of_the_same_name_is_found_beside_this_one(tmp_path):
+    library = tmp_path / "megatron" / "bridge"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("from megatron.core.enums import ModelType")
+    (tmp_path / "megatron" / "other.py").touch()
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import megatron.bridge\n"
+        "assert megatron.bridge.ModelType.__module__ == 'megatron.core.enums'\n"
+        "try: import megatron.other\n"
+        "except ModuleNotFoundError: print('alone')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "alone\n", done.stderr
+
+
 @pytest.mark.parametrize("module", sorted(STAR_NAMES))
 def test_code_that_takes_all_names_of_a_module_finds_those_it_uses(module):
     found: dict[str, object] = {}

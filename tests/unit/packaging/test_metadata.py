@@ -114,6 +114,11 @@ def test_development_extra_is_pinned():
     assert needed - {"megatron-lattice"} <= pinned
 
 
+def test_an_editable_installation_is_an_entry_of_the_path():
+    # Then another distribution's folder `megatron` (without __init__.py) cannot hide this package.
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "."}
+
+
 def test_installed_version_is_the_declared_one():
     try:
         installed = importlib.metadata.version("megatron-lattice")
