@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import current_device
-from megatron.core.foundation.errors import ConfigError, refuse_given
-from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.foundation.errors import refuse_given
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.gated_delta_rule import DocumentRows, delta_chunks
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.ssm.sequence_pieces import SequencePieces
 from megatron.core.ssm.short_convolution import ShortConvolution
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import checkpoint
@@ -135,7 +136,7 @@ class GatedDeltaNet(MegatronModule):
         hidden_states: Tensor,
         *,
         attention_bias: Tensor | None = None,
-        inference_context: BaseInferenceContext | None = None,
+        inference_context: StaticInferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_of_attention: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -154,49 +155,72 @@ class GatedDeltaNet(MegatronModule):
             rule="a recurrence has no scores of pairs",
             fix="leave it out",
         )
-        if inference_context is not None:
-            raise ConfigError(
-                "Gated DeltaNet was asked to generate from a cache.",
-                rule="its state is not kept from token to token",
-                flags=["--experimental-attention-variant"],
-                fix="generate without a cache",
-            )
         packed, _ = self.in_proj(hidden_states)
         if self.recomputes_core and self.training:
             mixed = checkpoint(self._mix, False, packed, packed_seq_params)
         else:
-            mixed = self._mix(packed, packed_seq_params)
+            mixed = self._mix(packed, packed_seq_params, inference_context)
         return self.out_proj(mixed)
 
-    def _mix(self, packed: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
+    def _mix(
+        self,
+        packed: Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        context: StaticInferenceContext | None = None,
+    ) -> Tensor:
         """Return what leaves the heads, [s, b, n/tp * e], from rows of the projection."""
         s, b, _ = packed.shape
         d, e, g = self.key_width, self.value_width, self.num_key_heads
+        taps = self.config.linear_conv_kernel_dim
         by_head = packed.view(s, b, g, -1)
-        convolved, gate, strength, decay = by_head.split(
+        entering, gate, strength, decay = by_head.split(
             [sum(self.rows_of_key_head[:3]), *self.rows_of_key_head[3:]], -1
         )
-        ids = documents = None
-        if packed_seq_params is not None:
-            found = packed_seq_params.resolve(b, s, packed.device).ids
-            first = found[:, :1]
-            documents = DocumentRows(found, found[:, 0])
-            taps = self.config.linear_conv_kernel_dim
-            ids = torch.cat((first.expand(-1, taps - 1), found), 1)
-        convolved = self.conv1d(convolved.flatten(2), None, ids).view(s, b, g, -1)
-        query, key, value = convolved.split(self.rows_of_key_head[:3], -1)
+        beta = _wide(strength.reshape(s, b, -1)).sigmoid()
+        log_decay = self._log_decay(decay.reshape(s, b, -1))
+        pieces = SequencePieces(self.pg_collection.cp)
+        rows = pieces.fold(entering.flatten(2))
+        state = None
+        if context is None:
+            before = pieces.rows_before(rows, taps - 1)
+        else:
+            before, state = self._kept(context, rows)
+            beta, log_decay = context.only_real(beta), context.only_real(log_decay)
+        # One row before at least, also where the convolution sees none: its state is the first.
+        ids = pieces.documents(packed_seq_params, rows, max(1, taps - 1))
+        convolved = self.conv1d(
+            rows, before, None if ids is None else ids[:, -len(rows) - taps + 1 :]
+        )
+        query, key, value = convolved.unflatten(2, (g, -1)).split(self.rows_of_key_head[:3], -1)
         chunks = delta_chunks(
             _unit(query) * d**-0.5,
             _unit(key),
-            value.reshape(s, b, -1, e),
-            self._log_decay(decay.reshape(s, b, -1)),
-            _wide(strength.reshape(s, b, -1)).sigmoid(),
-            documents,
+            value.reshape(*rows.shape[:2], -1, e),
+            pieces.fold(log_decay),
+            pieces.fold(beta),
+            None if ids is None else DocumentRows(ids[:, -len(rows) :], ids[:, -len(rows) - 1]),
         )
-        out, _ = chunks.run()
-        out = self.out_norm(out.to(packed.dtype))
+        if pieces.is_split:
+            state = pieces.states_before(*chunks.transition())
+        out, state = chunks.run(state)
+        if context is not None:
+            assert before is not None
+            context.keep_states(self.layer_number, context.last_rows(before, rows), state)
+        out = self.out_norm(pieces.unfold(out).to(packed.dtype))
         out = out * F.silu(_wide(gate.reshape(s, b, -1, e)))
         return out.to(packed.dtype).flatten(2)
+
+    def _kept(self, context: StaticInferenceContext, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows before the new ones [taps - 1, b, c] and the state, from the cache."""
+        b = rows.shape[1]
+        heads = self.num_key_heads, self.num_value_heads // self.num_key_heads
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        before, state = context.states(
+            self.layer_number,
+            rows.new_zeros((b, self.config.linear_conv_kernel_dim - 1, rows.shape[2])),
+            rows.new_zeros((b, *heads, self.key_width, self.value_width), dtype=dtype),
+        )
+        return before.transpose(0, 1), state
 
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return the logarithm of the decay, at most 0, of [s, b, n/tp]."""

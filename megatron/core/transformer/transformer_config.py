@@ -92,6 +92,14 @@ class TransformerConfig(
             problems = self._check_splits()
         raise_together(problems, summary=type(self).__name__)
 
+    def has_linear_attention(self, layer_number: int) -> bool:
+        """Return whether a layer, by its 1-based number in the whole model, is a recurrence.
+
+        Layers after the last one (those of later tokens) are like it.
+        """
+        layers = self.linear_attention_layers(self.num_layers)
+        return layers[min(layer_number, self.num_layers) - 1]
+
     def _check_combinations(self) -> list[MegatronError]:
         """Return which fields of different groups exclude each other."""
         problems: list[MegatronError] = []
@@ -122,16 +130,6 @@ class TransformerConfig(
                     rule="the gate is a part of the projection to whole query heads",
                     flags=["--attention-output-gate", "--multi-latent-attention"],
                     fix="drop --attention-output-gate",
-                )
-            )
-        if self.experimental_attention_variant and self.context_parallel_size > 1:
-            problems.append(
-                ConfigError(
-                    f"experimental_attention_variant={self.experimental_attention_variant} with"
-                    f" context-parallel size {self.context_parallel_size}.",
-                    rule="the state of a recurrent layer is on one rank",
-                    flags=["--experimental-attention-variant", "--context-parallel-size"],
-                    fix="use --context-parallel-size 1",
                 )
             )
         if self.rotary_base_local is not None and (

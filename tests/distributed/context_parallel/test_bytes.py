@@ -15,10 +15,12 @@ from megatron.core.context_parallel.attention import (
 )
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.ssm.sequence_pieces import SequencePieces
 from megatron.core.transport import collectives
 from tests.harness.distributed import run_distributed
 
 LOCAL, BATCH, WIDTH, VALUE_WIDTH = 16, 2, 8, 6
+TAPS = 4
 
 
 class SentBytes:
@@ -44,13 +46,13 @@ class SentBytes:
                     self._count(operation.tensor, 1)
             return send_receive(operations)
 
-        def counted_gather(piece, group):
+        def counted_gather(piece, group, *out):
             self._count(piece, group.size() - 1)
-            return gather(piece, group)
+            return gather(piece, group, *out)
 
-        def counted_reduce(pieces, group):
+        def counted_reduce(pieces, group, *out):
             self._count(pieces, group.size() - 1, group.size())
-            return reduce(pieces, group)
+            return reduce(pieces, group, *out)
 
         def counted_exchange(pieces, group):
             self._count(pieces, group.size() - 1, group.size())
@@ -116,3 +118,29 @@ def test_bytes_of_a_layer_are_those_of_theory(cp_comm_type, cp, levels, heads, k
         run_distributed(bytes_of_a_layer, cp, cp_comm_type, heads, key_heads, **layout)
         == [expected] * cp
     )
+
+
+def bytes_of_recurrences(groups, *lengths):
+    """Return the bytes sent forward and backward for one head's state and convolution."""
+    return [bytes_of_a_recurrence(groups, rows) for rows in lengths]
+
+
+def bytes_of_a_recurrence(groups, rows):
+    pieces = SequencePieces(groups.cp)
+    x = torch.randn(rows, BATCH, WIDTH, requires_grad=True)
+    sent = SentBytes()
+    with sent.patches():
+        before = pieces.rows_before(pieces.fold(x), TAPS - 1)
+        factor = before.mean() + torch.randn(2 * BATCH, WIDTH, WIDTH)
+        out = pieces.states_before(factor, torch.randn(2 * BATCH, WIDTH, VALUE_WIDTH))
+        forward = sent.total
+        out.sum().backward()
+    return forward, sent.total - forward
+
+
+@pytest.mark.distributed
+def test_bytes_of_a_recurrence_do_not_depend_on_the_length_of_the_sequence():
+    cp = 4
+    elements = 2 * BATCH * WIDTH * (TAPS - 1 + WIDTH + VALUE_WIDTH)
+    expected = [((cp - 1) * 4 * elements,) * 2] * 2
+    assert run_distributed(bytes_of_recurrences, cp, 8, 64, cp=cp) == [expected] * cp

@@ -8,7 +8,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference_params import InferenceParams
 from megatron.core.kernels.cpu.prepacked_weights import drop_prepacked, linear, prepack
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -49,6 +49,13 @@ MODELS = {
          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "sandwich_norm": True},
         {},
     ),
+    "states": (
+        TransformerConfig,
+        {"experimental_attention_variant": "gdn", "linear_attention_freq": 2,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
+         "linear_value_head_dim": 5},
+        {},
+    ),
     "latents": (
         MLATransformerConfig,
         {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
@@ -62,9 +69,7 @@ def model(name):
     kind, fields, options = MODELS[name]
     rng_state().set_seed(5)
     config = kind(**COMMON, **fields)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
     return GPTModel(
         config,
         spec,
@@ -95,7 +100,7 @@ def test_logits_of_pieces_are_those_of_the_whole(name):
         begin += length
 
 
-@pytest.mark.parametrize("name", ["learned positions", "window", "latents"])
+@pytest.mark.parametrize("name", ["learned positions", "window", "latents", "states"])
 @torch.no_grad()
 def test_rows_may_be_at_places_of_their_own(name):
     gpt, ids = model(name), tokens(3, 12)

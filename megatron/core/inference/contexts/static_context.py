@@ -1,5 +1,7 @@
 """A cache of keys and values of fixed size: one row a sequence, one place a token.
 
+Layers with a state in the place of keys and values keep the last one of each row.
+
 The rows of a forward pass are neighbouring rows of the cache. Each may be at a place of its own
 in its sequence: shorter rows of a batch are padded at the end, and what padding leaves in the cache
 is hidden until a real token takes its place.
@@ -46,6 +48,7 @@ class StaticInferenceContext(BaseInferenceContext):
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self.key_value_memory_dict: dict[int, tuple[Tensor, Tensor]] = {}
+        self.state_memory_dict: dict[int, tuple[Tensor, ...]] = {}
         self.materialize_only_last_token_logits = False
         """Give logits [b, 1, v/tp] of the last real token of each row instead of all."""
         self.batch_size_offset = 0
@@ -115,6 +118,7 @@ class StaticInferenceContext(BaseInferenceContext):
         self.positions = steps + torch.tensor(offsets, device=device)
         self.is_fresh = not any(offsets)
         self._uniform = len(set(offsets)) == 1
+        self._new_rows = torch.tensor([offset == 0 for offset in offsets], device=device)
         self._slots, self._masks = {}, {}
         self._entered = (num_tokens, num_rows)
 
@@ -149,6 +153,60 @@ class StaticInferenceContext(BaseInferenceContext):
                 flat.index_copy_(0, self._slots_of(g), source)
             seen.append(rows.narrow(2, 0, self._num_keys))
         return seen[0], seen[1]
+
+    def states(self, layer: int, *empty: Tensor) -> list[Tensor]:
+        """Return what a recurrent layer kept for the rows of this pass.
+
+        Args:
+            layer: 1-based number of the layer in the whole model.
+            empty: [b, ...] each, what a row begins with.
+        Returns:
+            tensors of the same shapes; `empty` for rows that hold nothing yet.
+        """
+        if layer not in self.state_memory_dict:
+            self.state_memory_dict[layer] = tuple(
+                torch.zeros(self.max_batch_size, *e.shape[1:], dtype=e.dtype, device=e.device)
+                for e in empty
+            )
+        memories = self.state_memory_dict[layer]
+        return [
+            torch.where(
+                self._new_rows.view(-1, *[1] * (e.dim() - 1)),
+                e,
+                memory.narrow(0, self.batch_size_offset, len(e)),
+            )
+            for memory, e in zip(memories, empty, strict=True)
+        ]
+
+    def keep_states(self, layer: int, *states: Tensor) -> None:
+        """Keep the states [b, ...] of the rows of this pass after it, as `states` gave them."""
+        for memory, state in zip(self.state_memory_dict[layer], states, strict=True):
+            memory.narrow(0, self.batch_size_offset, len(state)).copy_(state)
+
+    def only_real(self, x: Tensor) -> Tensor:
+        """Return x [s, b, ...] with zeros where a row is padded."""
+        if self._lengths is None:
+            return x
+        steps = torch.arange(len(x), device=x.device).unsqueeze(1)
+        is_real = steps < torch.tensor(self._lengths, device=x.device)
+        return x * is_real.view(*is_real.shape, *[1] * (x.dim() - 2))
+
+    def last_rows(self, before: Tensor, new: Tensor) -> Tensor:
+        """Return the last k real rows of what was before and what is new.
+
+        Args:
+            before: [k, b, c].
+            new: [s, b, c].
+        Returns:
+            [b, k, c].
+        """
+        joined = torch.cat((before, new)).transpose(0, 1)
+        if self._lengths is None:
+            return joined[:, len(new) :]
+        steps = torch.arange(len(before), device=new.device)
+        first = torch.tensor(self._lengths, device=new.device).unsqueeze(1)
+        rows = torch.arange(joined.shape[0], device=new.device).unsqueeze(1)
+        return joined[rows, first + steps]
 
     def _slots_of(self, groups: int) -> Tensor:
         """Return [b*g*s]: places of the new tokens in a memory flattened to [rows*g*S, d]."""
@@ -200,3 +258,6 @@ class StaticInferenceContext(BaseInferenceContext):
         for memories in self.key_value_memory_dict.values():
             for memory in memories:
                 memory[target, :, :length] = memory[source, :, :length]
+        for states in self.state_memory_dict.values():
+            for state in states:
+                state[target] = state[source]

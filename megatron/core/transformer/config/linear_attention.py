@@ -42,19 +42,14 @@ class LinearAttentionConfig:
     linear_num_value_heads: int = flag(32, part_of=_PART)
     """Value heads of these layers; each key head serves an equal number of them."""
 
-    def has_linear_attention(self, layer_number: int) -> bool:
-        """Return whether a layer, by its 1-based number in the whole model, is a recurrence."""
-        if self.experimental_attention_variant is None:
-            return False
-        pattern = self.linear_attention_freq
-        if isinstance(pattern, int):
-            return layer_number % pattern != 0
-        # Layers after the last one (those of later tokens) are like it.
-        return not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
-
     def linear_attention_layers(self, num_layers: int) -> list[bool]:
         """Return for each layer of the model whether it is a recurrence."""
-        return [self.has_linear_attention(number) for number in range(1, num_layers + 1)]
+        if self.experimental_attention_variant is None:
+            return [False] * num_layers
+        pattern = self.linear_attention_freq
+        if isinstance(pattern, int):
+            return [number % pattern != 0 for number in range(1, num_layers + 1)]
+        return [bool(is_linear) for is_linear in pattern or [1] * num_layers]
 
     def check_linear_attention(self, num_layers: int, tp: int) -> list[MegatronError]:
         """Return the problems of these layers; tp is the tensor-parallel size."""
