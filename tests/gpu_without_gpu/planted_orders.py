@@ -18,7 +18,8 @@ from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend, collectives
 from megatron.core.transport.work import AnyWork, Work
 from tests.gpu_without_gpu.collective_order.calls import RankLog
-from tests.gpu_without_gpu.collective_order.recording import recorded, ways_of_nccl
+from tests.gpu_without_gpu.collective_order.recording import recorded
+from tests.gpu_without_gpu.process_group_calls import ways_of_nccl
 
 WORLD_SIZE = 8
 PLANTED = (

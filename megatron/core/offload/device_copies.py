@@ -64,7 +64,8 @@ class StreamCopies:
         computing = current_stream()
         set_current_stream(self._stream)
         try:
-            target = source.to(self._device, non_blocking=True)
+            target = torch.empty_like(source, device=self._device)
+            target.copy_(source, non_blocking=True)
             copied = self._stream.record_event()
         finally:
             set_current_stream(computing)
