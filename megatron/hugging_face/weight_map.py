@@ -12,7 +12,7 @@ Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -156,3 +156,47 @@ def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[Row
             found.append(RowRange(source, start + group * height, megatron_begin, height))
             megatron_begin += height
     return found
+
+
+def gated_query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
+    """As `query_key_value`, where queries have gates: there after each head, here after a group's.
+
+    Here rows by group: q/g query heads, as many gate heads, one key, one value head.
+    """
+
+    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
+        width, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
+        begins: list[tuple[int, int]] = []
+        for group in range(geometry.num_groups):
+            heads = [2 * width * (group * per_group + head) for head in range(per_group)]
+            begins += [(0, begin) for begin in heads]
+            begins += [(0, begin + width) for begin in heads]
+            begins += [(1, group * width), (2, group * width)]
+        return [RowRange(*begin, i * width, width) for i, begin in enumerate(begins)]
+
+    return WeightRule(megatron_name, (query, key, value), row_map)
+
+
+def by_block(
+    megatron_name: str, num_blocks: int, runs: Mapping[str, tuple[int, ...]]
+) -> WeightRule:
+    """Several runs of rows there, one after another; here block by block, a piece of each run.
+
+    Args:
+        runs: for each tensor there, the rows of each of its runs.
+    """
+
+    def row_map(_geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
+        begins = [
+            (source, sum(rows[:i]), height // num_blocks)
+            for source, rows in enumerate(runs.values())
+            for i, height in enumerate(rows)
+        ]
+        found, megatron_begin = [], 0
+        for block in range(num_blocks):
+            for source, begin, piece in begins:
+                found.append(RowRange(source, begin + block * piece, megatron_begin, piece))
+                megatron_begin += piece
+        return found
+
+    return WeightRule(megatron_name, tuple(runs), row_map)

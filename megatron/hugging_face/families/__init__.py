@@ -16,6 +16,7 @@ from megatron.hugging_face.families import (
     gpt_oss,
     llama,
     phi3,
+    qwen3_next,
     relatives,
 )
 from megatron.hugging_face.families.family import Family
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     glm.GLM4,
     glm.GLM4_MOE,
     glm.DOTS1,
+    qwen3_next.QWEN3_NEXT,
     *relatives.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""

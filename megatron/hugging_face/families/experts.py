@@ -91,10 +91,15 @@ def _qwen2_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _qwen2_rules(settings: ModelDescription) -> list[WeightRule]:
+    return with_shared_expert(_rules(QWEN2, "mlp", "gate_proj", "up_proj", "down_proj")(settings))
+
+
+def with_shared_expert(rules: list[WeightRule]) -> list[WeightRule]:
+    """Return the rules with those of an expert that every token uses, and of its gate."""
     here, there = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_expert."
     gate_and_up = (there + "gate_proj.weight", there + "up_proj.weight")
     return [
-        *_rules(QWEN2, "mlp", "gate_proj", "up_proj", "down_proj")(settings),
+        *rules,
         concat(here + "linear_fc1.weight", *gate_and_up),
         identity(here + "linear_fc2.weight", there + "down_proj.weight"),
         identity(here + "gate_weight", _HF + "mlp.shared_expert_gate.weight"),

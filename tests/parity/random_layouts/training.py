@@ -25,8 +25,11 @@ def _moves_by_signs(s: Settings) -> bool:
     return "lion" in (s.get("optimizer"), s.get("muon-scalar-optimizer"))
 
 
-def _has_key_bias(s: Settings) -> bool:
-    """Return whether what is added to all keys alike has a gradient, zero but for rounding."""
+def _has_empty_gradients(s: Settings) -> bool:
+    """Return whether a gradient is zero but for rounding: of what is added to all keys alike, or of
+    the decay of a state that nothing is left of after one token."""
+    if "experimental-attention-variant" in s:
+        return True
     is_of_norm = "qk-layernorm" in s and s.get("normalization") != "RMSNorm"
     return "disable-bias-linear" not in s or "add-qkv-bias" in s or is_of_norm
 
@@ -101,7 +104,8 @@ element falls."""
 
 OPTIMIZER = (
     Option("optimizer", {None: 7, "sgd": 1, "muon": 1.5}),
-    Option("optimizer", {None: 6, "lion": 1}, lambda s: _is_adam(s) and not _has_key_bias(s)),
+    Option("optimizer", {None: 6, "lion": 1},
+           lambda s: _is_adam(s) and not _has_empty_gradients(s)),
     Option("sgd-momentum", {None: 1, 0.0: 1}, lambda s: s.get("optimizer") == "sgd"),
     Option("adam-beta2", {None: 2, 0.95: 1}, _is_adam),
     Option("adam-eps", {1e-5: 1}, lambda s: not _moves_by_signs(s)),

@@ -203,6 +203,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
          "shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        # Heads are normed after the recurrence: where their output is nearly zero, a small epsilon
+        # would make rounding errors large, here and there.
+        {**_SIZES, "rms_norm_eps": 1e-2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+         "layer_types": ["linear_attention", "linear_attention", "full_attention",
+                         "linear_attention"],
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+         "linear_value_head_dim": 20},
+    ),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
@@ -220,9 +231,10 @@ def their_model(case: str) -> Any:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.08)
+                # A channel of a convolution has four taps, not the width of the model.
+                parameter.normal_(0, 0.5 if "conv1d" in name else 0.08)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for name, buffer in model.named_buffers():
@@ -312,6 +324,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             if any(full_name(name, prefix) in buffers for name in others):
                 continue
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             grads = [_gradient(names, full_name(n, prefix)) for n in others]
             if rule.is_transposed:

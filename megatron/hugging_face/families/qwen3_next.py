@@ -1,0 +1,132 @@
+"""Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in all.
+
+Norms are zero-centred but for those of the recurrent heads; a part of each attention head rotates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.experts import expert_rules, with_shared_expert
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.llama import QWEN3, gated_settings
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import with_rope
+from megatron.hugging_face.weight_map import (
+    WeightRule,
+    by_block,
+    gated_query_key_value,
+    identity,
+)
+
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_KINDS = ("full_attention", "linear_attention")
+_SIZES = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+"""Names that both sides share -> what absence means."""
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    config.only("hidden_act", "silu")
+    config.only("attention_bias", False)
+    config.only("decoder_sparse_step", 1)
+    config.only("mlp_only_layers", [])
+    for name in ("router_aux_loss_coef", "output_router_logits"):
+        config.take(name, None)
+    interval = config.take("full_attention_interval", 4)
+    kinds = config.take("layer_types", None)
+    if kinds is not None and set(kinds) - set(_KINDS):
+        config.only("layer_types", *_KINDS)
+    model = replace(
+        gated_settings(config),
+        swiglu=True,
+        apply_layernorm_1p=True,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=interval if kinds is None else [_KINDS.index(k) for k in kinds],
+        num_experts=config.take("num_experts"),
+        moe_router_topk=config.take("num_experts_per_tok"),
+        moe_ffn_hidden_size=config.take("moe_intermediate_size"),
+        moe_router_pre_softmax=not config.take("norm_topk_prob", True),
+        moe_shared_expert_intermediate_size=config.take("shared_expert_intermediate_size"),
+        moe_shared_expert_gate=True,
+        **{name: config.take(name, default) for name, default in _SIZES.items()},
+    )
+    return with_rope(model, config, default_percent=0.25)
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = QWEN3.fields(settings)
+    del fields["use_sliding_window"]
+    return {
+        **fields,
+        "partial_rotary_factor": settings.rotary_percent,
+        "layer_types": [_KINDS[is_linear] for is_linear in settings.linear_attention_layers],
+        **{name: getattr(settings, name) for name in _SIZES},
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_experts": settings.num_experts or 1,
+        "num_experts_per_tok": settings.moe_router_topk,
+        "moe_intermediate_size": settings.experts_width,
+        "norm_topk_prob": not settings.moe_router_pre_softmax,
+        "shared_expert_intermediate_size": settings.moe_shared_expert_intermediate_size or 0,
+    }
+
+
+def _rules(settings: ModelDescription) -> list[WeightRule]:
+    is_linear = settings.linear_attention_layers
+    recurrent, attending = (
+        tuple(layer for layer, is_one in enumerate(is_linear) if is_one == wanted)
+        for wanted in (True, False)
+    )
+    of_attention = f"{_MEGATRON}self_attention.linear_qkv.weight"
+    attention = [
+        rule
+        for rule in QWEN3.rules(settings)
+        if ".self_attention." in rule.megatron_name and rule.megatron_name != of_attention
+    ]
+    projections = [f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"]
+    attention.append(gated_query_key_value(of_attention, *projections))
+    return [
+        *(rule for rule in QWEN3.rules(settings) if ".layers." not in rule.megatron_name),
+        *(replace(rule, layers=attending) for rule in attention),
+        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings)),
+        *with_shared_expert(expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj")),
+    ]
+
+
+def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a Gated DeltaNet, whose rows are here by key head."""
+    here, there = _MEGATRON + "self_attention.", _HF + "linear_attn."
+    heads = settings.linear_num_key_heads
+    keys = heads * settings.linear_key_head_dim
+    values = settings.linear_num_value_heads * settings.linear_value_head_dim
+    entering = {
+        there + "in_proj_qkvz.weight": (2 * keys + 2 * values,),
+        there + "in_proj_ba.weight": (2 * settings.linear_num_value_heads,),
+    }
+    convolved = {there + "conv1d.weight": (keys, keys, values)}
+    same = {"A_log": "A_log", "dt_bias": "dt_bias", "out_norm.weight": "norm.weight",
+            "out_proj.weight": "out_proj.weight"}  # fmt: skip
+    return [
+        identity(here + "in_proj.layer_norm_weight", _HF + "input_layernorm.weight"),
+        by_block(here + "in_proj.weight", heads, entering),
+        by_block(here + "conv1d.weight", heads, convolved),
+        *(identity(here + mine, there + theirs) for mine, theirs in same.items()),
+    ]
+
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    _settings,
+    _fields,
+    _rules,
+    without_meaning=QWEN3.without_meaning,
+    left_out={r"mtp\..*": "the layers that predict later tokens"},
+)
