@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.heartbeat.layout import instruction_code
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
@@ -100,10 +102,13 @@ class PipelineExecutor:
         self.splits_backward = any(op is Op.WEIGHT_GRAD for op, _, _ in steps)
         rest = iter(steps)
         self.compiled: list[Callable[[], None]] = []
+        self.codes: list[int] = []
         for op, microbatch, chunk in rest:
+            self.codes.append(instruction_code(op, microbatch, chunk))
             if op is Op.OVERLAP_F_B:
                 one, two = next(rest), next(rest)
                 self.compiled.append(partial(self.await_inputs, one, two))
+                self.codes.append(self.codes[-1])
                 halves = (partial(do[op], *which) for op, *which in (one, two))
                 self.compiled.append(partial(overlap_forward_backward, *halves))
             else:
@@ -112,8 +117,10 @@ class PipelineExecutor:
     def run(self) -> None:
         """Execute the program once."""
         with enable_wgrad_deferral() if self.splits_backward else contextlib.nullcontext():
-            for step in self.compiled:
+            for code, step in zip(self.codes, self.compiled, strict=True):
+                PLACE.instruct(code)
                 step()
+            PLACE.instruct(0)
 
     def forward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk forward; waits for its input."""

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.step_handshake import (
     StepHandshake,
@@ -147,6 +148,7 @@ class P2PCommunicator:
     def send(self, tensors: Sequence[Tensor], target: int, message: Message) -> Work[list[Tensor]]:
         """Post a send of tensors [...] to pipeline rank `target`."""
         group, peer, tag = self._channel(self.rank, target, target, message)
+        self._note("send", self.rank, target, tensors)
         sent: list[Tensor] = []
         for tensor in tensors:
             if tensor.dtype != self.dtype:
@@ -172,6 +174,7 @@ class P2PCommunicator:
             requires_grad: whether the received tensors are leaves of an autograd graph.
         """
         group, peer, tag = self._channel(source, self.rank, source, message)
+        self._note("recv", source, self.rank, ())
         tensors: list[Tensor] = []
         works: list[Any] = []
         try:
@@ -194,6 +197,11 @@ class P2PCommunicator:
             for tensor in tensors:
                 tensor.requires_grad_()
         return Work(self._until_done(tensors, works, source, message))
+
+    def _note(self, operation: str, source: int, target: int, tensors: Sequence[Tensor]) -> None:
+        """Note a message for the watchdog."""
+        number = sum(tensor.numel() for tensor in tensors)
+        PLACE.enter(operation, self.pp_group, number, -1 - source * self.size - target)
 
     def _until_done(
         self, tensors: list[Tensor], works: Sequence[Handle], peer: int, message: Message

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.parameters.rng import derive_seed
 
 _PATIENCE = timedelta(seconds=5)
@@ -86,6 +87,7 @@ class StepHandshake:
         self._settings = settings
         self._name_of = name_of
         self._rank = group.rank()
+        self._global_ranks = dist.get_process_group_ranks(group)
         self._mine = encode(settings)
         self._sends: list[Any] = []
         self._receives: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -119,7 +121,9 @@ class StepHandshake:
         if expected is None:
             return None
         theirs, work = expected
+        PLACE.wait_for(self._global_ranks[peer])
         work.wait() if timeout is None else work.wait(timeout)
+        PLACE.wait_for(None)
         return disagreement(
             self._settings, theirs.tolist(), self._name_of(self._rank), self._name_of(peer)
         )

@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+from megatron.core.foundation.heartbeat.place import PLACE
+
 Result = TypeVar("Result")
 
 
@@ -30,7 +32,7 @@ waiting for a handle raises is raised at the `yield`."""
 class Work(Generic[Result]):
     """Communication in flight. Nothing else may touch its tensors until `wait` has returned."""
 
-    __slots__ = ("_handles", "_result", "_steps", "destination", "num_steps_done")
+    __slots__ = ("_handles", "_place", "_result", "_steps", "destination", "num_steps_done")
 
     def __init__(self, steps: Steps[Result], destination: Result | None = None) -> None:
         self._steps = steps
@@ -40,6 +42,7 @@ class Work(Generic[Result]):
         self._handles: Sequence[Handle] | None
         self.num_steps_done = 0
         self._resume(lambda: next(steps))
+        self._place = PLACE.newest
 
     @staticmethod
     def of(handles: Sequence[Handle], result: Result) -> Work[Result]:
@@ -76,11 +79,13 @@ class Work(Generic[Result]):
         if self._handles is None:
             return
         problem = None
+        PLACE.wait_in(self._place)
         try:
             for handle in self._handles:
                 handle.wait()
         except Exception as error:
             problem = error
+        PLACE.wait_in(0)
         self._go_on(problem)
 
     def __iter__(self) -> Steps[Result]:
@@ -96,11 +101,14 @@ class Work(Generic[Result]):
 
     def _go_on(self, problem: Exception | None) -> None:
         """Take the next step, after what waiting raised."""
+        newest = PLACE.newest
         if problem is None:
             self._resume(lambda: next(self._steps))
         else:
             self._resume(lambda: self._steps.throw(problem))
         self.num_steps_done += 1
+        if PLACE.newest != newest:
+            self._place = PLACE.newest
 
     def _resume(self, step: Callable[[], Sequence[Handle]]) -> None:
         try:

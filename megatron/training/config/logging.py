@@ -81,6 +81,9 @@ class LoggingSettings:
     """Look for slow ranks."""
     enable_ft_package: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Heartbeats to a fault-tolerance launcher."""
+    ft_rank_heartbeat_timeout: float = 7.0
+    """Seconds after which a watchdog beside the ranks of a machine ends the job, with the place of
+    each rank, if a rank is stopped, locked, or waits in a circle with others. 0 watches nothing."""
     inprocess_restart: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Restart inside the process after a failure."""
     logging_level: int | None = None

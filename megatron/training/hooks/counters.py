@@ -6,6 +6,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.training import global_vars
 from megatron.training.hooks.base import Hook
 from megatron.training.resilience.status import RunStatus
@@ -20,6 +22,7 @@ class PublishCounters(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Publish the counters of a resumed run."""
+        PLACE.note(Word.NUM_STEPS, 0)
         self.status.activity = "training"
         self._publish(state)
         return state
@@ -31,6 +34,7 @@ class PublishCounters(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Publish the counters."""
+        PLACE.note(Word.NUM_STEPS, PLACE.words[Word.NUM_STEPS] + 1)
         self._publish(state)
         return state
 

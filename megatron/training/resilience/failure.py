@@ -16,7 +16,6 @@ import queue
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -40,12 +39,13 @@ from megatron.core.foundation.errors import (
     ScheduleError,
     TopologyError,
 )
+from megatron.core.foundation.failure_file import FAILURE_FILE, write_failure
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.rendezvous import is_store_host, launcher_is_store_host
 from megatron.training.launch import rank_info
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch
 
-FAILURE_FILE = "failure.json"
 EARLIER_FAILURE_FILE = "failure.previous.json"
 """What `FAILURE_FILE` is called once a later run has begun."""
 WAIT_S = 3.0
@@ -165,15 +165,6 @@ def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:
     }
 
 
-def write_failure(record: Mapping[str, object], directory: str) -> None:
-    """Write failure.json, whole or not at all."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    handle, path = tempfile.mkstemp(dir=directory, prefix=FAILURE_FILE)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
-    os.replace(path, Path(directory) / FAILURE_FILE)
-
-
 def set_earlier_failure_aside(directory: str) -> None:
     """Rename failure.json of an earlier run: who looks for the file must not take it for this."""
     with contextlib.suppress(OSError):
@@ -241,6 +232,10 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def report(error: BaseException, status: RunStatus, store: object) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
+    verdict, _ = PLACE.verdict()
+    if verdict:  # the watchdog has told why; another thread ends this process
+        time.sleep(WAIT_S)
+        return verdict
     with _ONE_AT_A_TIME:
         if not status.has_reported:
             status.has_reported = True
@@ -349,8 +344,23 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
         code = report(standard_output.cause_of(error), status, store())
         raise SystemExit(code) from None
     finally:
+        if status.heart is not None:
+            status.heart.close()
         if watch is not None:
             watch.close()
+
+
+def end_by_verdict(code: int, text: str, store: Any) -> None:
+    """End this process because the watchdog of the machine says so, and tell the launcher and the
+    ranks of other machines why. Called beside the training thread."""
+    _within(WAIT_S, lambda: os._exit(code))
+    try:
+        write_launcher_error_file(text)
+        with contextlib.suppress(Exception):
+            if _ask(lambda: store.add("failure/reports", 1)) == 1:
+                _ask(lambda: store.set("failure/text", text))
+    finally:
+        os._exit(code)
 
 
 def _launcher_lost() -> LauncherLostError:

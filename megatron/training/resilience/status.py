@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.rendezvous import restart_count
 from megatron.training.launch import rank_info
+from megatron.training.resilience.hangs import Heart
 from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.watch import Watch
 
@@ -34,8 +37,20 @@ class RunStatus:
     """The ranks of this node, once they are known."""
     watch: Watch | None = None
     """Of a rank that torchrun started."""
+    heart: Heart | None = None
+    """What tells the watchdog that this process lives, once there is one."""
     has_reported: bool = False
     """Whether this process has told of its failure."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name == "activity":
+            PLACE.say(str(value))
+        elif name == "iteration":
+            PLACE.note(Word.ITERATION, self.iteration)
+        elif name == "last_good_checkpoint":
+            newest = self.last_good_checkpoint
+            PLACE.note(Word.CHECKPOINT, 0 if newest is None else 1 + newest)
 
     @classmethod
     def of_this_process(cls) -> RunStatus:

@@ -26,7 +26,8 @@ from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
 from megatron.training.launch.printing import is_last_rank, print_rank_0
-from megatron.training.resilience.failure import set_earlier_failure_aside
+from megatron.training.resilience.failure import end_by_verdict, set_earlier_failure_aside
+from megatron.training.resilience.hangs import start_heart
 from megatron.training.resilience.peers import LocalPeers
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
@@ -116,6 +117,13 @@ def start_session(
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
+        status.heart = start_heart(
+            store,
+            info,
+            timeout_s=run.logging.ft_rank_heartbeat_timeout,
+            save_directory=status.save_directory,
+            on_verdict=lambda code, text: end_by_verdict(code, text, store),
+        )
 
     status.activity = "connecting the ranks"
     if "gloo" in run.parallelism.distributed_backend:

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.foundation.errors import PeerLostError
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.process_identity import SIZE, ProcessIdentity
 from megatron.core.topology.group import keep_for_group
 from megatron.core.transport import backend
@@ -67,8 +68,10 @@ class ShmGroup:
     turns, and all ranks call them in the same order with tensors of the same size.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, timeout: float) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+    def __init__(self, memory: mmap.mmap, group: dist.ProcessGroup) -> None:
+        rank, size = self.rank, self.size = group.rank(), group.size()
+        self.timeout = _timeout(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._memory = memory
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -175,14 +178,17 @@ class ShmGroup:
     def _block(self, semaphore: ctypes.c_void_p, peer: int, is_reached: Callable[[], bool]) -> None:
         """Return when `semaphore` has been taken, or `is_reached` after the end of `peer`."""
         end = time.monotonic() + self.timeout
+        PLACE.wait_for(self._global_ranks[peer])
         while True:
             wake = time.time() + LIVENESS_SECONDS
             until = _TimeSpec(int(wake), int(wake % 1 * 1e9))
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
+                PLACE.wait_for(None)
                 return
             # Test again after finding a dead rank: it may have made the condition true before.
             if self._is_dead(peer):
                 if is_reached():
+                    PLACE.wait_for(None)
                     return
                 raise _lost(peer, "its process has ended")
             if time.monotonic() > end:
@@ -250,13 +256,13 @@ def _connect(group: dist.ProcessGroup) -> ShmGroup | None:
     try:
         memory = _map(path, size, create=True) if wanted and rank == 0 else None
         if memory is not None:
-            shm = ShmGroup(memory, rank, size, _timeout(group))
+            shm = ShmGroup(memory, group)
             wanted = shm._initialize()
         if not all_ranks_can(wanted and (rank > 0 or shm is not None), group):
             return None
         if rank > 0:
             memory = _map(path, size, create=False)
-            shm = None if memory is None else ShmGroup(memory, rank, size, _timeout(group))
+            shm = None if memory is None else ShmGroup(memory, group)
         if not all_ranks_can(shm is not None and shm._sign(), group):
             return None
         assert shm is not None

@@ -1,0 +1,1 @@
+"""Where each rank is in the program, in memory that a watchdog beside the ranks reads."""

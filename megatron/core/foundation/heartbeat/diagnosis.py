@@ -1,0 +1,249 @@
+"""From where all ranks are to who holds up the others, and why. Pure: no clock, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from megatron.core.foundation.heartbeat.layout import SAME_SIZE, Word
+from megatron.core.foundation.heartbeat.reading import Channel, Notes, Record, show_instruction
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank as it is seen from outside."""
+
+    rank: int
+    notes: Notes
+    letter: str = "S"
+    """State of the process: T is stopped, t a debugger's."""
+    quiet_s: float = 0.0
+    """Since when its training thread has not gone on."""
+    beatless_s: float = 0.0
+    """Since when its other threads have not run."""
+    stopped_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why nothing goes on."""
+
+    kind: str
+    """HANG, COLLECTIVE_MISMATCH or DEADLOCK end the job; WAITING is a warning."""
+    ranks: tuple[int, ...]
+    """Who is the cause, or both sides."""
+    text: str
+    waiting: tuple[str, ...] = ()
+    """Who waits for whom."""
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether it cannot get better."""
+        return self.kind != "WAITING"
+
+
+def diagnose(
+    views: Sequence[RankView],
+    timeout_s: float,
+    instructions: Mapping[int, str],
+    *,
+    sees_all: bool,
+) -> Finding | None:
+    """Return what holds up the ranks, or None.
+
+    Args:
+        timeout_s: how long nothing may happen.
+        sees_all: whether `views` are all ranks of the job.
+    """
+    found = mismatch(views, instructions)
+    if found is None:
+        found = _stopped_or_locked(views, timeout_s, instructions)
+    if found is None and sees_all:
+        found = _deadlock(views, timeout_s, instructions)
+    if found is None:
+        found = _slow(views, timeout_s, instructions)
+    return found
+
+
+def place_of(view: RankView, instructions: Mapping[int, str]) -> str:
+    """Return where a rank is, in words."""
+    notes = view.notes
+    parts = [notes.activity or "starting", f"iteration {notes.word(Word.ITERATION)}"]
+    if during := show_instruction(notes.word(Word.INSTRUCTION), instructions):
+        parts.append(during)
+    waits_in, peer = notes.waits_in, notes.blocked_on
+    if waits_in is not None:
+        parts.append(f"waits in {waits_in.describe({})}")
+    if peer is not None:
+        parts.append(f"waits for rank {peer}")
+    if not notes.waits and notes.records:
+        parts.append(f"after {notes.records[max(notes.records)].describe({})}")
+    return ", ".join(parts)
+
+
+def mismatch(views: Sequence[RankView], instructions: Mapping[int, str]) -> Finding | None:
+    """Return two ranks whose operations of one channel are not the same, with both sides."""
+    found = None
+    for one, two in combinations(views, 2):
+        for mine, theirs in _pairs(one.notes, two.notes):
+            is_other = mine.operation != theirs.operation
+            is_size = mine.operation in SAME_SIZE and mine.num_elements != theirs.num_elements
+            if is_other or is_size:
+                if found is None or mine.count < found[0]:
+                    found = (mine.count, one.rank, mine, two.rank, theirs)
+                break
+    if found is None:
+        return None
+    _, first, mine, second, theirs = found
+    return Finding(
+        "COLLECTIVE_MISMATCH",
+        (first, second),
+        f"rank {first} is in {mine.describe(instructions)}; "
+        f"rank {second} is in {theirs.describe(instructions)}",
+    )
+
+
+def _pairs(one: Notes, two: Notes) -> Iterator[tuple[Record, Record]]:
+    """Yield the operations that both ranks have entered, where they must be the same."""
+    if not one.counts or not two.counts:
+        return
+    theirs = {(r.channel, r.count): r for r in two.records.values() if r.channel.tag >= 0}
+    for record in one.records.values():
+        other = theirs.get((record.channel, record.count))
+        if other is not None:
+            yield record, other
+
+
+def _stopped_or_locked(
+    views: Sequence[RankView], timeout_s: float, instructions: Mapping[int, str]
+) -> Finding | None:
+    stopped = [v for v in views if v.letter == "T" and v.stopped_s >= timeout_s]
+    if stopped and not all(v.letter in "Tt" for v in views):
+        why = "is stopped (SIGSTOP)"
+    else:
+        stopped = [v for v in views if _is_locked(v, timeout_s)]
+        why = "runs, but no other thread of it gets Python's interpreter lock"
+    if not stopped:
+        return None
+    text = "; ".join(f"rank {v.rank} {why}: {place_of(v, instructions)}" for v in stopped)
+    return Finding("HANG", tuple(v.rank for v in stopped), text, waiting_chain(views, timeout_s))
+
+
+def _is_locked(view: RankView, timeout_s: float) -> bool:
+    return (
+        view.letter not in "Tt"
+        and view.beatless_s >= timeout_s
+        and view.quiet_s >= timeout_s
+        and _is_in_training(view)
+    )
+
+
+def _is_in_training(view: RankView) -> bool:
+    """Return whether it does what takes about as long each time, and has done it before."""
+    notes = view.notes
+    return bool(notes.word(Word.IS_TRAINING) and notes.word(Word.NUM_STEPS))
+
+
+def awaited(view: RankView, others: Mapping[int, RankView]) -> list[int]:
+    """Return the ranks without which the operation that a rank waits in cannot end."""
+    if view.notes.blocked_on is not None:
+        return [view.notes.blocked_on]
+    record = view.notes.waits_in
+    if record is None:
+        return []
+    ends = record.channel.ends()
+    if ends is not None:
+        peer = ends[0] if ends[0] != view.rank else ends[1]
+        return [peer] if _count(others.get(peer), record.channel) < record.count else []
+    return [
+        rank
+        for rank in record.channel.ranks
+        if rank != view.rank and _count(others.get(rank), record.channel) < record.count
+    ]
+
+
+def _count(view: RankView | None, channel: Channel) -> float:
+    """Return how many operations of a channel a rank has entered; of an unknown one enough."""
+    return float("inf") if view is None else view.notes.counts.get(channel, 0)
+
+
+def waiting_chain(views: Sequence[RankView], timeout_s: float) -> tuple[str, ...]:
+    """Return who waits for whom."""
+    others = {view.rank: view for view in views}
+    lines = []
+    for view in views:
+        if view.notes.waits and view.letter not in "Tt":
+            ranks = ", ".join(map(str, awaited(view, others)))
+            record = view.notes.waits_in
+            where = "" if record is None else f" in {record.describe({})}"
+            lines.append(f"rank {view.rank} waits{where}" + (f" for rank {ranks}" if ranks else ""))
+    return tuple(lines)
+
+
+def _deadlock(
+    views: Sequence[RankView], timeout_s: float, instructions: Mapping[int, str]
+) -> Finding | None:
+    """Return a cycle of ranks that wait for each other."""
+    others = {view.rank: view for view in views}
+    if not all(view.notes.waits and view.quiet_s >= timeout_s for view in views):
+        return None
+    edges = {view.rank: awaited(view, others) for view in views}
+    cycle = _cycle(edges)
+    if not cycle:
+        return None
+    sides = "; ".join(f"rank {rank}: {place_of(others[rank], instructions)}" for rank in cycle)
+    differing = _first_difference([others[rank] for rank in cycle], instructions)
+    text = f"ranks {list(cycle)} wait for each other in a circle: {sides}{differing}"
+    return Finding("DEADLOCK", cycle, text, waiting_chain(views, timeout_s))
+
+
+def _first_difference(views: Sequence[RankView], instructions: Mapping[int, str]) -> str:
+    """Return where the ranks first did not do the same, which tells of an operation left out."""
+    for one, two in combinations(views, 2):
+        for mine, theirs in _pairs(one.notes, two.notes):
+            if mine.instruction != theirs.instruction:
+                return (
+                    f"; they part at rank {one.rank}: {mine.describe(instructions)}, "
+                    f"rank {two.rank}: {theirs.describe(instructions)}"
+                )
+    return ""
+
+
+def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks of a cycle, () without one."""
+    for start in edges:
+        path, rank = [start], start
+        while edges.get(rank):
+            rank = edges[rank][0]
+            if rank in path:
+                return tuple(path[path.index(rank) :])
+            path.append(rank)
+    return ()
+
+
+def _slow(
+    views: Sequence[RankView], timeout_s: float, instructions: Mapping[int, str]
+) -> Finding | None:
+    """Return who computes while others have waited for long."""
+    others = {view.rank: view for view in views}
+    late = sorted(
+        {
+            rank
+            for view in views
+            if view.notes.waits and view.quiet_s >= timeout_s
+            for rank in awaited(view, others)
+            if rank in others
+            and not others[rank].notes.waits
+            and others[rank].quiet_s >= timeout_s
+            and _is_in_training(others[rank])
+        }
+    )
+    if not late:
+        return None
+    text = "; ".join(
+        f"rank {r} has not gone on for {others[r].quiet_s:.0f} s: "
+        f"{place_of(others[r], instructions)}"
+        for r in late
+    )
+    return Finding("WAITING", tuple(late), text, waiting_chain(views, timeout_s))

@@ -1,0 +1,171 @@
+"""What a heartbeat says, read beside its rank; no torch, so that the reader is small."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron.core.foundation.heartbeat.layout import (
+    NUM_BYTES,
+    NUM_RECORDS,
+    OPERATIONS,
+    RECORD,
+    RING_OFFSET,
+    TABLE_OFFSET,
+    TEXT_BYTES,
+    TEXT_OFFSET,
+    Word,
+)
+
+_WORDS = struct.Struct(f"<{len(Word)}Q")
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What is matched in one order: the operations of a group, or messages one way of two ranks."""
+
+    ranks: tuple[int, ...]
+    tag: int
+    occurrence: int = 0
+    """Of groups of the same ranks, the first, second ..."""
+    name: str = field(default="group", compare=False)
+
+    def describe(self) -> str:
+        """Return it as messages show it."""
+        return f"{self.name} {list(self.ranks)}"
+
+    def ends(self) -> tuple[int, int] | None:
+        """Return (source, target) among all processes; None unless it is one of messages."""
+        if self.tag >= 0:
+            return None
+        source, target = divmod(-1 - self.tag, len(self.ranks))
+        return self.ranks[source], self.ranks[target]
+
+
+@dataclass(frozen=True)
+class Record:
+    """An operation that a rank has entered."""
+
+    number: int
+    channel: Channel
+    operation: str
+    count: int
+    """It is the count-th of its channel."""
+    num_elements: int
+    instruction: int
+
+    def describe(self, instructions: Mapping[int, str]) -> str:
+        """Return it as messages show it."""
+        size = f" of {self.num_elements} elements" if self.num_elements else ""
+        during = show_instruction(self.instruction, instructions)
+        return (
+            f"{self.operation}{size}, the {self.count}th on {self.channel.describe()}"
+            f"{', in ' + during if during else ''}"
+        )
+
+
+def show_instruction(code: int, names: Mapping[int, str]) -> str:
+    """Return an instruction of the schedule in words; empty outside of a schedule."""
+    if not code:
+        return ""
+    number = (code >> 48) - 1
+    chunk, microbatch = code >> 32 & 0xFFFF, code & 0xFFFFFFFF
+    return f"{names.get(number, number)} of micro batch {microbatch}, chunk {chunk}"
+
+
+@dataclass(frozen=True)
+class Notes:
+    """All notes of a rank at a moment."""
+
+    words: tuple[int, ...]
+    activity: str
+    records: Mapping[int, Record] = field(default_factory=dict)
+    """Those that are still in the ring, by number."""
+    counts: Mapping[Channel, int] = field(default_factory=dict)
+    """How many operations of each channel were entered, as far as the ring tells."""
+
+    def word(self, word: Word) -> int:
+        """Return one of the words."""
+        return self.words[word]
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """What changes whenever the training thread goes on."""
+        moving = (Word.NUM_RECORDS, Word.WAITS_IN, Word.INSTRUCTION, Word.ITERATION,
+                  Word.BLOCKED_ON, Word.NUM_STEPS, Word.IS_TRAINING)  # fmt: skip
+        return tuple(self.words[word] for word in moving)
+
+    @property
+    def waits_in(self) -> Record | None:
+        """The operation that blocks the training thread, if it is known."""
+        return self.records.get(self.word(Word.WAITS_IN) - 1)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the training thread is blocked by other ranks."""
+        return bool(self.word(Word.WAITS_IN) or self.word(Word.BLOCKED_ON))
+
+    @property
+    def blocked_on(self) -> int | None:
+        """The rank that is waited for, where one is."""
+        return self.word(Word.BLOCKED_ON) - 1 if self.word(Word.BLOCKED_ON) else None
+
+
+class Heartbeat:
+    """The memory of one rank.
+
+    Args:
+        process: its id.
+        file: descriptor of the memory, there.
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, process: int, file: int) -> None:
+        descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        try:
+            self._memory = mmap.mmap(descriptor, NUM_BYTES)
+        finally:
+            os.close(descriptor)
+
+    def words(self) -> tuple[int, ...]:
+        """Return the words alone."""
+        return _WORDS.unpack_from(self._memory)
+
+    def notes(self) -> Notes:
+        """Return all."""
+        words = self.words()
+        text = self._memory[TEXT_OFFSET : TEXT_OFFSET + TEXT_BYTES].rstrip(b"\0")
+        channels = self._channels(words[Word.TABLE_LENGTH])
+        records: dict[int, Record] = {}
+        counts: dict[Channel, int] = {}
+        last = words[Word.NUM_RECORDS]
+        for number in range(max(0, last - NUM_RECORDS), last):
+            start = RING_OFFSET + number % NUM_RECORDS * RECORD.size
+            mark, channel, operation, count, size, code = RECORD.unpack_from(self._memory, start)
+            if mark == number + 1 and channel < len(channels) and operation < len(OPERATIONS):
+                where = channels[channel]
+                records[number] = Record(number, where, OPERATIONS[operation], count, size, code)
+                counts[where] = count
+        return Notes(words, text.decode(errors="replace"), records, counts)
+
+    def _channels(self, length: int) -> list[Channel]:
+        found: list[Channel] = []
+        text = self._memory[TABLE_OFFSET : TABLE_OFFSET + length].decode(errors="replace")
+        for line in text.splitlines():
+            name, ranks, tag = line.rsplit("|", 2)
+            members = tuple(map(int, ranks.split(",")))
+            occurrence = sum((c.ranks, c.tag) == (members, int(tag)) for c in found)
+            found.append(Channel(members, int(tag), occurrence, name))
+        return found
+
+    def write(self, word: Word, value: int) -> None:
+        """Set a word."""
+        struct.pack_into("<Q", self._memory, 8 * word, value)
+
+    def write_text(self, offset: int, text: bytes) -> None:
+        """Write bytes at a place."""
+        self._memory[offset : offset + len(text)] = text

@@ -1,0 +1,325 @@
+"""A process beside the ranks of a machine that sees when they do not go on, and ends the job.
+
+    python -m megatron.core.foundation.heartbeat.watchdog < settings.json
+
+It outlives a rank that is stopped and needs no lock of it: it reads the rank's notes from shared
+memory, the state of its process from /proc, and its Python stack from what `faulthandler` writes
+at a signal. It ends with the last of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.foundation.failure_file import write_failure
+from megatron.core.foundation.heartbeat.diagnosis import Finding, RankView, diagnose, place_of
+from megatron.core.foundation.heartbeat.layout import MESSAGE_BYTES, MESSAGE_OFFSET, Word
+from megatron.core.foundation.heartbeat.reading import Heartbeat, Notes
+from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.foundation.processes import STOP_SIGNALS
+
+POLL_S = 0.25
+LOOK_S = 5.0
+"""How often the operations of the ranks are compared while all goes on."""
+STACK_S, END_S = 0.5, 2.0
+"""How long to wait for the stack of a rank, and for ranks to end by themselves."""
+EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
+
+
+@dataclass(frozen=True)
+class WatchedRank:
+    """What a rank tells of itself; see `hangs`."""
+
+    rank: int
+    identity: str
+    """A packed `ProcessIdentity`, in hexadecimal."""
+    heartbeat: int
+    """Descriptor of its notes."""
+    stacks: int
+    """Descriptor of the file that `faulthandler` writes."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the first rank of the machine asks for."""
+
+    ranks: tuple[WatchedRank, ...]
+    timeout_s: float
+    num_ranks: int
+    """Of the job."""
+    stack_signal: int
+    instructions: Mapping[int, str]
+    save_directory: str | None
+
+    @staticmethod
+    def read(text: str) -> Settings:
+        """Return the settings that a JSON text says."""
+        said = json.loads(text)
+        ranks = tuple(WatchedRank(**rank) for rank in said.pop("ranks"))
+        names = {int(number): name for number, name in said.pop("instructions").items()}
+        return Settings(ranks=ranks, instructions=names, **said)
+
+
+@dataclass
+class _Watched:
+    """A rank, and since when something about it has not changed, in seconds of `Watchdog`."""
+
+    rank: int
+    process: int
+    start: int
+    memory: Heartbeat
+    stacks: int
+    words: tuple[int, ...] = ()
+    progress: tuple[int, ...] = ()
+    letter: str = "S"
+    moved_at: float = 0.0
+    beaten_at: float = 0.0
+    ran_at: float = 0.0
+    has_ended: bool = False
+    notes: Notes = field(default_factory=lambda: Notes((), ""))
+
+    @staticmethod
+    def open(said: WatchedRank) -> _Watched:
+        identity = ProcessIdentity.unpack(bytes.fromhex(said.identity))
+        stacks = os.open(f"/proc/{identity.number}/fd/{said.stacks}", os.O_RDONLY)
+        memory = Heartbeat(identity.number, said.heartbeat)
+        return _Watched(said.rank, identity.number, identity.start, memory, stacks)
+
+    def look(self, now: float) -> None:
+        """Note what has changed."""
+        try:
+            stat = Path(f"/proc/{self.process}/stat").read_text(errors="replace")
+        except OSError:
+            self.has_ended = True
+            return
+        fields = stat.rpartition(")")[2].split()
+        if int(fields[19]) != self.start or fields[0] in "ZX":
+            self.has_ended = True
+            return
+        self.letter = fields[0]
+        words = self.memory.words()
+        progress = Notes(words, "").progress
+        if not self.words or words[Word.BEATS] != self.words[Word.BEATS]:
+            self.beaten_at = now
+        if not self.words or progress != self.progress:
+            self.moved_at = now
+        if self.letter not in "Tt":
+            self.ran_at = now
+        self.words, self.progress = words, progress
+
+    def view(self, now: float) -> RankView:
+        """Return what is seen of it, all notes included."""
+        return RankView(
+            self.rank,
+            self.memory.notes(),
+            self.letter,
+            now - self.moved_at,
+            now - self.beaten_at,
+            now - self.ran_at,
+        )
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it is there to take it."""
+        with contextlib.suppress(OSError):
+            os.kill(self.process, number)
+
+
+class Watchdog:
+    """Watches until the ranks of this machine have ended, or ends them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ranks = [_Watched.open(rank) for rank in settings.ranks]
+        self._now = 0.0  # seconds in which this process ran: a machine that slept does not count
+        self._warned: tuple[int, ...] = ()
+        self._looked_at = 0.0
+
+    def run(self) -> None:
+        """Watch."""
+        last = time.monotonic()
+        while True:
+            time.sleep(POLL_S)
+            self._now += min(time.monotonic() - last, 4 * POLL_S)
+            last = time.monotonic()
+            for rank in self._ranks:
+                rank.look(self._now)
+            living = self._living()
+            if not living:
+                return
+            if self._is_time_to_compare(living) and (found := self._diagnose(living)) is not None:
+                if found.ends_job:
+                    self._end(found, living)
+                    return
+                self._warn(found, living)
+
+    def _living(self) -> list[_Watched]:
+        return [r for r in self._ranks if not r.has_ended and not r.words[Word.CLOSED]]
+
+    def _is_time_to_compare(self, living: list[_Watched]) -> bool:
+        quiet = max(self._now - min(r.moved_at, r.beaten_at, r.ran_at) for r in living)
+        if quiet >= self._settings.timeout_s or self._now - self._looked_at >= LOOK_S:
+            self._looked_at = self._now
+            return True
+        return False
+
+    def _diagnose(self, living: list[_Watched]) -> Finding | None:
+        """Return what two looks agree on: a note may be seen while it is written."""
+        found = self._look(living)
+        if found is not None and found.ends_job:
+            time.sleep(POLL_S / 2)
+            again = self._look(living)
+            if again is None or (again.kind, again.ranks) != (found.kind, found.ranks):
+                return None
+        return found
+
+    def _look(self, living: list[_Watched]) -> Finding | None:
+        settings = self._settings
+        views = [rank.view(self._now) for rank in living]
+        sees_all = len(views) == settings.num_ranks
+        return diagnose(views, settings.timeout_s, settings.instructions, sees_all=sees_all)
+
+    def _warn(self, found: Finding, living: list[_Watched]) -> None:
+        """Say once who is late."""
+        if found.ranks != self._warned:
+            self._warned = found.ranks
+            _print(f"WARNING: {found.text}; {'; '.join(found.waiting)}")
+
+    # The end --------------------------------------------------------------------------------
+
+    def _end(self, found: Finding, living: list[_Watched]) -> None:
+        """Say what was found and end the ranks of this machine."""
+        record = self._record(found, living)
+        line = self._line(found, record)
+        code = EXIT_CODES[found.kind]
+        text = line.encode()[: MESSAGE_BYTES - 1]
+        for rank in living:
+            rank.memory.write_text(MESSAGE_OFFSET, text.ljust(MESSAGE_BYTES, b"\0"))
+            rank.memory.write(Word.VERDICT, code)
+        stacks = self._stacks(found, living)
+        record["stacks"] = stacks
+        shown = "".join(f"\nrank {rank}:\n{stack}" for rank, stack in stacks.items())
+        _print(f"{shown}\n{line}")
+        if self._settings.save_directory is not None:
+            with contextlib.suppress(OSError):
+                write_failure(record, self._settings.save_directory)
+        deadline = time.monotonic() + END_S
+        stuck = [rank for rank in living if rank.rank in found.ranks and found.kind == "HANG"]
+        while time.monotonic() < deadline:
+            for rank in living:
+                rank.look(self._now)
+            if all(rank.has_ended for rank in living if rank not in stuck):
+                break
+            time.sleep(0.05)
+        for rank in living:
+            rank.send(signal.SIGKILL)
+
+    def _record(self, found: Finding, living: list[_Watched]) -> dict[str, Any]:
+        views = {rank.rank: rank.view(self._now) for rank in living}
+        first = views[found.ranks[0]].notes
+        checkpoint = max(view.notes.word(Word.CHECKPOINT) for view in views.values())
+        return {
+            "class": found.kind,
+            "exit_code": EXIT_CODES[found.kind],
+            "iteration": first.word(Word.ITERATION),
+            "rank": found.ranks[0],
+            "ranks": list(found.ranks),
+            "host": socket.gethostname(),
+            "where": place_of(views[found.ranks[0]], self._settings.instructions),
+            "last_good_ckpt": checkpoint - 1 if checkpoint else None,
+            "action": self._action(checkpoint),
+            "message": found.text,
+            "waiting": list(found.waiting),
+            "places": {r: place_of(v, self._settings.instructions) for r, v in views.items()},
+            "kernel": {r.rank: _kernel_state(r.process) for r in living if r.rank in found.ranks},
+            "time": time.time(),
+        }
+
+    def _action(self, checkpoint: int) -> str:
+        if checkpoint and self._settings.save_directory is not None:
+            return f"resume with --load {self._settings.save_directory}"
+        return "start again"
+
+    def _line(self, found: Finding, record: Mapping[str, Any]) -> str:
+        last = record["last_good_ckpt"]
+        fields = {
+            "iter": record["iteration"],
+            "rank": ",".join(map(str, found.ranks)),
+            "host": record["host"],
+            "where": found.text,
+            "waiting": "; ".join(found.waiting) or "nobody",
+            "last_good_ckpt": "none" if last is None else last,
+            "action": record["action"],
+        }
+        return f"FATAL[{found.kind}] " + " ".join(f"{key}={value}" for key, value in fields.items())
+
+    def _stacks(self, found: Finding, living: list[_Watched]) -> dict[int, str]:
+        """Return Python stacks of those who are the cause, and of one that waits.
+
+        A stopped process writes its own as soon as it continues, which is just before its end.
+        """
+        cause = [rank for rank in living if rank.rank in found.ranks]
+        others = [rank for rank in living if rank.rank not in found.ranks][:1]
+        asked = cause + others
+        begins = {rank.rank: os.fstat(rank.stacks).st_size for rank in asked}
+        for rank in asked:
+            rank.send(self._settings.stack_signal)
+            if rank.letter == "T":
+                rank.send(signal.SIGCONT)
+        deadline = time.monotonic() + STACK_S
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            if all(_is_written(rank.stacks, begins[rank.rank]) for rank in asked):
+                break
+        found_stacks = {}
+        for rank in asked:
+            size = os.fstat(rank.stacks).st_size
+            text = os.pread(rank.stacks, size - begins[rank.rank], begins[rank.rank])
+            found_stacks[rank.rank] = text.decode(errors="replace").strip()
+        return found_stacks
+
+
+def _is_written(file: int, begin: int) -> bool:
+    """Return whether a whole stack has come: that of the main thread is the last."""
+    size = os.fstat(file).st_size
+    return size > begin and b"Current thread" in os.pread(file, size - begin, begin)
+
+
+def _kernel_state(process: int) -> dict[str, str]:
+    """Return where each thread of a process is in the kernel, as far as it tells."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in sorted(Path(f"/proc/{process}/task").iterdir(), key=lambda p: int(p.name)):
+            with contextlib.suppress(OSError):
+                state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+                where = (thread / "wchan").read_text().strip()
+                found[thread.name] = f"{state} {where}"
+    return found
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+def main() -> None:
+    """Watch as standard input says."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    settings = Settings.read(sys.stdin.read())
+    with contextlib.suppress(OSError):  # ranks that have ended, or that this one may not look into
+        Watchdog(settings).run()
+
+
+if __name__ == "__main__":
+    main()

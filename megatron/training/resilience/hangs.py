@@ -1,0 +1,139 @@
+"""The heartbeat of this rank, and the watchdog of its machine."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megatron
+from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.pipeline_parallel.instructions import Op
+from megatron.training.launch.rank_info import RankInfo
+
+BEAT_S = 0.5
+WATCHDOG = "megatron.core.foundation.heartbeat.watchdog"
+_MEETING_TIMEOUT = timedelta(seconds=60)
+
+
+class Heart:
+    """Beats until it is closed, and answers the watchdog's verdict.
+
+    Args:
+        on_verdict: called in a thread with exit code and reason; it ends the process.
+    """
+
+    def __init__(self, on_verdict: Callable[[int, str], None]) -> None:
+        self._on_verdict = on_verdict
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> Heart:
+        """Begin."""
+        PLACE.note(Word.CLOSED, 0)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Tell the watchdog that nobody has to watch this rank any more."""
+        PLACE.note(Word.CLOSED, 1)
+        self._closed.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            PLACE.note(Word.BEATS, PLACE.words[Word.BEATS] + 1)
+            code, text = PLACE.verdict()
+            if code:
+                self._on_verdict(code, text)
+
+
+def start_heart(
+    store: Any,
+    info: RankInfo,
+    *,
+    timeout_s: float,
+    save_directory: str | None,
+    on_verdict: Callable[[int, str], None],
+) -> Heart | None:
+    """Share the notes of this rank and let the first rank of the machine start the watchdog.
+
+    Args:
+        store: in which the ranks of the machine find each other.
+        timeout_s: how long nothing may happen.
+    Returns:
+        None where the system has no such memory, or the launcher does not say who is here.
+    """
+    if timeout_s <= 0 or info.local_rank >= info.local_world_size:
+        return None
+    try:
+        mine = {
+            "rank": info.rank,
+            "identity": ProcessIdentity.own().pack().hex(),
+            "heartbeat": PLACE.share(),
+            "stacks": _stacks_at(_stack_signal()),
+        }
+    except (OSError, AttributeError, RuntimeError):
+        return None
+    store.set(f"heartbeat/{info.rank}", json.dumps(mine))
+    if info.local_rank == 0:
+        first = info.rank
+        keys = [f"heartbeat/{first + i}" for i in range(info.local_world_size)]
+        with contextlib.suppress(RuntimeError, OSError):
+            store.wait(keys, _MEETING_TIMEOUT)
+            _start_watchdog(
+                {
+                    "ranks": [json.loads(store.get(key)) for key in keys],
+                    "timeout_s": timeout_s,
+                    "num_ranks": info.world_size,
+                    "stack_signal": _stack_signal(),
+                    "instructions": {int(op): op.name.lower() for op in Op},
+                    "save_directory": save_directory,
+                }
+            )
+    return Heart(on_verdict).start()
+
+
+def _stack_signal() -> int:
+    """Return a signal that nobody else uses."""
+    return int(signal.SIGRTMIN) + 7
+
+
+def _stacks_at(number: int) -> int:
+    """Let a signal write the Python stacks of this process to a file; return its descriptor.
+
+    They are written in the signal's handler in C, so a thread that holds the interpreter lock does
+    not hinder it.
+    """
+    file = os.memfd_create("stacks")
+    faulthandler.register(number, file=file, all_threads=True, chain=False)
+    return file
+
+
+def _start_watchdog(settings: dict[str, object]) -> None:
+    """Start it as a process that needs nothing but the standard library."""
+    source = str(Path(megatron.__file__).parent.parent)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    watchdog = subprocess.Popen(
+        [sys.executable, "-S", "-m", WATCHDOG],
+        env={**kept, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    assert watchdog.stdin is not None
+    with watchdog.stdin as pipe:
+        pipe.write(json.dumps(settings).encode())
+    # It ends after this process; nobody waits for it.
+    watchdog.returncode = 0
