@@ -73,9 +73,9 @@ RULES = (
     ),
     Rule(
         Promise(
-            Kept.LAST_SAVE, 120.0, "the others give up after --distributed-timeout-minutes 1, and"
-            " torchrun kills the stopped rank 30 s after it has told it to end",
-            classes=frozenset({"PEER_LOST"}), is_success=False,
+            Kept.LAST_SAVE, 20.0, "the watchdog of the machine names the stopped rank after 7 s and"
+            " ends the job",
+            classes=frozenset({"HANG"}), is_success=False,
         ),
         signals=(STOP,), stays_stopped=True,
     ),

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import megatron
+from megatron.core.foundation import heartbeat
 from megatron.core.foundation.heartbeat.layout import Word
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.process_identity import ProcessIdentity
@@ -123,7 +123,7 @@ def _stacks_at(number: int) -> int:
 
 def _start_watchdog(settings: dict[str, object]) -> None:
     """Start it as a process that needs nothing but the standard library."""
-    source = str(Path(megatron.__file__).parent.parent)
+    source = str(Path(heartbeat.__file__).parents[4])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     watchdog = subprocess.Popen(

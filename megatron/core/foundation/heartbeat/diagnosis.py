@@ -66,7 +66,7 @@ def diagnose(
     return found
 
 
-def place_of(view: RankView, instructions: Mapping[int, str]) -> str:
+def describe_place(view: RankView, instructions: Mapping[int, str]) -> str:
     """Return where a rank is, in words."""
     notes = view.notes
     parts = [notes.activity or "starting", f"iteration {notes.word(Word.ITERATION)}"]
@@ -74,11 +74,11 @@ def place_of(view: RankView, instructions: Mapping[int, str]) -> str:
         parts.append(during)
     waits_in, peer = notes.waits_in, notes.blocked_on
     if waits_in is not None:
-        parts.append(f"waits in {waits_in.describe({})}")
+        parts.append(f"waits in {waits_in.describe(instructions)}")
     if peer is not None:
         parts.append(f"waits for rank {peer}")
     if not notes.waits and notes.records:
-        parts.append(f"after {notes.records[max(notes.records)].describe({})}")
+        parts.append(f"after {notes.records[max(notes.records)].describe(instructions)}")
     return ", ".join(parts)
 
 
@@ -126,8 +126,8 @@ def _stopped_or_locked(
         why = "runs, but no other thread of it gets Python's interpreter lock"
     if not stopped:
         return None
-    text = "; ".join(f"rank {v.rank} {why}: {place_of(v, instructions)}" for v in stopped)
-    return Finding("HANG", tuple(v.rank for v in stopped), text, waiting_chain(views, timeout_s))
+    text = "; ".join(f"rank {v.rank} {why}: {describe_place(v, instructions)}" for v in stopped)
+    return Finding("HANG", tuple(v.rank for v in stopped), text, waiting_chain(views, instructions))
 
 
 def _is_locked(view: RankView, timeout_s: float) -> bool:
@@ -168,7 +168,7 @@ def _count(view: RankView | None, channel: Channel) -> float:
     return float("inf") if view is None else view.notes.counts.get(channel, 0)
 
 
-def waiting_chain(views: Sequence[RankView], timeout_s: float) -> tuple[str, ...]:
+def waiting_chain(views: Sequence[RankView], instructions: Mapping[int, str]) -> tuple[str, ...]:
     """Return who waits for whom."""
     others = {view.rank: view for view in views}
     lines = []
@@ -176,7 +176,7 @@ def waiting_chain(views: Sequence[RankView], timeout_s: float) -> tuple[str, ...
         if view.notes.waits and view.letter not in "Tt":
             ranks = ", ".join(map(str, awaited(view, others)))
             record = view.notes.waits_in
-            where = "" if record is None else f" in {record.describe({})}"
+            where = "" if record is None else f" in {record.describe(instructions)}"
             lines.append(f"rank {view.rank} waits{where}" + (f" for rank {ranks}" if ranks else ""))
     return tuple(lines)
 
@@ -192,10 +192,12 @@ def _deadlock(
     cycle = _cycle(edges)
     if not cycle:
         return None
-    sides = "; ".join(f"rank {rank}: {place_of(others[rank], instructions)}" for rank in cycle)
+    sides = "; ".join(
+        f"rank {rank}: {describe_place(others[rank], instructions)}" for rank in cycle
+    )
     differing = _first_difference([others[rank] for rank in cycle], instructions)
     text = f"ranks {list(cycle)} wait for each other in a circle: {sides}{differing}"
-    return Finding("DEADLOCK", cycle, text, waiting_chain(views, timeout_s))
+    return Finding("DEADLOCK", cycle, text, waiting_chain(views, instructions))
 
 
 def _first_difference(views: Sequence[RankView], instructions: Mapping[int, str]) -> str:
@@ -235,6 +237,7 @@ def _slow(
             for rank in awaited(view, others)
             if rank in others
             and not others[rank].notes.waits
+            and others[rank].letter not in "Tt"
             and others[rank].quiet_s >= timeout_s
             and _is_in_training(others[rank])
         }
@@ -243,7 +246,7 @@ def _slow(
         return None
     text = "; ".join(
         f"rank {r} has not gone on for {others[r].quiet_s:.0f} s: "
-        f"{place_of(others[r], instructions)}"
+        f"{describe_place(others[r], instructions)}"
         for r in late
     )
-    return Finding("WAITING", tuple(late), text, waiting_chain(views, timeout_s))
+    return Finding("WAITING", tuple(late), text, waiting_chain(views, instructions))

@@ -14,7 +14,7 @@ import struct
 MESSAGE_OFFSET, MESSAGE_BYTES = 512, 3584
 RING_OFFSET, NUM_RECORDS = 4096, 1024
 RECORD = struct.Struct("<QIIQQQ")
-"""Number + 1, channel, operation, how many of the channel came before, elements, instruction."""
+"""Number + 1, channel, operation, count within the channel, elements, instruction."""
 TABLE_OFFSET = RING_OFFSET + NUM_RECORDS * RECORD.size
 TABLE_BYTES = 1 << 16
 NUM_BYTES = TABLE_OFFSET + TABLE_BYTES
@@ -49,6 +49,8 @@ class Word(enum.IntEnum):
     """0 where anything may take long: setup, evaluation, a save."""
 
 
+NO_CHUNK, NO_MICROBATCH = 0xFFFF, 0xFFFFFFFF
+
 OPERATIONS = (
     "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier",
     "all_gather_object", "broadcast_object", "gather_object", "scatter_object", "ring_shift",
@@ -59,5 +61,5 @@ SAME_SIZE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def instruction_code(operation: int, microbatch: int, chunk: int) -> int:
-    """Return the word of an instruction of the schedule."""
-    return (1 + operation) << 48 | chunk << 32 | microbatch
+    """Return the word of an instruction of the schedule; -1 is no micro batch or chunk."""
+    return (1 + operation) << 48 | (chunk & NO_CHUNK) << 32 | microbatch & NO_MICROBATCH

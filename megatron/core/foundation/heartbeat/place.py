@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.foundation.heartbeat.layout import (
     MESSAGE_BYTES,
@@ -178,7 +179,7 @@ def noted(operation: str, *, group_at: int | None = None) -> Callable[[Function]
             if group.size() == 1:
                 return function(*arguments, **named)
             x = arguments[first] if len(arguments) > first else None
-            count = x.numel() if hasattr(x, "numel") else 0
+            count = x.numel() if isinstance(x, Tensor) else 0
             place = PLACE
             place.wait_in(place.enter(operation, group, count, tag))
             result = function(*arguments, **named)

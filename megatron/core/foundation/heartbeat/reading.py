@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.core.foundation.heartbeat.layout import (
+    NO_CHUNK,
+    NO_MICROBATCH,
     NUM_BYTES,
     NUM_RECORDS,
     OPERATIONS,
@@ -62,8 +64,8 @@ class Record:
         size = f" of {self.num_elements} elements" if self.num_elements else ""
         during = show_instruction(self.instruction, instructions)
         return (
-            f"{self.operation}{size}, the {self.count}th on {self.channel.describe()}"
-            f"{', in ' + during if during else ''}"
+            f"{self.operation}{size}, number {self.count} on {self.channel.describe()}"
+            f"{', begun in ' + during if during else ''}"
         )
 
 
@@ -72,8 +74,9 @@ def show_instruction(code: int, names: Mapping[int, str]) -> str:
     if not code:
         return ""
     number = (code >> 48) - 1
-    chunk, microbatch = code >> 32 & 0xFFFF, code & 0xFFFFFFFF
-    return f"{names.get(number, number)} of micro batch {microbatch}, chunk {chunk}"
+    chunk, microbatch = code >> 32 & NO_CHUNK, code & NO_MICROBATCH
+    of = "" if microbatch == NO_MICROBATCH else f" of micro batch {microbatch}"
+    return f"{names.get(number, number)}{of}" + ("" if chunk == NO_CHUNK else f", chunk {chunk}")
 
 
 @dataclass(frozen=True)

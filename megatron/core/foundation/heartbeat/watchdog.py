@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.foundation.failure_file import write_failure
-from megatron.core.foundation.heartbeat.diagnosis import Finding, RankView, diagnose, place_of
+from megatron.core.foundation.heartbeat.diagnosis import Finding, RankView, describe_place, diagnose
 from megatron.core.foundation.heartbeat.layout import MESSAGE_BYTES, MESSAGE_OFFSET, Word
 from megatron.core.foundation.heartbeat.reading import Heartbeat, Notes
 from megatron.core.foundation.process_identity import ProcessIdentity
@@ -38,7 +38,7 @@ EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """What a rank tells of itself; see `hangs`."""
+    """What a rank tells of itself; see `megatron/training/resilience/hangs.py`."""
 
     rank: int
     identity: str
@@ -160,7 +160,7 @@ class Watchdog:
                 if found.ends_job:
                     self._end(found, living)
                     return
-                self._warn(found, living)
+                self._warn(found)
 
     def _living(self) -> list[_Watched]:
         return [r for r in self._ranks if not r.has_ended and not r.words[Word.CLOSED]]
@@ -188,7 +188,7 @@ class Watchdog:
         sees_all = len(views) == settings.num_ranks
         return diagnose(views, settings.timeout_s, settings.instructions, sees_all=sees_all)
 
-    def _warn(self, found: Finding, living: list[_Watched]) -> None:
+    def _warn(self, found: Finding) -> None:
         """Say once who is late."""
         if found.ranks != self._warned:
             self._warned = found.ranks
@@ -234,12 +234,12 @@ class Watchdog:
             "rank": found.ranks[0],
             "ranks": list(found.ranks),
             "host": socket.gethostname(),
-            "where": place_of(views[found.ranks[0]], self._settings.instructions),
+            "where": describe_place(views[found.ranks[0]], self._settings.instructions),
             "last_good_ckpt": checkpoint - 1 if checkpoint else None,
             "action": self._action(checkpoint),
             "message": found.text,
             "waiting": list(found.waiting),
-            "places": {r: place_of(v, self._settings.instructions) for r, v in views.items()},
+            "places": {r: describe_place(v, self._settings.instructions) for r, v in views.items()},
             "kernel": {r.rank: _kernel_state(r.process) for r in living if r.rank in found.ranks},
             "time": time.time(),
         }

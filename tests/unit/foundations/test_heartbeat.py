@@ -1,0 +1,84 @@
+"""From notes of ranks to who holds up the others."""
+
+import pytest
+
+from megatron.core.foundation.heartbeat.diagnosis import RankView, diagnose
+from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.reading import Channel, Notes, Record
+
+TP, DP = Channel((0, 1), 0, name="tp"), Channel((0, 1), 7, name="dp")
+RECV = Channel((0, 1), -1 - 0 * 2 - 1, name="pp")  # from rank 0 to rank 1
+NAMES = {0: "forward", 1: "backward"}
+SECONDS = 7.0
+
+
+def rank(number, *operations, waits=False, letter="S", quiet=0.0, activity="training", **seen):
+    """Return a view; operations are (channel, operation, elements)."""
+    counts, records = {}, {}
+    for at, (channel, operation, size) in enumerate(operations):
+        counts[channel] = counts.get(channel, 0) + 1
+        records[at] = Record(at, channel, operation, counts[channel], size, 0)
+    words = [0] * len(Word)
+    words[Word.NUM_RECORDS] = len(records)
+    words[Word.WAITS_IN] = len(records) if waits else 0
+    words[Word.IS_TRAINING], words[Word.NUM_STEPS] = int(activity == "training"), 3
+    return RankView(number, Notes(tuple(words), activity, records, counts), letter, quiet, **seen)
+
+
+def found(*views, sees_all=True):
+    """Return (kind, ranks) of the finding, None without one."""
+    finding = diagnose(views, SECONDS, NAMES, sees_all=sees_all)
+    return finding and (finding.kind, finding.ranks)
+
+
+REDUCE, GATHER = (TP, "all_reduce", 8), (TP, "all_gather", 8)
+WAITING = {"waits": True, "quiet": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        (
+            (rank(0, REDUCE, **WAITING), rank(1, quiet=9.0, letter="T", stopped_s=9.0)),
+            ("HANG", (1,)),
+        ),
+        (
+            (rank(0, REDUCE, **WAITING), rank(1, quiet=9.0, letter="T", stopped_s=3.0)),
+            None,
+        ),
+        ((rank(0, letter="T", stopped_s=9.0), rank(1, letter="T", stopped_s=9.0)), None),
+        ((rank(0, REDUCE, **WAITING), rank(1, quiet=9.0, beatless_s=9.0)), ("HANG", (1,))),
+        ((rank(0, REDUCE, **WAITING), rank(1, quiet=9.0)), ("WAITING", (1,))),
+        ((rank(0, REDUCE, **WAITING), rank(1, quiet=9.0, activity="evaluating")), None),
+        (
+            (rank(0, REDUCE, **WAITING), rank(1, quiet=9.0, beatless_s=9.0, activity="saving")),
+            None,
+        ),
+        ((rank(0, REDUCE), rank(1, GATHER)), ("COLLECTIVE_MISMATCH", (0, 1))),
+        ((rank(0, REDUCE), rank(1, (TP, "all_reduce", 9))), ("COLLECTIVE_MISMATCH", (0, 1))),
+        ((rank(0, (TP, "all_to_all", 8)), rank(1, (TP, "all_to_all", 9))), None),
+        (
+            (rank(0, REDUCE, **WAITING), rank(1, (DP, "all_reduce", 8), **WAITING)),
+            ("DEADLOCK", (0, 1)),
+        ),
+        ((rank(0, REDUCE, **WAITING), rank(1, REDUCE, **WAITING)), None),
+        ((rank(0, REDUCE, **WAITING), rank(1, (RECV, "recv", 0), **WAITING)), ("DEADLOCK", (0, 1))),
+        (
+            (rank(0, (RECV, "send", 8), REDUCE, **WAITING), rank(1, (RECV, "recv", 0), **WAITING)),
+            None,
+        ),
+    ],
+)
+def test_the_cause_is_told_from_those_who_wait(views, expected):
+    assert found(*views) == expected
+
+
+def test_a_circle_is_only_seen_by_who_sees_all_ranks():
+    views = rank(0, REDUCE, **WAITING), rank(1, (DP, "all_reduce", 8), **WAITING)
+    assert found(*views, sees_all=False) is None
+
+
+def test_both_sides_of_a_mismatch_are_named():
+    finding = diagnose([rank(0, REDUCE), rank(1, GATHER)], SECONDS, NAMES, sees_all=True)
+    assert "rank 0 is in all_reduce of 8 elements, number 1 on tp [0, 1]" in finding.text
+    assert "rank 1 is in all_gather of 8 elements, number 1 on tp [0, 1]" in finding.text
