@@ -66,6 +66,14 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
             flags=["--bf16", "--fp16"],
             fix="add --bf16",
         )
+    if size.recurrent is not None:
+        raise ConfigError(
+            f"{size.num_recurrent_layers} layers have a recurrence in the place of attention.",
+            rule="the planner has no time for them; their parameters, operations and memory are"
+            " those that pretrain_gpt.py --dry-run and tools/plan.py memory print",
+            flags=["--experimental-attention-variant"],
+            fix="leave it out to plan a model with attention",
+        )
     states = state_bytes(run.optimizer, precision, grads_in_fp32=run.ddp.grad_reduce_in_fp32)
     layers = size.num_layers
     routed = size.num_expert_layers * size.routed_parameters

@@ -48,7 +48,12 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     matrices += _layer_matrices(size.mtp_num_layers, size.num_mtp_expert_layers, size)
     matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
     matrices += (1 + size.mtp_num_layers) * size.head_matrix
-    return 2 * matrices + (size.num_layers + size.mtp_num_layers) * attention
+    num_recurrent = size.num_recurrent_layers + size.num_mtp_recurrent_layers
+    num_attending = size.num_layers + size.mtp_num_layers - num_recurrent
+    matrices += num_recurrent * size.recurrent_layer_matrices
+    if size.recurrent is not None:
+        matrices += num_recurrent * size.recurrent.token_products
+    return 2 * matrices + num_attending * attention
 
 
 def _layer_matrices(num_layers: int, num_expert_layers: int, size: ModelSize) -> int:

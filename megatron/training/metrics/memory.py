@@ -69,6 +69,7 @@ class ChunkSize:
     num_expert_layers: int = 0
     predicts: bool | None = None
     """Whether it ends with the final norm and predicts later tokens; None: if it has the loss."""
+    num_recurrent_layers: int = 0
 
     def parameters(self, size: ModelSize) -> tuple[int, int]:
         """Return how many parameters it has beside routed experts, and in these."""
@@ -78,7 +79,9 @@ class ChunkSize:
             "has_loss": self.has_loss,
             "predicts": predicts,
         }
-        count = size.stage_parameters(self.num_layers, self.num_expert_layers, **ends)
+        layers = self.num_layers, self.num_expert_layers
+        recurrent = self.num_recurrent_layers
+        count = size.stage_parameters(*layers, **ends, num_recurrent_layers=recurrent)
         routed = size.stage_routed_parameters(self.num_expert_layers, predicts=predicts)
         return count - routed, routed
 
@@ -90,9 +93,13 @@ def gibibytes(num_bytes: float) -> str:
 
 
 def layer_activation_bytes(
-    run: ResolvedRun, size: ModelSize, *, has_experts: bool = False
+    run: ResolvedRun, size: ModelSize, *, has_experts: bool = False, is_recurrent: bool = False
 ) -> float:
-    """Return what one layer keeps of one micro batch for its backward, with an even load."""
+    """Return what one layer keeps of one micro batch for its backward, with an even load.
+
+    Args:
+        is_recurrent: a recurrence is in the place of attention.
+    """
     cp = run.parallelism.context_parallel_size
     s, b, h = size.seq_length / cp, run.schedule.micro_batch_size, size.hidden_size
     tp = run.parallelism.tensor_model_parallel_size
@@ -120,6 +127,10 @@ def layer_activation_bytes(
     if run.model.attention_dropout > 0 and run.precision.recompute_granularity is None:
         # Dropout on the weights keeps the probabilities and their mask.
         scores = 2 * item * size.num_attention_heads * size.seq_length / (h * tp)
+    if is_recurrent and size.recurrent is not None:
+        recomputes = run.transformer_config.recomputes("core_attn")
+        attention = size.recurrent.activation_bytes(item, recomputes_core=recomputes) / (h * tp)
+        scores = 0.0
     return s * b * h * (outside + attention + mlp + scores)
 
 
@@ -247,6 +258,8 @@ def estimate_memory(
     layers = sum(
         (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(run, size)
         + chunk.num_expert_layers * layer_activation_bytes(run, size, has_experts=True)
+        + chunk.num_recurrent_layers
+        * (layer_activation_bytes(run, size, is_recurrent=True) - layer_activation_bytes(run, size))
         for chunk in chunks
     )
     per_chunk = layers / len(chunks)

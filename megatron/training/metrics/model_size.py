@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.transformer.norm import NORMS
+from megatron.training.metrics.recurrent_sizes import RecurrentSizes
 
 if TYPE_CHECKING:
     from megatron.training.config.resolved import ResolvedRun
@@ -89,7 +90,7 @@ class ModelSize:
     window: int | None = None
     """Keys to the left that a query sees besides itself; None is all."""
     windowed_share: float = 1.0
-    """Share of the layers that have the window."""
+    """Share of the layers with attention that have the window."""
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
     mtp_num_layers: int = 0
@@ -100,6 +101,8 @@ class ModelSize:
     """Sizes of multi-latent attention."""
     experts: ExpertSizes | None = None
     """Sizes of mixture-of-experts layers."""
+    recurrent: RecurrentSizes | None = None
+    """Sizes of layers with a recurrence in the place of attention."""
 
     @staticmethod
     def from_settings(run: ResolvedRun, vocab_size: int | None = None) -> ModelSize:
@@ -138,6 +141,7 @@ class ModelSize:
             if run.latent_attention.multi_latent_attention
             else None,
             experts=_expert_sizes(run),
+            recurrent=RecurrentSizes.of(run),
             window=window[0] if window is not None and window[0] >= 0 else None,
         )
 
@@ -158,6 +162,27 @@ class ModelSize:
     @property
     def _num_built_mtp_expert_layers(self) -> int:
         return self.num_built_mtp_layers if self._ends_with_experts else 0
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Layers with a recurrence, of those that predict the next token."""
+        return 0 if self.recurrent is None else sum(self.recurrent.pattern)
+
+    @property
+    def num_mtp_recurrent_layers(self) -> int:
+        """Passes of such layers that predict later tokens; they are as the model's last."""
+        return self.mtp_num_layers if self._ends_with_recurrence else 0
+
+    @property
+    def _ends_with_recurrence(self) -> bool:
+        return self.recurrent is not None and self.recurrent.pattern[-1]
+
+    @property
+    def recurrent_layer_matrices(self) -> int:
+        """Elements of matrices that a recurrence has more than attention in its place."""
+        if self.recurrent is None:
+            return 0
+        return self.recurrent.matrices(self.hidden_size) - self._attention_matrices
 
     @property
     def qkv_width(self) -> int:
@@ -279,14 +304,22 @@ class ModelSize:
     def mtp_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        layers = self._layers(self.num_built_mtp_layers, self._num_built_mtp_expert_layers)
+        layers = self._layers(
+            self.num_built_mtp_layers,
+            self._num_built_mtp_expert_layers,
+            self.num_built_mtp_layers if self._ends_with_recurrence else 0,
+        )
         return self.num_built_mtp_layers * joining + layers
 
-    def _layers(self, num_layers: int, num_expert_layers: int) -> int:
+    def _layers(self, num_layers: int, num_expert_layers: int, num_recurrent_layers: int) -> int:
         """All parameters of some layers."""
         count = (num_layers - num_expert_layers) * self.layer_parameters
         if num_expert_layers:
             count += num_expert_layers * (self.expert_layer_parameters + self.routed_parameters)
+        if self.recurrent is not None:
+            norms = self.num_layer_norms * self.norm_parameters
+            more = self.recurrent.parameters(self.hidden_size) + norms - self._attention_parameters
+            count += num_recurrent_layers * more
         return count
 
     @property
@@ -307,7 +340,7 @@ class ModelSize:
     def total_parameters(self) -> int:
         """All parameters of the model; a tied head counts once."""
         head = 0 if self.is_tied else self.head_matrix
-        layers = self._layers(self.num_layers, self.num_expert_layers)
+        layers = self._layers(self.num_layers, self.num_expert_layers, self.num_recurrent_layers)
         layers += self.mtp_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
@@ -324,6 +357,7 @@ class ModelSize:
         has_embedding: bool,
         has_loss: bool,
         predicts: bool | None = None,
+        num_recurrent_layers: int = 0,
     ) -> int:
         """Parameters that one pipeline stage holds, before any tensor-parallel split.
 
@@ -332,9 +366,10 @@ class ModelSize:
         Args:
             predicts: whether the stage ends with the final norm, and predicts later tokens if any
                 are; None: that of the loss does.
+            num_recurrent_layers: of these layers, those with a recurrence in place of attention.
         """
         predicts = has_loss if predicts is None else predicts
-        count = self._layers(num_layers, num_expert_layers)
+        count = self._layers(num_layers, num_expert_layers, num_recurrent_layers)
         if has_embedding:
             count += self.embedding_parameters
         if predicts:
@@ -347,10 +382,11 @@ class ModelSize:
 
 
 def _windowed_share(run: ResolvedRun) -> float:
-    pattern, layers = run.model.window_attn_skip_freq, run.model.num_layers
-    if isinstance(pattern, list):
-        return sum(pattern) / len(pattern)
-    return 1.0 if pattern is None else 1.0 - layers // pattern / layers
+    model = run.model
+    recurrent = model.linear_attention_layers(model.num_layers)
+    attending = [number for number, is_one in enumerate(recurrent, 1) if not is_one]
+    windowed = [model.window_of(number) is not None for number in attending]
+    return sum(windowed) / max(1, len(windowed))
 
 
 def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:

@@ -98,6 +98,12 @@ def size_of(found, *, seq_length: int) -> ModelSize:
     return ModelSize.from_settings(run, vocab_size=found.vocab_size)
 
 
+RECURRENT = (
+    "--experimental-attention-variant gated_delta_net --linear-num-key-heads 2"
+    " --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5"
+)
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_published_models_are_counted(name):
     found = preset(name)
@@ -123,6 +129,8 @@ def test_parameters_of_published_models_are_counted(name):
         "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12"
         " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
         " --group-query-attention --num-query-groups 2",
+        f"{RECURRENT} --linear-attention-freq 2 --mtp-num-layers 1 --qk-layernorm",
+        f"{RECURRENT} --num-experts 2 --normalization RMSNorm --add-qkv-bias",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
@@ -143,7 +151,10 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     )  # fmt: skip
     size = ModelSize.from_settings(run, vocab_size=64)
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
-    whole = size.stage_parameters(3, size.num_expert_layers, has_embedding=True, has_loss=True)
+    whole = size.stage_parameters(
+        3, size.num_expert_layers, has_embedding=True, has_loss=True,
+        num_recurrent_layers=size.num_recurrent_layers,
+    )  # fmt: skip
     assert whole == size.total_parameters
     routed = size.stage_routed_parameters(size.num_expert_layers, predicts=True)
     assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
@@ -151,6 +162,27 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
         run.experts.num_moe_experts or run.experts.moe_router_topk
     )
     assert size.active_parameters == size.total_parameters - routed * (1 - share)
+
+
+def test_operations_of_recurrent_layers_do_not_grow_with_the_sequence():
+    def flops(length, freq):
+        words = (
+            f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length {length}"
+            " --mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --transformer-impl local"
+            f" --position-embedding-type rope {RECURRENT} --linear-attention-freq {freq}"
+        ).split()
+        run = resolve(parse_command_line(words).config, world_size=1)
+        size = ModelSize.from_settings(run, vocab_size=64)
+        return forward_flops_per_token(size, FlopConvention.CAUSAL)
+
+    assert flops(64, "[1]*4") == flops(1024, "[1]*4")
+    longer = 1024 - 64
+    # One layer in four attends: 2 products with half of the keys in 4 heads of 8.
+    assert flops(1024, 4) - flops(64, 4) == 2 * 2 * longer / 2 * 32
+    # A recurrence has 2 key and 4 value heads in the place of 3 * 32 rows and the output's.
+    rows, states = 2 * 2 * 6 + 2 * 4 * 5 + 2 * 4, 4 * 4 * 6 * 5 + (2 * 2 * 6 + 4 * 5) * 4
+    in_place = 2 * (32 * (rows + 4 * 5) + states) - 2 * (4 * 32 * 32 + 2 * 32 * 32)
+    assert flops(64, "[1]*4") - flops(64, "[1]*3+[0]") == in_place
 
 
 def test_stages_hold_all_parameters_between_them():

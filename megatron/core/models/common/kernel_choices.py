@@ -62,12 +62,13 @@ def kernel_choices(
     if backend == "local":
         attention_backend = asked_backend(config)
         asked = ASKED[attention_backend]
-        chosen = [
-            ATTENTION.choose(
+        chosen = {
+            layer: ATTENTION.choose(
                 request(_attention_needs(config, layer, has_documents, attention_backend)), asked
             )
             for layer in range(1, config.num_layers + 1)
-        ]
+            if not config.has_linear_attention(layer)
+        }
         lines += [
             _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
             for layers, choice in _runs(chosen)
@@ -76,6 +77,10 @@ def kernel_choices(
     else:
         note = _dropout_note(config, None, device)
         lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
+    is_recurrent = config.linear_attention_layers(config.num_layers)
+    recurrent = [layer for layer, is_one in enumerate(is_recurrent, 1) if is_one]
+    if recurrent:
+        lines.append(KernelLine(f"gated delta rule, layers {_ranges(recurrent)}", "chunks"))
     if config.gated_linear_unit:
         gate = Gate(
             config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset
@@ -136,10 +141,10 @@ def _norm(config: TransformerConfig, device: str, dtype: str, is_planned: bool) 
     return NORMS[config.normalization].kernels.choose(request)
 
 
-def _runs(choices: list[Choice]) -> Iterator[tuple[str, Choice]]:
-    """Yield (which layers, their choice), layers of one choice in one."""
+def _runs(choices: dict[int, Choice]) -> Iterator[tuple[str, Choice]]:
+    """Yield (which layers, their choice), layers of one choice in one; keys are their numbers."""
     by_choice: dict[Choice, list[int]] = {}
-    for layer, choice in enumerate(choices, 1):
+    for layer, choice in choices.items():
         by_choice.setdefault(choice, []).append(layer)
     for choice, layers in by_choice.items():
         yield ("" if len(by_choice) == 1 else f", layers {_ranges(layers)}"), choice
