@@ -153,7 +153,7 @@ def _tensors(arg: Any) -> list[Tensor]:
 
 
 _BETWEEN = (
-    *("/torch/", "/unittest/", "contextlib.py", "/core/transport/"),
+    *("/torch/", "/unittest/", "contextlib.py", "/core/transport/", "/foundation/heartbeat/"),
     *("/process_group_calls.py", "/collective_order/", "/races/"),
 )
 

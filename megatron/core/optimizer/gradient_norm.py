@@ -224,4 +224,9 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts: an fp64
     # copy of all gradients at once would be the most memory of a step that overflows in fp16.
     parts = blocks.split(_EXACT_BLOCKS)
-    return torch.cat([part.double().square_().sum(dim=1) for part in parts])
+    return torch.cat([_squares_in_fp64(part).sum(dim=1) for part in parts])
+
+
+def _squares_in_fp64(x: Tensor) -> Tensor:
+    """Return x² of any shape [...] in fp64. A copy also of what is fp64 already."""
+    return x.to(torch.float64, copy=True).square_()

@@ -139,6 +139,23 @@ def test_a_gradient_that_is_not_finite_touches_nothing_and_is_named(value, polic
     assert ours.step()[0] is True and ours.nonfinite is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_reading_the_norm_leaves_the_gradients(dtype, size, is_wrapped):
+    model = wrap(SINGLE, dtype=dtype) if is_wrapped else Model().to(dtype)
+    ours = build(model, lr=0.0, weight_decay=0.0, optimizer="sgd")
+    for parameter in model.parameters():
+        if not is_wrapped:
+            parameter.grad = torch.empty_like(parameter)
+        gradient = parameter.main_grad if is_wrapped else parameter.grad
+        gradient.fill_(size)
+    ours.step()
+    for parameter in model.parameters():
+        gradient = parameter.main_grad if is_wrapped else parameter.grad
+        assert_close(gradient, torch.full_like(gradient, size), EXACT, "gradient")
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
 def test_the_norm_neither_overflows_nor_vanishes(size):
     ddp = wrap(SINGLE)
