@@ -130,8 +130,10 @@ def delta_chunks(
     log_decay, beta = cut(log_decay), cut(beta).unsqueeze(-1)
     since_start = log_decay.cumsum(-1)
     hidden = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
-    between = since_start.unsqueeze(-1) - since_start.unsqueeze(-2)
-    until_end = (since_start[..., -1:] - since_start).exp().unsqueeze(-1)
+    # Each sum of its own, not the difference of two since the start: those grow with the chunk, and
+    # neighbours would differ by what rounding leaves of two large numbers, gradients too.
+    between = log_decay.unsqueeze(-1).masked_fill(hidden.mT.logical_not(), 0).cumsum(-2)
+    until_end = between[..., -1, :].exp().unsqueeze(-1)
     keep = since_start[..., -1, None, None].exp()
     since_start = since_start.exp().unsqueeze(-1)
     if documents is not None:
@@ -142,8 +144,7 @@ def delta_chunks(
         since_start = since_start * (ids == before).unsqueeze(-1)
         until_end = until_end * (ids == ids[..., -1:]).unsqueeze(-1)
         keep = keep * (ids[..., -1:] == before).unsqueeze(-1)
-    # Masked before exp: differences above the diagonal are positive and would overflow.
-    decays = between.masked_fill(hidden, -torch.inf).exp()
+    decays = between.exp().masked_fill(hidden, 0)
     system = beta * (key @ key.mT) * decays
     right = torch.cat((beta * value, beta * since_start * key), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

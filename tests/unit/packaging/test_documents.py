@@ -19,7 +19,7 @@ DOCUMENTS = sorted(
 )
 BLOCK = re.compile(r"(?:<!-- tested by (?P<test>\S+) -->\n)?```bash\n(?P<code>.*?)```", re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
