@@ -5,6 +5,7 @@ Campaigns (all of them without a name):
     matrix      each signal at each moment to each target, with and without loader workers
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
     restarts    30 kills of random ranks at random times under torchrun --max-restarts
+    hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
@@ -28,7 +29,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import namespaces, plan
+from tests.faults import hangs, namespaces, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
@@ -40,7 +41,7 @@ Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-CAMPAIGNS = ("matrix", "preempt", "restarts", "namespaces")
+CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "namespaces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class Flags:
     """Of preempt."""
     kills: int = 30
     """Of restarts."""
+    random_hangs: int = 50
+    """Of hangs."""
     seed: str = "0"
     """Of the random moments."""
     jobs: int = usable_cores() + 1
@@ -76,6 +79,9 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         count = arguments.kills
         run = partial(run_restarts, num_kills=count, seed=base)
         tasks.append((f"restarts/{count}-kills", run))
+    if campaign == "hangs":
+        for hang in plan.matching(hangs.cases(arguments.random_hangs), arguments.cases):
+            tasks.append((hang.name, partial(hangs.run_hang, hang, seed=base)))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))

@@ -3,6 +3,7 @@
     --slow-building S      while the datasets are built
     --slow-step S          in every micro batch of training
     --slow-evaluation S    in every micro batch of evaluations
+    --hold-lock THREAD     from SIGUSR2 on, see `planted.py`
 
 It prints when it builds and when an evaluation begins.
 """
@@ -18,6 +19,7 @@ from megatron.core.enums import ModelType
 from megatron.core.settings.command_line import flags_provider
 from megatron.training import get_args, pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.faults import planted
 
 BUILDING, EVALUATING = "slowly building the datasets", "slowly evaluating"
 _was_training = True
@@ -25,11 +27,12 @@ _was_training = True
 
 @dataclass(frozen=True, kw_only=True)
 class SlowFlags:
-    """Sleeps, in seconds."""
+    """Sleeps, in seconds, and planted faults."""
 
     slow_building: float = 0.0
     slow_step: float = 0.0
     slow_evaluation: float = 0.0
+    hold_lock: str = ""
 
 
 def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
@@ -40,6 +43,13 @@ def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None
 
 
 slow_datasets.is_distributed = True
+
+
+def model_with_faults(*arguments: Any, **named: Any) -> Any:
+    """Plant what the flags ask for, then build the model."""
+    if holder := get_args().hold_lock:
+        planted.hold_lock_at_signal(holder)
+    return model_provider(*arguments, **named)
 
 
 def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
@@ -56,7 +66,7 @@ def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
 if __name__ == "__main__":
     pretrain(
         slow_datasets,
-        model_provider,
+        model_with_faults,
         ModelType.encoder_or_decoder,
         slow_forward_step,
         extra_args_provider=flags_provider(SlowFlags),

@@ -1,10 +1,12 @@
 """A few of the cases of `python -m tests.faults`."""
 
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from tests.faults import plan
+from tests.faults import hangs, plan
 from tests.faults.checks import References
 from tests.faults.job import take_signals
 from tests.faults.promises import Kept, promise_for
@@ -35,6 +37,27 @@ def test_a_disturbed_run_keeps_what_is_promised_and_goes_on_to_the_same_end(
     (case,) = (case for case in cases if case.name == name)
     result = run_case(case, tmp_path / "case", references, seed="0")
     assert not result.problems, "\n".join(result.problems)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_is_named_with_its_place_and_the_job_ends(tmp_path, references):
+    soon = ("--ft-rank-heartbeat-timeout", "2")
+    cases = [
+        hangs.HangCase("tp2", hangs.STOP, 0, soon),
+        hangs.HangCase("pp2", "training-thread", 1, soon),
+    ]
+    runs = [
+        partial(hangs.run_hang, case, tmp_path / str(case.number), references, seed="0")
+        for case in cases
+    ]
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(lambda run: run(), runs))
+    assert not any(result.problems for result in results), results
+
+
+def test_random_hangs_meet_every_layout_in_every_way():
+    met = {(case.layout, case.how) for case in hangs.cases(50)}
+    assert met == {(layout, how) for layout in hangs.LAYOUTS for how in hangs.HOWS}
 
 
 def test_every_signal_meets_every_target_at_every_moment():

@@ -127,7 +127,8 @@ def _stopped_or_locked(
     if not stopped:
         return None
     text = "; ".join(f"rank {v.rank} {why}: {describe_place(v, instructions)}" for v in stopped)
-    return Finding("HANG", tuple(v.rank for v in stopped), text, waiting_chain(views, instructions))
+    ranks = tuple(v.rank for v in stopped)
+    return Finding("HANG", ranks, text, waiting_chain(views, instructions, ranks))
 
 
 def _is_locked(view: RankView, timeout_s: float) -> bool:
@@ -168,14 +169,24 @@ def _count(view: RankView | None, channel: Channel) -> float:
     return float("inf") if view is None else view.notes.counts.get(channel, 0)
 
 
-def waiting_chain(views: Sequence[RankView], instructions: Mapping[int, str]) -> tuple[str, ...]:
-    """Return who waits for whom."""
+def waiting_chain(
+    views: Sequence[RankView], instructions: Mapping[int, str], stuck: Sequence[int] = ()
+) -> tuple[str, ...]:
+    """Return who waits for whom.
+
+    Args:
+        stuck: ranks that do nothing any more; who waits in an operation that all have entered
+            waits for these.
+    """
     others = {view.rank: view for view in views}
     lines = []
     for view in views:
-        if view.notes.waits and view.letter not in "Tt":
-            ranks = ", ".join(map(str, awaited(view, others)))
+        if view.notes.waits and view.letter not in "Tt" and view.rank not in stuck:
             record = view.notes.waits_in
+            targets = awaited(view, others)
+            if not targets and record is not None:
+                targets = [rank for rank in stuck if rank in record.channel.ranks]
+            ranks = ", ".join(map(str, targets))
             where = "" if record is None else f" in {record.describe(instructions)}"
             lines.append(f"rank {view.rank} waits{where}" + (f" for rank {ranks}" if ranks else ""))
     return tuple(lines)

@@ -10,6 +10,7 @@ at a signal. It ends with the last of the ranks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -132,6 +133,13 @@ class _Watched:
         """Send a signal, if it is there to take it."""
         with contextlib.suppress(OSError):
             os.kill(self.process, number)
+
+    def send_to_main_thread(self, number: int) -> None:
+        """Send a signal to the thread that trains: any thread may take one to the process."""
+        try:
+            ctypes.CDLL(None).tgkill(self.process, self.process, number)
+        except AttributeError:  # the C library is older than the call
+            self.send(number)
 
 
 class Watchdog:
@@ -272,7 +280,7 @@ class Watchdog:
         asked = cause + others
         begins = {rank.rank: os.fstat(rank.stacks).st_size for rank in asked}
         for rank in asked:
-            rank.send(self._settings.stack_signal)
+            rank.send_to_main_thread(self._settings.stack_signal)
             if rank.letter == "T":
                 rank.send(signal.SIGCONT)
         deadline = time.monotonic() + STACK_S
