@@ -137,6 +137,8 @@ class ModelCase:
     """Keys to the left that a query sees."""
     sink: bool = False
     """Each head learns the score of a key without value."""
+    draws_by_counter: bool = False
+    """Drop what accelerators drop: each number is a function of its place."""
     later_tokens: int = 0
     """Tokens after the next one that are predicted too."""
     experts: str = ""
@@ -164,6 +166,7 @@ class ModelCase:
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
         name += f" muP from {self.base_width}" * (self.base_width is not None)
         name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
+        name += " by counter" * self.draws_by_counter
         name += " replayed" * self.replayed + f" {self.objective}" * bool(self.objective)
         return name + " packed" * self.packed + window + " sink" * self.sink + later
 

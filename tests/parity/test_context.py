@@ -3,6 +3,8 @@
 All of it is `python -m tests.parity.context`.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from tests.parity.context import MIXED, MODELS, context_layouts
@@ -10,6 +12,7 @@ from tests.parity.layouts import LayoutCase
 from tests.parity.table import assert_equals_one_process
 
 TIED, PACKED, WINDOWED, LATENT, LATER = MODELS
+BY_COUNTER = replace(PACKED, draws_by_counter=True)
 HIERARCHY = {"cp_kind": "a2a+p2p", "levels": (2, 2)}
 
 SAMPLE = [
@@ -21,6 +24,7 @@ SAMPLE = [
     (LayoutCase(cp=2, dp=2, cp_kind=MIXED, recomputes=True, stage=3), WINDOWED),
     (LayoutCase(tp=2, sp=True, pp=2, vp=2, cp=2, cp_kind=MIXED), LATENT),
     (LayoutCase(cp=2, stage=1, cp_kind="all_gather", tiled=True), LATER),
+    (LayoutCase(tp=2, sp=True, pp=2, cp=2, cp_kind="p2p"), BY_COUNTER),
 ]
 
 

@@ -285,6 +285,7 @@ def train(
 ) -> RankReport:
     """Train on `NUM_STEPS` batches, again and again if that is too few; the job of one rank."""
     rng_state().set_seed(SEED)
+    rng_state().counts_on_cpu = model.draws_by_counter
     config = transformer_config(layout, model)
     with parameters_without_memory() if layout.fsdp2 else nullcontext():
         chunks = build_chunks(config, model, layout, groups)

@@ -134,6 +134,11 @@ def maps_pages(device: torch.device) -> bool:
     return device.type == "cpu" and not is_imaginary()
 
 
+def computes_in_kernels(device: torch.device) -> bool:
+    """Return whether kernels of our own compute there, which can call no generator of torch."""
+    return device.type != "cpu"
+
+
 def computes_fast_in_bf16(device: torch.device) -> bool:
     """Return whether products in bf16 are worth a conversion."""
     return device.type != "cpu"

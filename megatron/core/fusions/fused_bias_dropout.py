@@ -1,6 +1,7 @@
 """residual + dropout(x + bias), the end of a residual branch.
 
-Dropout is keyed (`megatron.core.parameters.rng`), so the same elements are dropped in every layout.
+Dropout is keyed (`megatron.core.parameters.keyed_draws`): the same elements are dropped in every
+layout.
 
 Shapes: `s` local rows of the sequence, `b` micro batch, `h` hidden.
 """
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.parameters.rng import keyed_keep_mask
+from megatron.core.parameters.keyed_draws import keyed_keep_mask
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.block_mask import MaskSpec, masked_keys
-from megatron.core.parameters.rng import (
-    keyed_attention_keep_mask,
-    rng_state,
-    seeded_default_generator,
-)
+from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask
+from megatron.core.parameters.rng import rng_state, seeded_default_generator
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from megatron.core.kernels.online_softmax import (
     attend_block_backward,
     expand_sinks,
 )
-from megatron.core.parameters.rng import AttentionKeepMask, SequenceShard
+from megatron.core.parameters.keyed_draws import AttentionKeepMask
+from megatron.core.parameters.rng import SequenceShard
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ Every random draw is keyed by what it is *for*: (seed, sample, scope, call, bloc
 rank that happens to make it. So the same seed gives the same dropout on one device and on a
 thousand, with any micro batch size, and after any resume; there is no generator state to save.
 
-Masks are made of fixed blocks (a sample, a run of rows, optionally a head), each filled by the
-native generator at full speed. Every layout owns whole blocks in the usual sizes; where it does
-not, whole blocks are generated and cut.
+`keyed_draws` makes masks and uniform numbers of these keys.
 
 `rng_state()` is the seed of the process and the sample counter; where the next draw belongs is a
 field of the step context.
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,14 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.step_context.context import RandomScope, current_step, within_step
-
-MAX_ROW_BLOCKS = 64
-"""Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
-MAX_ATTENTION_ROW_BLOCKS = 16
-"""The same for the query rows of an attention matrix, which only context parallelism splits."""
-MAX_ATTENTION_BLOCK_ELEMENTS = 2**20
-"""Blocks of an attention matrix hold whole rows; longer sequences are cut into more of them, so
-that a block's memory does not grow with the square of the length."""
 
 
 def derive_seed(*key: int | str) -> int:
@@ -133,6 +123,8 @@ class RandomState:
 
     def __init__(self) -> None:
         self.seed = 1234
+        self.counts_on_cpu = False
+        """Draw by `counter_random` on the CPU too, as accelerators do."""
         self._consumed_samples = 0
         self._micro_batch_size = 1
         self._dp_rank = 0
@@ -248,133 +240,3 @@ def seeded_default_generator(device: torch.device, *key: int | str) -> Iterator[
     with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(derive_seed(*key))
         yield
-
-
-def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
-    """Draw a keep mask for activations x [rows, b, ...]: 1 where kept, 0 where dropped.
-
-    Blocks are keyed by (seed, scope, call, sample, block of rows). Rows follow the current
-    scope's `SequenceShard`; without one, dimension 0 is taken as the whole sequence.
-    """
-
-    def draw(block: Tensor, generator: torch.Generator) -> None:
-        block.bernoulli_(keep_probability, generator=generator)
-
-    return _keyed_draw(x, rng_state().scope.rows, draw)
-
-
-def keyed_uniform(x: Tensor, rows: SequenceShard | None) -> Tensor:
-    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed the same.
-
-    Args:
-        rows: which positions `x` holds.
-    """
-
-    def draw(block: Tensor, generator: torch.Generator) -> None:
-        block.uniform_(generator=generator)
-
-    return _keyed_draw(x, rows, draw)
-
-
-def _keyed_draw(
-    x: Tensor, rows: SequenceShard | None, draw: Callable[[Tensor, torch.Generator], None]
-) -> Tensor:
-    """Fill a tensor shaped like x [rows, b, ...] block by block, each from its own seed."""
-    state = rng_state()
-    first_sample = state.first_sample
-    key = state.next_key()
-    if rows is None or rows.length != x.shape[0]:
-        rows = SequenceShard.full(x.shape[0])
-    drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tail = x.shape[2:]
-    blocks = rows.blocks(MAX_ROW_BLOCKS)
-    generators = SeededGenerators(x.device, *key)
-    for sample in range(x.shape[1]):
-        row = 0
-        for index, block_rows, first, used in blocks:
-            block = torch.empty((block_rows, *tail), dtype=x.dtype, device=x.device)
-            draw(block, generators.get(first_sample + sample, index))
-            drawn[row : row + used, sample] = block[first : first + used]
-            row += used
-    return drawn
-
-
-@dataclass(frozen=True)
-class AttentionKeepMask:
-    """A keep mask of attention probabilities that is drawn piece by piece, at any time.
-
-    Keyed by (seed, scope, call, sample, global head, block of query rows). A kernel that never
-    holds the whole matrix draws the piece that it needs, forward and again backward.
-
-    num_keys: length of the whole sequence, also where a rank holds a part of the keys.
-    """
-
-    key: tuple[int | str, ...]
-    first_sample: int
-    keep_probability: float
-    num_keys: int
-
-    @staticmethod
-    def next(keep_probability: float, num_keys: int) -> AttentionKeepMask:
-        """Take the next draw at the current place of the computation."""
-        state = rng_state()
-        return AttentionKeepMask(state.next_key(), state.first_sample, keep_probability, num_keys)
-
-    def max_blocks(self, num_queries: int) -> int:
-        """Return the most blocks that the query rows of a sequence are cut into."""
-        max_blocks = MAX_ATTENTION_ROW_BLOCKS
-        while num_queries * self.num_keys > max_blocks * MAX_ATTENTION_BLOCK_ELEMENTS:
-            max_blocks *= 2
-        return max_blocks
-
-    def draw(
-        self, sample: int, head: int, rows: SequenceShard, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """Return [rows, num_keys], 1 where kept, 0 where dropped.
-
-        Args:
-            sample: index in the micro batch; head: index in the whole model.
-        """
-        pieces = []
-        generators = SeededGenerators(device, *self.key, self.first_sample + sample, head)
-        for index, block_rows, first, used in rows.blocks(self.max_blocks(rows.total)):
-            block = torch.empty((block_rows, self.num_keys), dtype=dtype, device=device)
-            block.bernoulli_(self.keep_probability, generator=generators.get(index))
-            pieces.append(block[first : first + used])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def keyed_attention_keep_mask(
-    shape: tuple[int, int, int, int],
-    keep_probability: float,
-    *,
-    first_head: int,
-    query_rows: SequenceShard | None = None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Draw a whole keep mask for attention probabilities [b, n/tp, sq, sk].
-
-    Args:
-        first_head: global index of the first local head.
-    """
-    batch, heads, num_queries, num_keys = shape
-    rows = query_rows or SequenceShard.full(num_queries)
-    draws = AttentionKeepMask.next(keep_probability, num_keys)
-    mask = torch.empty(shape, dtype=dtype, device=device)
-    for sample in range(batch):
-        for head in range(heads):
-            mask[sample, head] = draws.draw(sample, first_head + head, rows, dtype, device)
-    return mask
-
-
-def keyed_dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """Drop activations x [rows, b, ...] with `probability`, independent of the layout.
-
-    A drop-in for `torch.nn.functional.dropout` inside a model: the same sample, layer and
-    position is dropped whatever the tensor, sequence, pipeline or data parallel sizes are.
-    """
-    if not training or probability == 0.0:
-        return x
-    keep = 1.0 - probability
-    return x * keyed_keep_mask(x, keep).div_(keep)

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.parameters.initialization import canonical_names, draw_parameter
+from megatron.core.parameters.keyed_draws import keyed_dropout, keyed_keep_mask
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
-from megatron.core.parameters.rng import SequenceShard, keyed_dropout, keyed_keep_mask, rng_state
+from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.flags import flag
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

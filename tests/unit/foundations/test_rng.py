@@ -3,21 +3,19 @@
 import pytest
 import torch
 
-from megatron.core.parameters.rng import (
-    SequenceShard,
-    derive_seed,
-    keyed_attention_keep_mask,
-    keyed_dropout,
-    rng_state,
-)
+from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask, keyed_dropout
+from megatron.core.parameters.rng import SequenceShard, derive_seed, rng_state
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
+@pytest.fixture(autouse=True, params=["by-blocks", "by-counter"])
+def fresh_state(request):
+    """Every claim holds for the numbers of the CPU and for those of accelerators."""
     state = rng_state()
+    state.counts_on_cpu = request.param == "by-counter"
     state.set_seed(7)
     state.begin_step(0, micro_batch_size=2, dp_rank=0, dp_size=1)
     yield
+    state.counts_on_cpu = False
     state.set_seed(1234)
     state.begin_step(0, micro_batch_size=1, dp_rank=0, dp_size=1)
 

@@ -13,7 +13,8 @@ from megatron.core.kernels import online_softmax
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.parameters.rng import SequenceShard, keyed_attention_keep_mask, rng_state
+from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask
+from megatron.core.parameters.rng import SequenceShard, rng_state
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
 S, B, N, G, D, E = 40, 2, 4, 2, 8, 6
@@ -118,7 +119,7 @@ def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     """The largest tensor of forward and backward doubles with the length, and is no [s, s]."""
     monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", 64)
     monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", 2**12)
-    monkeypatch.setattr("megatron.core.parameters.rng.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
+    monkeypatch.setattr("megatron.core.parameters.keyed_draws.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
     largest = {}
     for s in (512, 1024):
         q, k, v = (torch.randn(s, 1, 1, 8, requires_grad=True) for _ in range(3))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.initialization import init_method_normal
-from megatron.core.parameters.rng import keyed_dropout, rng_state
+from megatron.core.parameters.keyed_draws import keyed_dropout
+from megatron.core.parameters.rng import rng_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,

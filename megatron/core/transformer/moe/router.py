@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parameters.rng import keyed_uniform
+from megatron.core.parameters.keyed_draws import keyed_uniform
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing

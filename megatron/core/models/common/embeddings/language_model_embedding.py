@@ -12,8 +12,9 @@ from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.parameters.initialization import initialization_is_deferred
+from megatron.core.parameters.keyed_draws import keyed_dropout
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
-from megatron.core.parameters.rng import keyed_dropout, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     resolve_group,
