@@ -9,6 +9,7 @@ from megatron.core.foundation import device
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, union_across_ranks
 from megatron.training.hooks.base import Hook
+from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, print_rank_0
 from megatron.training.metrics.expert_load import (
     balance_losses,
@@ -56,13 +57,19 @@ class IntervalMeans:
 class LogLine(Hook):
     """Prints a line every `--log-interval` steps on the last rank, where the loss is known.
 
-    Times are those of steps alone: evaluations and checkpoints between them do not count.
+    Times are those of steps alone: evaluations and checkpoints between them do not count, but in
+    what `times` says the time went into.
     """
 
     def __init__(
-        self, context: TrainingContext, write: Callable[[str], None], train_iters: int
+        self,
+        context: TrainingContext,
+        times: MeasureTimes,
+        write: Callable[[str], None],
+        train_iters: int,
     ) -> None:
         self.context = context
+        self.times = times
         self.write = write
         self.train_iters = train_iters
         self.interval = context.run.logging.log_interval
@@ -160,6 +167,7 @@ class LogLine(Hook):
             else None,
             tokens_per_second_per_device=tokens_per_s,
             mfu=tokens_per_s * causal / self._peak if self._peak else None,
+            time_shares=self.times.shares,
         )
 
 

@@ -11,6 +11,7 @@ from megatron.core.foundation import device
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import union_across_ranks
 from megatron.training.hooks.base import Hook
+from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.log_line import perplexity
@@ -103,11 +104,19 @@ class Scalars(Hook):
     Names are those that Megatron uses in TensorBoard, so dashboards carry over.
     """
 
-    def __init__(self, context: TrainingContext, sinks: list[ScalarSink], interval: int) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        times: MeasureTimes,
+        sinks: list[ScalarSink],
+        interval: int,
+    ) -> None:
         self.context = context
+        self.times = times
         self.sinks = sinks
         self.interval = interval
         self._started_at = time.perf_counter()
+        self._written_shares: dict[str, float] = {}
 
     def before_step(self, state: TrainState) -> None:
         """Start the clock."""
@@ -160,6 +169,12 @@ class Scalars(Hook):
             scalars["throughput"] = result.flops / (seconds * run.topology.world_size) / 1e12
         if run.logging.log_memory_to_tensorboard:
             scalars["mem-max-allocated-bytes"] = device.peak_memory_bytes()
+        if self.times.shares is not self._written_shares:
+            self._written_shares = self.times.shares
+            scalars |= {
+                f"{part.replace(' ', '-')}-share": share
+                for part, share in self.times.shares.items()
+            }
         return scalars
 
     def write(self, scalars: dict[str, float], step: int) -> None:

@@ -32,6 +32,7 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
+from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
@@ -67,8 +68,10 @@ def standard_hooks(
     if run.logging.log_rank == 0 and run.topology.world_size > 1:
         relay = LinesForFirstRank([run.logging.log_interval, run.schedule.eval_interval])
         write = relay.write
+    times = MeasureTimes(context)
     scalars = Scalars(
         context,
+        times,
         local_sinks(tensorboard, wandb, run.logging.metrics_jsonl),
         run.logging.tensorboard_log_interval,
     )
@@ -80,9 +83,9 @@ def standard_hooks(
         write=write,
         should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
-    hooks: list[Hook] = [PublishCounters(status)]
+    hooks: list[Hook] = [PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
-    hooks += [LogLine(context, write, run.schedule.train_iters), scalars]
+    hooks += [LogLine(context, times, write, run.schedule.train_iters), scalars]
     if run.schedule.check_weight_hash_across_dp_replicas_interval:
         hooks.append(
             CompareReplicas(

@@ -1,14 +1,14 @@
 """The lines of a training log, in Megatron's form, so that existing parsers read them.
 
-What Megatron does not print (tokens per second, share of the peak, time left) follows its own
-fields on the same line, in the same `name: value |` form.
+What Megatron does not print (tokens per second, share of the peak, time left, what the time went
+into) follows its own fields on the same line, in the same `name: value |` form.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 
@@ -36,6 +36,8 @@ class TrainingLine:
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
     """Share of the peak, in the causal convention."""
+    time_shares: Mapping[str, float] = field(default_factory=dict)
+    """What the time since the last line went into, on the mean of all ranks."""
 
 
 def training_line(line: TrainingLine, now: datetime | None = None) -> str:
@@ -70,6 +72,7 @@ def training_line(line: TrainingLine, now: datetime | None = None) -> str:
         cells.append(f"MFU (causal): {100.0 * line.mfu:.1f}%")
     left_s = line.seconds_per_step * max(line.train_iters - line.iteration, 0)
     cells.append(f"ETA: {duration(left_s)}")
+    cells += [f"{part}: {100.0 * share:.1f}%" for part, share in line.time_shares.items()]
     return " | ".join(cells) + " |"
 
 

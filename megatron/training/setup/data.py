@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.blends.report import lines_of, shares_of
+from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
@@ -217,12 +218,12 @@ def _open(
         drop_last=not repeats,
     )
     if repeats:
-        return _again_and_again(loader)
+        return _timed(_again_and_again(loader))
     if run.data.data_audit_path is None or not _records_samples(groups):
-        return _once(loader)
+        return _timed(_once(loader))
     first = consumed_before + consumed_samples
     return audited(
-        _once(loader),
+        _timed(_once(loader)),
         run.data.data_audit_path,
         first_sample=first + groups.dp.rank() * run.schedule.micro_batch_size,
         row_size=run.schedule.micro_batch_size * run.topology.data_parallel_size,
@@ -233,6 +234,23 @@ def _open(
 def _records_samples(groups: ProcessGroupCollection) -> bool:
     """Return whether this is the rank of its replica that keeps the record."""
     return all(group.rank() == 0 for group in (groups.tp, groups.pp, groups.cp))
+
+
+_END = object()
+
+
+def _timed(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches; the time that each takes counts as waiting for data."""
+    try:
+        while True:
+            with PLACE.waits.loading():
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 def _once(loader: Any) -> Iterator[Any]:

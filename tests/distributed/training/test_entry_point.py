@@ -61,6 +61,7 @@ def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
     for expected in (
         "note: --use-flash-attn:", "throughput per GPU (TFLOP/s/GPU):", "params norm:",
         "num zeros:", "tokens/s/device:", "validation loss at iteration 2 | lm loss value:",
+        "| exposed communication:",
         "validation loss at iteration 4 on test set", "forward-backward",
         "data_parallel_size = 1  (2 ranks / (tp 2 * pp 1 * cp 1))",
         f"profile of steps 2 to 2 on this rank: {tmp_path}/tb/trace-rank0.json",

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from megatron.training.metrics.time_account import PARTS
+
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:E[-+]\d+)?(?![\w.])")
 _LINE = re.compile(r"^ (\[\d{4}-[^\]]*\] )?(iteration|validation loss)")
-_OF_THE_MACHINE = ("elapsed time", "throughput", "tokens/s", "MFU", "ETA")
+_OF_THE_MACHINE = (
+    "elapsed time", "throughput", "tokens/s", "MFU", "ETA", *(f"{part}: " for part in PARTS),
+)  # fmt: skip
 _SCALARS_OF_THE_MACHINE = (
     "iteration-time", "tokens-per-second-per-device", "throughput", "mem-max-allocated-bytes",
 )  # fmt: skip
@@ -51,5 +55,5 @@ def figures_of_scalars(lines: Sequence[dict[str, Any]]) -> list[Figure]:
         Figure(f"step {line['iteration']} {name}", float(value))
         for line in lines
         for name, value in line.items()
-        if name not in _SCALARS_OF_THE_MACHINE
+        if name not in _SCALARS_OF_THE_MACHINE and not name.endswith("-share")
     ]

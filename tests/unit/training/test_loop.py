@@ -182,6 +182,10 @@ def test_evaluations_begin_at_their_step_in_batches_of_their_own_size(monkeypatc
     assert collected == [0, 1]
 
 
+UNMEASURED = SimpleNamespace(shares={})
+"""In place of the hook that measures times."""
+
+
 def test_all_reasons_are_asked_and_the_first_wins(run):
     _, stop = run(StepBudget(3), ExitInterval(3))
     assert stop is StopReason.FINISHED
@@ -201,7 +205,7 @@ def test_means_leave_out_steps_that_did_not_train():
 def test_a_skipped_step_names_what_overflowed(monkeypatch):
     lines = []
     run = ResolvedRun().overlaid({"log_interval": 10})
-    hook = LogLine(SimpleNamespace(run=run), lines.append, train_iters=20)
+    hook = LogLine(SimpleNamespace(run=run), UNMEASURED, lines.append, train_iters=20)
     reason = "gradient of output_layer.weight is not finite on global rank 1"
     skipped = result(1.0, was_skipped=True, skip_reason=reason, loss_scale=512.0)
     hook.after_step(TrainState(iteration=3), skipped)
@@ -221,7 +225,7 @@ def test_a_run_too_short_for_a_line_has_one_at_its_end(num_steps, reported, monk
 
     monkeypatch.setattr(LogLine, "_report", report)
     run = ResolvedRun().overlaid({"log_interval": 10})
-    hook = LogLine(SimpleNamespace(run=run), [].append, train_iters=20)
+    hook = LogLine(SimpleNamespace(run=run), UNMEASURED, [].append, train_iters=20)
     for step in range(1, num_steps + 1):
         hook.after_step(TrainState(iteration=step), result(1.0))
     hook.after_training(TrainState(iteration=num_steps), StopReason.FINISHED)
@@ -300,7 +304,7 @@ def scalars_of(path, sinks, interval=1, **settings) -> Scalars:
     )  # fmt: skip
     known = dict.fromkeys(names, True) | {"seq_length": 8, "log_timers_to_tensorboard": False}
     run = ResolvedRun().overlaid({**known, **settings})
-    return Scalars(SimpleNamespace(run=run), sinks, interval)
+    return Scalars(SimpleNamespace(run=run), UNMEASURED, sinks, interval)
 
 
 def test_json_lines_keep_all_digits(tmp_path):

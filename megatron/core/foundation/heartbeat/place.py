@@ -30,6 +30,7 @@ from megatron.core.foundation.heartbeat.layout import (
     TEXT_OFFSET,
     Word,
 )
+from megatron.core.foundation.heartbeat.waits import PEERS, Channel, Waits
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,6 +47,8 @@ class Place:
         self._channels: dict[tuple[int, int], list[int]] = {}  # group, tag -> number, uses
         self._num_channels = 0
         self._num_records = 0
+        self._channel_of = [0] * NUM_RECORDS  # by number of the record, modulo their number
+        self.waits = Waits()
         self.file: int | None = None
         """Descriptor of the memory, once it is shared."""
         self._attach(bytearray(NUM_BYTES))
@@ -94,6 +97,7 @@ class Place:
             num_elements,
             self.words[_INSTRUCTION],
         )
+        self._channel_of[number % NUM_RECORDS] = channel[0]
         self._num_records = number + 1
         self.words[_RECORDS] = number + 1
         return number + 1
@@ -106,10 +110,15 @@ class Place:
     def wait_in(self, record: int) -> None:
         """Note that the training thread blocks in the operation of a record; 0: not any more."""
         self.words[_WAITS] = record
+        self.waits.switch(self._channel_of[(record - 1) % NUM_RECORDS] if record else None)
 
     def wait_for(self, rank: int | None) -> None:
         """Note for whom; None: for nobody any more."""
         self.words[_BLOCKED] = 0 if rank is None else rank + 1
+        if rank is not None and self.waits.waits_for is None:
+            self.waits.switch(PEERS)
+        elif rank is None and self.waits.waits_for == PEERS:
+            self.waits.switch(None)
 
     def _open_channel(self, group: Any, tag: int) -> list[int]:
         """Write who belongs to a group into the table."""
@@ -118,6 +127,7 @@ class Place:
         weakref.finalize(group, self._channels.pop, key, None).atexit = False
         self._num_channels += 1
         ranks, name = describe_group(group)
+        self.waits.add_channel(channel[0], Channel(name, tuple(ranks), tag))
         self._write_table(f"{name}|{','.join(map(str, ranks))}|{tag}")
         return channel
 
@@ -142,6 +152,7 @@ class Place:
         """Note what is being done, in a few words."""
         text = activity.encode()[: TEXT_BYTES - 1]
         self.memory[TEXT_OFFSET : TEXT_OFFSET + TEXT_BYTES] = text.ljust(TEXT_BYTES, b"\0")
+        self.waits.begin_activity(activity)
         self.note(Word.IS_TRAINING, int(activity == "training"))
 
     def verdict(self) -> tuple[int, str]:

@@ -1,0 +1,54 @@
+"""Where the time of all ranks goes, measured in every step and put together at each log line."""
+
+from __future__ import annotations
+
+from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import sum_across_ranks
+from megatron.training.hooks.base import Hook
+from megatron.training.metrics.time_account import IntervalTimes, StepClock, shares_of
+from megatron.training.run.context import TrainingContext
+from megatron.training.run.state import StepResult, StopReason, TrainState
+
+
+class MeasureTimes(Hook):
+    """Keeps the shares of compute, communication, bubble, data, checkpoints and evaluations.
+
+    They are those of the time since the last log line, and means over all ranks.
+
+    Communication:
+        an all-reduce of a few numbers over all processes at every log line.
+    """
+
+    def __init__(self, context: TrainingContext) -> None:
+        self.interval = context.run.logging.log_interval
+        self.shares: dict[str, float] = {}
+        """Of the last interval: part -> share. Empty before its end; a new object after it."""
+        self._clock = StepClock(PLACE.waits, context.groups.ranks.get("pp", ()))
+        self._sums = IntervalTimes(PLACE.waits)
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Begin the first interval."""
+        self._sums = IntervalTimes(PLACE.waits)
+        return state
+
+    def before_step(self, state: TrainState) -> None:
+        """Begin a step."""
+        self._clock.start()
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """End the step, and the interval where a log line is due."""
+        self._sums.add(self._clock.stop())
+        if state.iteration % self.interval == 0:
+            self._end_interval()
+        return state
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """End the interval of a run that is too short for a log line."""
+        if not self.shares:
+            self._end_interval()
+        return state
+
+    def _end_interval(self) -> None:
+        self.shares = shares_of(sum_across_ranks(self._sums.seconds(), backend.world()))
+        self._sums = IntervalTimes(PLACE.waits)

@@ -1,0 +1,123 @@
+"""What the time of a rank goes into: compute, waiting, and what is done between steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from megatron.core.foundation.heartbeat.waits import DATA, PEERS, Channel, Waits
+
+PARTS = ("compute", "exposed communication", "bubble", "data", "checkpoint", "evaluation", "other")
+"""What an interval is divided into; the names in the log line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Seconds of one rank in one step."""
+
+    step_s: float
+    communication_s: float
+    """Waiting in collectives within a stage: for transfers, and for ranks that come later."""
+    bubble_s: float
+    """Waiting for other stages of the pipeline."""
+    data_s: float
+    """Waiting for the loader."""
+    cpu_s: float
+    """Processor time of the training thread, without its loader."""
+
+    @property
+    def compute_s(self) -> float:
+        """What is left: the rank waited for nobody, or was not given its processor."""
+        return self.step_s - self.communication_s - self.bubble_s - self.data_s
+
+
+class StepClock:
+    """Measures the steps of this rank from its waits.
+
+    Args:
+        pipeline_ranks: global ranks of this rank's pipeline. Waiting in a group that joins stages
+            is waiting for a stage.
+    """
+
+    def __init__(self, waits: Waits, pipeline_ranks: Collection[int] = ()) -> None:
+        self._waits = waits
+        self._pipeline = frozenset(pipeline_ranks)
+        self._joins_stages: dict[int, bool] = {PEERS: True}
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._seconds = dict(self._waits.seconds)
+        self._cpu_s = time.thread_time() - self._waits.loading_cpu_s
+        self._started_at = time.perf_counter()
+
+    def stop(self) -> StepTimes:
+        """End the step that began last."""
+        step_s = time.perf_counter() - self._started_at
+        cpu_s = time.thread_time() - self._waits.loading_cpu_s - self._cpu_s
+        waited = {"data": 0.0, "bubble": 0.0, "communication": 0.0}
+        for number, seconds in self._waits.seconds.items():
+            if spent := seconds - self._seconds.get(number, 0.0):
+                waited[self._kind(number)] += spent
+        return StepTimes(
+            step_s=step_s,
+            communication_s=waited["communication"],
+            bubble_s=waited["bubble"],
+            data_s=waited["data"],
+            cpu_s=cpu_s,
+        )
+
+    def _kind(self, number: int) -> str:
+        if number == DATA:
+            return "data"
+        if number not in self._joins_stages:
+            self._joins_stages[number] = joins_stages(self._waits.channels[number], self._pipeline)
+        return "bubble" if self._joins_stages[number] else "communication"
+
+
+def joins_stages(channel: Channel, pipeline_ranks: Collection[int]) -> bool:
+    """Return whether operations on the channel are between stages of a pipeline."""
+    return channel.tag < 0 or len(set(channel.ranks) & set(pipeline_ranks)) > 1
+
+
+class IntervalTimes:
+    """Sums of one rank over an interval of steps and what lay between them."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._steps: list[StepTimes] = []
+        self._activity_s = self._activities()
+        self._began_at = time.perf_counter()
+
+    def _activities(self) -> Mapping[str, float]:
+        self._waits.update_activity()
+        return dict(self._waits.activity_s)
+
+    def add(self, step: StepTimes) -> None:
+        """Count a step."""
+        self._steps.append(step)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each of PARTS; their sum is that of the interval."""
+        full = time.perf_counter() - self._began_at
+        checkpoint = evaluation = 0.0
+        for activity, seconds in self._activities().items():
+            spent = seconds - self._activity_s.get(activity, 0.0)
+            checkpoint += spent * ("checkpoint" in activity)
+            evaluation += spent * (activity == "evaluating")
+        parts = [
+            sum(step.compute_s for step in self._steps),
+            sum(step.communication_s for step in self._steps),
+            sum(step.bubble_s for step in self._steps),
+            sum(step.data_s for step in self._steps),
+            checkpoint,
+            evaluation,
+        ]
+        return [*parts, max(full - sum(parts), 0.0)]
+
+
+def shares_of(seconds: list[float]) -> dict[str, float]:
+    """Return part -> share of all seconds."""
+    full = sum(seconds) or 1.0
+    return {part: spent / full for part, spent in zip(PARTS, seconds, strict=True)}
