@@ -24,7 +24,8 @@ from tests.parity.training_run import train_with_flags
 _POOL = threading.Lock()
 """The harness' ranks do one thing at a time."""
 EXPECTED_FILES = re.compile(
-    r"iter_\d{7}|latest_checkpointed_iteration\.txt|\.lease|failure(\.previous)?\.json|progress\.txt"
+    r"iter_\d{7}|latest_checkpointed_iteration\.txt|\.lease|failure(\.previous)?\.json"
+    r"|failures\.jsonl|progress\.txt"
 )
 INTERRUPTED = re.compile(r"iter_\d{7}\.(tmp|deleting|replaced)-\w+|\..*\.tmp-?\w*")
 """What a process that is killed during a save may leave, until the next run removes it."""

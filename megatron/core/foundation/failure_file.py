@@ -1,4 +1,4 @@
-"""The file that says why a run failed; no torch, because a watchdog writes it, too."""
+"""The files that say why a run failed; no torch, because a watchdog writes them, too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FAILURE_FILE = "failure.json"
+"""The last failure of the run, while no later attempt has begun."""
+FAILURE_HISTORY_FILE = "failures.jsonl"
+"""A line for every failure of the run."""
+_IN_HISTORY = (
+    "class", "exit_code", "iteration", "attempt", "rank", "host", "where", "last_good_ckpt",
+    "action", "message", "time",
+)  # fmt: skip
+"""What the history keeps of a record: not the stacks and places of all ranks."""
 
 
 def write_failure(record: Mapping[str, object], directory: str) -> None:
-    """Write failure.json, whole or not at all."""
+    """Write failure.json, whole or not at all, and add a line to failures.jsonl."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     handle, path = tempfile.mkstemp(dir=directory, prefix=FAILURE_FILE)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
     os.replace(path, Path(directory) / FAILURE_FILE)
+    line = json.dumps({name: record[name] for name in _IN_HISTORY if name in record})
+    with open(Path(directory) / FAILURE_HISTORY_FILE, "a", encoding="utf-8") as history:
+        history.write(line + "\n")

@@ -81,8 +81,8 @@ class WandbSink:
 
 
 class JsonLinesSink:
-    """One JSON object a step, appended; numbers have all their digits, so runs can be compared
-    to the bit."""
+    """One JSON object a step, appended, with the time of writing (`time`, seconds since 1970);
+    numbers have all their digits, so runs can be compared to the bit."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,8 @@ class JsonLinesSink:
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         """Append one line."""
-        self._file.write(json.dumps({"iteration": step, **scalars}) + "\n")
+        line = {"iteration": step, "time": round(time.time(), 3), **scalars}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ _OF_THE_MACHINE = (
     "elapsed time", "throughput", "tokens/s", "MFU", "ETA", *(f"{part}: " for part in PARTS),
 )  # fmt: skip
 _SCALARS_OF_THE_MACHINE = (
-    "iteration-time", "tokens-per-second-per-device", "throughput", "mem-max-allocated-bytes",
+    "time", "iteration-time", "tokens-per-second-per-device", "throughput",
+    "mem-max-allocated-bytes",
 )  # fmt: skip
 
 

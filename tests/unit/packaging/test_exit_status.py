@@ -28,6 +28,8 @@ CANNOT_BE_READ = {
     "merge_datasets": "--input {}/nothing --output-prefix {}/out",
     "preprocess_data": "--input {}/nothing --output-prefix {}/out --tokenizer-type ByteTokenizer",
     "plot_schedule": "--measured {}/nothing",
+    "report": "{}/nothing",
+    "compare": "{}/nothing {}/nothing",
 }
 """Commands of tools that read files, for files that are not there or damaged."""
 

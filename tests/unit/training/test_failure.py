@@ -137,7 +137,11 @@ def test_the_same_facts_are_in_failure_json(tmp_path, capsys):
     assert record["where"] == line["where"] == "saving a checkpoint"
     assert record["action"] == line["action"] == "free 3 GiB"
     assert record["message"] == "no space"
-    assert {path.name for path in tmp_path.iterdir()} == {"failure.json", ".lease"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "failure.json",
+        "failures.jsonl",
+        ".lease",
+    }
 
 
 def test_a_save_directory_that_cannot_be_written_does_not_hide_the_line(tmp_path, capsys):
