@@ -14,9 +14,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from argparse import REMAINDER
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag, positional
+from megatron.launcher.hosts import Node, Slots, run_together, slots_in
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")
@@ -33,27 +33,6 @@ EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")
 ENVIRONMENT_FILE = ".deepspeed_env"
 """NAME=VALUE a line, in the home or the working directory: further variables for all machines."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1")
-_POLL_S = 0.2
-
-Slots = dict[str, list[int]]
-"""Host -> numbers of the accelerators to use there, in order."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine of a run."""
-
-    host: str
-    slots: tuple[int, ...]
-    command: tuple[str, ...]
-    """What is run there."""
-    environment: Mapping[str, str]
-    """Variables that the command needs beside those of a login."""
-
-    def shell(self, directory: str) -> str:
-        """Return the command as one line for a shell on that machine."""
-        exports = "".join(f"export {n}={shlex.quote(v)}; " for n, v in self.environment.items())
-        return f"cd {shlex.quote(directory)}; {exports}{shlex.join(self.command)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,33 +116,6 @@ def read_flags(words: Sequence[str] | None = None) -> LauncherFlags:
     )
 
 
-def read_hostfile(text: str, name: str) -> Slots:
-    """Return the machines of a hostfile in order."""
-    found: Slots = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        match = re.fullmatch(r"(\S+) slots=([1-9]\d*)", " ".join(words))
-        if match is None or match[1] in found:
-            what = "a host that is there already" if match else "not understood"
-            raise ConfigError(
-                f"{name}, line {number}: {line.strip()!r} is {what}.",
-                rule="a hostfile has one line for each host: its name, and slots=N",
-                flags=["--hostfile"],
-                fix="write lines such as: worker-1 slots=8",
-            )
-        found[match[1]] = list(range(int(match[2])))
-    if not found:
-        raise ConfigError(
-            f"{name} names no host.",
-            rule="a hostfile has one line for each host: its name, and slots=N",
-            flags=["--hostfile"],
-            fix="write lines such as: worker-1 slots=8",
-        )
-    return found
-
-
 def choose(slots: Slots, include: str, exclude: str) -> Slots:
     """Return the machines and accelerators that are left by --include or --exclude."""
     if include and exclude:
@@ -219,15 +171,7 @@ def slots_of(flags: LauncherFlags) -> Slots:
                 fix="give --hostfile with a line `host slots=N` for each machine",
             )
     else:
-        try:
-            found = read_hostfile(Path(path).read_text(), path)
-        except OSError as error:
-            raise ConfigError(
-                f"--hostfile {path} cannot be read: {error.strerror}.",
-                rule="it is a file with a line `host slots=N` for each machine",
-                flags=["--hostfile"],
-                fix="leave it out to use this machine alone",
-            ) from None
+        found = slots_in(path)
     found = choose(found, flags.include, flags.exclude)
     if flags.num_nodes > len(found):
         raise ConfigError(
@@ -271,8 +215,7 @@ def plan(flags: LauncherFlags) -> list[Node]:
             f"--launcher {flags.launcher} is not supported.",
             rule="commands are printed, or started by ssh or pdsh",
             flags=["--launcher"],
-            fix="under SLURM use examples/cluster/pretrain.sbatch; with an MPI start the printed"
-            " commands, one on each machine",
+            fix="for SLURM, MPI and Kubernetes describe the job to `lattice launch`",
         )
     slots = slots_of(flags)
     master = flags.master_addr or next(iter(slots))
@@ -337,22 +280,7 @@ def start(nodes: Sequence[Node], flags: LauncherFlags) -> int:
     else:
         port = [] if flags.ssh_port is None else ["-p", str(flags.ssh_port)]
         commands = [["ssh", *port, *options, n.host, n.shell(here)] for n in nodes]
-    running = [subprocess.Popen(command) for command in commands]
-    status = 0
-    try:
-        while running:
-            time.sleep(_POLL_S)
-            ended = [process for process in running if process.poll() is not None]
-            running = [process for process in running if process.poll() is None]
-            failed = [p.returncode for p in ended if p.returncode]
-            if failed and not status:
-                status = failed[0]
-                for process in running:  # the others would wait for those that ended
-                    process.terminate()
-    finally:
-        for process in running:
-            process.terminate()
-    return status
+    return run_together(commands)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -200,6 +200,13 @@ def device_name() -> str:
     return str(torch.get_device_module(device_type()).get_device_name())
 
 
+def nccl_version() -> str:
+    """Return the version of NCCL that torch was built with, or "none"."""
+    if not torch.distributed.is_nccl_available() or not torch.cuda.is_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def start_profiler_range() -> None:
     """Let a profiler around the process (nsys with cudaProfilerApi) record from here on."""
     if device_type() == "cuda":

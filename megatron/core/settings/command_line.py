@@ -64,12 +64,15 @@ def read_command_line(
     usage: str | None = None,
     description: str | None = None,
     allow_abbrev: bool = True,
+    defaults: Mapping[str, Any] | None = None,
 ) -> SettingsT:
     """Return what a command line says; argparse ends the process with status 2 if it is wrong.
 
     Args:
         settings: a frozen dataclass.
         argv: words after the program's name; those of this process by default.
+        defaults: values by the names of flags, instead of those that are declared; a flag that is
+            repeated adds to its default.
         prog, usage, description, allow_abbrev: as of `argparse.ArgumentParser`.
     """
     parser = _Parser(
@@ -80,6 +83,7 @@ def read_command_line(
         allow_abbrev=allow_abbrev,
     )
     add_flags(parser, settings)
+    parser.set_defaults(**(defaults or {}))
     values, unknown = parser.parse_known_args(argv)
     return settings_of(settings, vars(values) | _unknown_words(parser, settings, unknown))
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,27 @@ def run_rank() -> int:
     )
     print(text, flush=True)
     return int(not max(errors) < TOLERANCE)
+
+
+def time_all_reduce(num_bytes: int, repeats: int = 5) -> float:
+    """Sum ones over all ranks; return the bytes a second of each rank, or 0 if the sum is wrong.
+
+    Communication:
+        `repeats` + 2 all-reduces over all ranks; all leave the last one, of a number, together.
+    """
+    ones = torch.ones(max(1, num_bytes // 4), device=device.current_device())
+    dist.all_reduce(ones)
+    is_right = bool((ones == dist.get_world_size()).all())
+    device.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        dist.all_reduce(ones.fill_(1.0))
+    device.synchronize()
+    elapsed = time.perf_counter() - begin
+    is_right = is_right and bool((ones == dist.get_world_size()).all())
+    dist.all_reduce(ones[:1])
+    device.synchronize()
+    return repeats * ones.numel() * ones.element_size() / elapsed if is_right else 0.0
 
 
 def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:

@@ -1,0 +1,206 @@
+"""Check nodes before a run: GPUs, an all-reduce over all ranks, clocks, disk, versions.
+
+    python -m megatron.training.doctor.node_checks --num-gpus 8         # this node, alone
+    torchrun ... -m megatron.training.doctor.node_checks --num-gpus 8   # all nodes
+
+The exit status is 1 if something is wrong, on all ranks; rank 0 says what. `lattice launch --check`
+runs it in the job, before the training.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.foundation import device
+from megatron.core.foundation.exit_status import ExitStatus, tool
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.transport.object_collectives import all_gather_object
+from megatron.training.doctor.findings import Finding, State, version_of
+from megatron.training.doctor.self_test import time_all_reduce
+from megatron.training.launch.rank_info import read_rank_info
+
+_TIMEOUT = timedelta(minutes=5)
+_SIDE = 512
+_LIBRARIES = ("numpy", "transformer_engine", "flash_attn", "apex", "triton")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckFlags:
+    """What the command line says."""
+
+    num_gpus: int = 0
+    """GPUs that this node must have; 0 checks none."""
+    directory: tuple[str, ...] = ()
+    """Directories that the run writes to."""
+    min_free_gib: float = 10.0
+    """Free space that each of them must have, in GiB."""
+    min_shared_memory_gib: float = 1.0
+    """Size that /dev/shm must have, in GiB."""
+    max_clock_difference_s: float = 2.0
+    """Largest difference between the clocks of two nodes, in seconds."""
+    all_reduce_mib: float = 16.0
+    """Size of the all-reduce that is timed, in MiB."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a rank found; exchanged between ranks."""
+
+    host: str
+    rank: int
+    clock_s: float
+    """Wall clock just after a barrier."""
+    versions: dict[str, str]
+    problems: tuple[str, ...]
+    bandwidth: float
+    """Of the all-reduce, in bytes a second of each rank."""
+
+
+def examine_node(flags: CheckFlags) -> Iterator[Finding]:
+    """Yield what this node has, each with a judgement."""
+    yield from _gpus(flags.num_gpus)
+    for directory in flags.directory:
+        yield _disk(directory, flags.min_free_gib)
+    if Path("/dev/shm").is_dir():
+        size = shutil.disk_usage("/dev/shm").total / _GIB
+        is_enough = size >= flags.min_shared_memory_gib
+        text = f"{size:.1f} GiB" + (
+            "" if is_enough else f", less than {flags.min_shared_memory_gib}"
+        )
+        yield Finding("node", "/dev/shm", text, State.FINE if is_enough else State.PROBLEM)
+
+
+def _gpus(wanted: int) -> Iterator[Finding]:
+    """Yield whether the GPUs are there, and multiply."""
+    if not wanted:
+        return
+    found = 0 if device.device_type() == "cpu" else torch.accelerator.device_count()
+    if found < wanted:
+        yield Finding("node", "GPUs", f"{found}, and {wanted} are needed", State.PROBLEM)
+        return
+    expected = torch.full((_SIDE, _SIDE), float(_SIDE))
+    for number in range(wanted):
+        where = torch.device(device.device_type(), number)
+        try:
+            ones = torch.ones(_SIDE, _SIDE, device=where)
+            is_right = torch.equal((ones @ ones).cpu(), expected)
+            text = "multiplies" if is_right else "multiplies wrongly"
+        except RuntimeError as error:
+            is_right, text = False, f"does not compute: {str(error).splitlines()[0]}"
+        state = State.FINE if is_right else State.PROBLEM
+        yield Finding("node", f"GPU {number}", text, state)
+
+
+def _disk(directory: str, min_free_gib: float) -> Finding:
+    """Return whether a directory, or the nearest that exists above it, takes files."""
+    place = Path(directory).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Finding("node", directory, f"cannot be written: {error.strerror}", State.PROBLEM)
+    free = shutil.disk_usage(place).free / _GIB
+    if free < min_free_gib:
+        text = f"{free:.1f} GiB free, less than {min_free_gib}"
+        return Finding("node", directory, text, State.PROBLEM)
+    return Finding("node", directory, f"{free:.0f} GiB free")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all nodes."""
+    found = {name: version_of(name) or "missing" for name in _LIBRARIES}
+    return {
+        "python": platform.python_version(), "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda), "NCCL": device.nccl_version(), **found,
+    }  # fmt: skip
+
+
+def compare(reports: Sequence[NodeReport], max_clock_difference_s: float) -> list[Finding]:
+    """Return what differs between nodes that must not, and what a node found itself."""
+    found = []
+    for report in reports:
+        for problem in report.problems:
+            name = f"{report.host} (rank {report.rank})"
+            found.append(Finding("node", name, problem, State.PROBLEM))
+    for library in reports[0].versions:
+        hosts: dict[str, list[str]] = {}
+        for report in reports:
+            hosts.setdefault(report.versions.get(library, "missing"), []).append(report.host)
+        if len(hosts) > 1:
+            shown = "; ".join(
+                f"{version} on {', '.join(sorted(set(names)))}" for version, names in hosts.items()
+            )
+            found.append(Finding("nodes", library, f"different: {shown}", State.PROBLEM))
+    early = min(reports, key=lambda report: report.clock_s)
+    late = max(reports, key=lambda report: report.clock_s)
+    difference = late.clock_s - early.clock_s
+    text = f"{difference:.3f} s between {early.host} and {late.host}"
+    is_large = difference > max_clock_difference_s
+    found.append(Finding("nodes", "clocks", text, State.PROBLEM if is_large else State.FINE))
+    slowest = min(reports, key=lambda report: report.bandwidth)
+    text = f"right over {len(reports)} ranks, {slowest.bandwidth / 1e9:.2f} GB/s a rank"
+    found.append(Finding("nodes", "all-reduce", text))
+    return found
+
+
+def examine_nodes(flags: CheckFlags, rank: int, local_rank: int) -> list[Finding]:
+    """Return the findings of all nodes and between them, the same on all ranks.
+
+    Communication:
+        an all-reduce that is timed, barriers, and an all-gather of reports, over all ranks.
+    """
+    device.set_local_device(local_rank)
+    dist.init_process_group(device.communication_backend(), timeout=_TIMEOUT)
+    own = list(examine_node(flags)) if local_rank == 0 else []
+    problems = [f"{one.name}: {one.text}" for one in own if one.state is State.PROBLEM]
+    try:
+        bandwidth = time_all_reduce(int(flags.all_reduce_mib * (1 << 20)))
+        if bandwidth <= 0:
+            problems.append("the all-reduce over all ranks gave a wrong sum")
+        clock = time.time()
+        report = NodeReport(
+            socket.gethostname(), rank, clock, versions(), tuple(problems), bandwidth
+        )
+        world = dist.group.WORLD
+        reports = [report] if world is None else all_gather_object(report, world)
+    finally:
+        dist.destroy_process_group()
+    return compare(reports, flags.max_clock_difference_s)
+
+
+@tool
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check this node, or all of them under torchrun; return the exit status."""
+    flags = read_command_line(CheckFlags, argv, description=__doc__)
+    info = read_rank_info()
+    if info.is_launched:
+        found = examine_nodes(flags, info.rank, info.local_rank)
+    else:
+        found = list(examine_node(flags))
+    if info.rank == 0:
+        for one in found:
+            print(f"{one.state.value} {socket.gethostname()} {one.name}: {one.text}", flush=True)
+    is_wrong = any(one.state is State.PROBLEM for one in found)
+    return ExitStatus.FAILED if is_wrong else ExitStatus.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
