@@ -7,7 +7,7 @@ a parameter without sharding, the owned ranges with ZeRO. Nothing here asks whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ from megatron.core.transport.object_collectives import all_gather_object
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides: keeps the factor finite."""
+
+NormCheck = Callable[[float], str | None]
+"""Given the gradient norm, which is the same on all ranks, returns why its update is refused; or
+raises, on all ranks."""
 
 StepResult = tuple[bool, float | None, int | None]
 """(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
@@ -66,7 +70,9 @@ class MegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.attention_logits = AttentionLogits(self.model_chunks, reader.groups)
         self.nonfinite: str | None = None
-        """What the last step found in the gradient, if it was not finite."""
+        """What the last step found in the gradient, if it was not finite or was refused."""
+        self.norm_checks: list[NormCheck] = []
+        """Called by every step before its update, also if the norm is not finite."""
         self.num_updates = step_count(optimizer)
         """Updates that the weights have seen; equal on all ranks, also on those without shards."""
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
@@ -268,6 +274,8 @@ def step_together(
     inv_scale = 1.0 if grad_scaler is None else grad_scaler.inv_scale
     norm = joint_norm(reports, inv_scale)
     is_finite = all(report.is_finite for report in reports)
+    reasons = [check(norm) for optimizer in optimizers for check in optimizer.norm_checks]
+    refusal = next((reason for reason in reasons if reason is not None), None)
     optimizers[0].nonfinite = None if is_finite else describe_nonfinite(optimizers, reports)
     if grad_scaler is not None:
         grad_scaler.update(not is_finite, optimizers[0].nonfinite or "")
@@ -281,6 +289,11 @@ def step_together(
                 flags=["--lr", "--clip-grad", "--no-check-for-nan-in-loss-and-grad"],
                 fix="no weight was touched: look at the batch of this step, or lower --lr",
             )
+        return False, norm, None
+    if refusal is not None:
+        optimizers[0].nonfinite = refusal
+        for optimizer in optimizers:
+            optimizer.attention_logits.forget()
         return False, norm, None
     num_zeros = None
     if config.log_num_zeros_in_grad:

@@ -1,4 +1,4 @@
-"""Find ranks whose copies of weights or optimizer state are not equal to the bit.
+"""Find ranks whose copies of weights, gradients or optimizer state are not equal to the bit.
 
 Replicas see the same reduced gradients and compute the same updates, so what they hold stays equal
 to the bit; a difference is a fault of the hardware, of a driver or of the program. Nothing else
@@ -7,10 +7,16 @@ Corruptions at Scale", arXiv 2102.11245).
 
 Tensors are not exchanged but digests of them, one integer each. Compared are
 
-- weights and their fp32 copies and moments over the ranks that hold them whole: data-parallel
-  replicas, or where they are sharded the copies of each shard;
+- the reduced gradients, weights and their fp32 copies and moments over the ranks that hold them
+  whole: data-parallel replicas, or where they are sharded the copies of each shard;
 - what is not split over tensor-parallel ranks over those (norms, routers, positions);
 - the copies of a tied embedding over its pipeline stages.
+
+At an interval everything is compared. In between, what an update overwrites (gradients, and weights
+that have a copy in fp32) leaves no trace but in the losses of all replicas. So before every update
+the digests of gradients and weights are added up on each rank, without a message, and the sums are
+compared at the interval; the norm of the gradient is compared in every step, so that replicas
+never decide differently about an update.
 
 A part of sharded state that exists once has nothing to be compared with, and moments that are
 streamed from host memory or files are not read.
@@ -18,32 +24,32 @@ streamed from host memory or files are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.model_parameters import names_in_model, tied_parameters
-from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.device import current_device
 from megatron.core.foundation.errors import ReplicaMismatchError
-from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.parameters.param_meta import get_param_meta
+from megatron.core.optimizer.replica_copies import (
+    Copies,
+    copies_of_gradients,
+    copies_of_model,
+    copies_of_state,
+    digest_of,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 
-_ROW = 1024
-"""Words that are added before a row is weighted by its place."""
 _NAMED = 5
 """Differences that an error shows."""
-
-Copies = dict[str, list[tuple[str, Tensor]]]
-"""Name of a group of ranks -> (name, tensor) that all of its ranks hold, in one order."""
+_GROUPS = ("dp_cp", "expt_dp", "inter_dist_opt", "tp", "expt_tp", "embd")
 
 
 @dataclass(frozen=True)
@@ -56,137 +62,140 @@ class _Finding:
     digest: int
 
 
-def digest_of(tensor: Tensor) -> Tensor:
-    """Return one 64-bit integer, [], that a change of any single bit changes.
+class ReplicaCheck:
+    """Compares the copies of one run.
 
-    A sum modulo 2^64 of the tensor's words, in rows that are multiplied by odd numbers, so that
-    rows that change places are seen, too. It is one pass at the speed of memory.
+    Args:
+        chunks, optimizer, groups: of this rank.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    num_rows, rest = divmod(flat.numel(), 8 * _ROW)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    weights = 2 * torch.arange(num_rows + 1, device=flat.device) + 1
-    if num_rows:
-        rows = _as_words(flat[: num_rows * 8 * _ROW]).view(num_rows, _ROW)
-        total += (rows.sum(1) * weights[:num_rows]).sum()
-    if rest:
-        last = torch.zeros(8 * _ROW, dtype=torch.uint8, device=flat.device)
-        last[:rest] = flat[num_rows * 8 * _ROW :]
-        total += last.view(torch.int64).sum() * weights[num_rows]
-    return total
 
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self.chunks, self.optimizer, self.groups = chunks, optimizer, groups
+        self._names: dict[str, list[str]] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._num_steps = 0
 
-def _as_words(flat: Tensor) -> Tensor:
-    """Return bytes as 64-bit words; a view where they are aligned."""
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
+    @torch.no_grad()
+    def before_update(self, norm: float, iteration: int) -> None:
+        """Note the digests of gradients and weights, and compare the gradient norm.
 
+        A wrong bit in the reduced gradient of one replica, unless it is one of the lowest, changes
+        the norm there, and by the factor of clipping all weights of that replica.
 
-def copies_of_model(
-    chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
-) -> Copies:
-    """Return the weights (and buffers that are state) of which other ranks hold copies."""
-    copies: Copies = {}
-    tied: list[tuple[str, Tensor]] = []
-    for chunk in chunks:
-        chunk.finish_param_sync()
-        names = names_in_model(chunk.module)
-        are_sharded = set(chunk.sharded_values())
-        shared = {id(parameter) for parameter in tied_parameters(chunk.module)}
-        for local, parameter in chunk.module.named_parameters():
-            if parameter in are_sharded:
-                for shard in chunk.shards_of(parameter):
-                    _place_shard(copies, shard, "weight", shard.values)
-                continue
-            meta = get_param_meta(parameter)
-            name = f"weight {names[local]}"
-            _place(copies, "expt_dp" if meta.is_expert else "dp_cp", name, parameter)
-            if meta.split_dim is None:
-                _place(copies, "expt_tp" if meta.is_expert else "tp", name, parameter)
-            if id(parameter) in shared:
-                tied.append(("weight of the tied embedding", parameter))
-        for local, buffer in _state_buffers(chunk.module):
-            _place(copies, "dp_cp", f"buffer {local}", buffer)
-            _place(copies, "tp", f"buffer {local}", buffer)
-    # In a V both copies may be on one rank, the first of which is compared with other ranks.
-    if tied and groups.embd.size() > 1:
-        copies["embd"] = tied[:1]
-    return copies
+        Args:
+            norm: of the whole model's gradient, as this rank knows it; NaN and infinity included.
+        Raises:
+            ReplicaMismatchError: on all ranks, before any weight has changed.
+        Communication:
+            one all-reduce of two integers over all processes.
+        """
+        if not backend.has_peers(backend.world()):
+            return
+        self._add_up()
+        if self._is_agreed(norm):
+            return
+        findings = self._compare(copies_of_gradients(self.optimizer))
+        everyone = tuple(range(backend.world().size()))
+        findings.append(_Finding("world", everyone, "gradient norm", _bits(norm)))
+        _raise_if_any(findings, iteration)
 
+    @torch.no_grad()
+    def compare(self, iteration: int) -> None:
+        """Raise on all ranks if any rank holds other bits than its peers.
 
-def copies_of_state(optimizer: MegatronOptimizer) -> Copies:
-    """Return fp32 weights and moments of which other ranks hold copies."""
-    copies: Copies = {}
-    if any(
-        isinstance(each, ChunkedStateOptimizer) for each in getattr(optimizer, "_optimizers", [])
-    ):
-        return copies
-    state = optimizer.state
-    for item in optimizer.shards:
-        held: dict[str, Tensor] = {"fp32 weight": item.main_param} if item.is_copy else {}
-        held |= {k: v for k, v in state.get(item.main_param, {}).items() if isinstance(v, Tensor)}
-        for kind, tensor in held.items():
-            _place_shard(copies, item.shard, kind, tensor)
-    return copies
+        Raises:
+            ReplicaMismatchError: names tensors, ranks and groups.
+        Communication:
+            on each group of copies one all-reduce of two integers per tensor, and one integer over
+            all processes; where something differs, a gather of the digests of what does.
+        """
+        if not backend.has_peers(backend.world()):
+            return
+        # What went wrong first comes first in the message.
+        findings = self._compare_sums(iteration)
+        findings += self._compare(copies_of_gradients(self.optimizer))
+        findings += self._compare(copies_of_model(self.chunks, self.groups))
+        findings += self._compare(copies_of_state(self.optimizer))
+        self._sums, self._num_steps = {}, 0
+        _raise_if_any(findings, iteration)
 
+    def _add_up(self) -> None:
+        """Add the digests of what this step computes with to those of the steps before it."""
+        held: Copies = {}
+        for copies in (
+            copies_of_gradients(self.optimizer),
+            copies_of_model(self.chunks, self.groups),
+        ):
+            for name, tensors in copies.items():
+                held.setdefault(name, []).extend(tensors)
+        for group, tensors in held.items():
+            if getattr(self.groups, group).size() > 1:
+                digests = torch.stack([digest_of(tensor) for _, tensor in tensors])
+                # An odd factor: the same difference in two steps does not cancel.
+                self._sums[group] = 3 * self._sums[group] + digests if self._num_steps else digests
+                self._names[group] = [name for name, _ in tensors]
+        self._num_steps += 1
 
-def _state_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, owner in module.named_modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    def _compare_sums(self, iteration: int) -> list[_Finding]:
+        if not self._num_steps:
+            return []
+        first = iteration - self._num_steps + 1
+        when = f"in iteration {iteration}"
+        if self._num_steps > 1:
+            when = f"in iterations {first} to {iteration}"
+        findings: list[_Finding] = []
+        for group in _GROUPS:
+            if group in self._sums:
+                names = [f"{name} {when}" for name in self._names[group]]
+                findings += self._differences(group, names, self._sums[group])
+        return findings
 
-
-def _place_shard(copies: Copies, shard: ParameterShard, kind: str, values: Tensor) -> None:
-    """File what belongs to a shard under the ranks that hold the same range of the parameter."""
-    meta = get_param_meta(shard.parameter)
-    name = f"{kind} {shard.name}" + ("" if shard.is_full else f"[{shard.begin}:{shard.end}]")
-    if shard.mesh.replicate_size > 1:
-        is_all = shard.mesh.shard_size == 1
-        full = "expt_dp" if meta.is_expert else "dp_cp"
-        _place(copies, full if is_all else "inter_dist_opt", name, values)
-    if meta.split_dim is None:
-        _place(copies, "expt_tp" if meta.is_expert else "tp", name, values)
-
-
-def _place(copies: Copies, group: str, name: str, tensor: Tensor) -> None:
-    copies.setdefault(group, []).append((name, tensor))
-
-
-@torch.no_grad()
-def check_replicas(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    groups: ProcessGroupCollection,
-    iteration: int,
-) -> None:
-    """Raise on all ranks if any rank holds other bits than its peers.
-
-    Raises:
-        ReplicaMismatchError: names tensors, ranks and groups.
-    Communication:
-        on each group of copies one all-reduce of two integers per tensor, and one integer over all
-        processes; where something differs, a gather of the digests of what does.
-    """
-    findings: list[_Finding] = []
-    for copies in (copies_of_model(chunks, groups), copies_of_state(optimizer)):
-        for group_name in ("dp_cp", "expt_dp", "inter_dist_opt", "tp", "expt_tp", "embd"):
-            group = getattr(groups, group_name)
-            held = copies.get(group_name, [])
-            if held and group.size() > 1:
+    def _compare(self, copies: Copies) -> list[_Finding]:
+        """Return what differs between this rank and those that hold the same tensors."""
+        findings: list[_Finding] = []
+        for group in _GROUPS:
+            held = copies.get(group, [])
+            if held and getattr(self.groups, group).size() > 1:
                 digests = torch.stack([digest_of(tensor) for _, tensor in held])
-                # The largest of ~d is the complement of the smallest d.
-                extremes = torch.cat([digests, ~digests])
-                backend.all_reduce(extremes, group, dist.ReduceOp.MAX)
-                largest, smallest = extremes.chunk(2)
-                ranks = tuple(dist.get_process_group_ranks(group))
-                findings += [
-                    _Finding(group_name, ranks, held[i][0], int(digests[i]))
-                    for i in (largest != ~smallest).nonzero().flatten().tolist()
-                ]
-    if not backend.has_peers(backend.world()):
-        return
+                findings += self._differences(group, [name for name, _ in held], digests)
+        return findings
+
+    def _differences(self, name: str, names: Sequence[str], digests: Tensor) -> list[_Finding]:
+        """Compare digests [tensors] over the ranks of a group."""
+        group = getattr(self.groups, name)
+        # The largest of ~d is the complement of the smallest d.
+        extremes = torch.cat([digests, ~digests])
+        backend.all_reduce(extremes, group, dist.ReduceOp.MAX)
+        largest, smallest = extremes.chunk(2)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return [
+            _Finding(name, ranks, names[i], int(digests[i]))
+            for i in (largest != ~smallest).nonzero().flatten().tolist()
+        ]
+
+    @staticmethod
+    def _is_agreed(norm: float) -> bool:
+        bits = torch.tensor([_bits(norm)], device=current_device())
+        extremes = torch.cat([bits, ~bits])
+        largest, smallest = backend.all_reduce(
+            extremes, backend.world(), dist.ReduceOp.MAX
+        ).tolist()
+        return bool(largest == ~smallest)
+
+
+def _bits(norm: float) -> int:
+    """Return the bits of a number; one NaN is as good as another, whatever bits it has."""
+    known = torch.tensor(math.nan if math.isnan(norm) else norm, dtype=torch.float64)
+    return int(known.view(torch.int64))
+
+
+def _raise_if_any(findings: list[_Finding], iteration: int) -> None:
+    """Raise on all ranks if any has found something."""
     count = torch.tensor([len(findings)], device=current_device())
     if int(backend.all_reduce(count, backend.world())):
         raise _error(all_gather_object(findings, backend.world()), iteration)
@@ -199,7 +208,9 @@ def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> ReplicaMis
         for finding in findings:
             key = (finding.group, finding.ranks, finding.name)
             digests.setdefault(key, {})[rank] = finding.digest
-    lines = [_difference(*key, held) for key, held in digests.items()]
+    # Fewest ranks first: a wrong shard is on one rank, and what was gathered from it on several.
+    found = sorted((_difference(*key, held) for key, held in digests.items()), key=lambda it: it[0])
+    lines = [text for _, text in found]
     more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
     return ReplicaMismatchError(
         f"iteration {iteration}: ranks that hold copies of the same tensors hold other bits:\n  "
@@ -213,8 +224,10 @@ def _error(everyone: Sequence[Sequence[_Finding]], iteration: int) -> ReplicaMis
     )
 
 
-def _difference(group: str, ranks: tuple[int, ...], name: str, held: dict[int, int]) -> str:
-    """Say which ranks differ from most, or that there is no majority."""
+def _difference(
+    group: str, ranks: tuple[int, ...], name: str, held: dict[int, int]
+) -> tuple[int, str]:
+    """Return how many ranks may be wrong, and which: those that differ from most, or all."""
     by_digest: dict[int, list[int]] = {}
     for rank, digest in sorted(held.items()):
         by_digest.setdefault(digest, []).append(rank)
@@ -222,5 +235,5 @@ def _difference(group: str, ranks: tuple[int, ...], name: str, held: dict[int, i
     if sizes[0] > sum(sizes[1:]):
         most = max(by_digest.values(), key=len)
         odd = [rank for rank in ranks if rank in held and rank not in most]
-        return f"{name} on global ranks {odd} is not that of {most} ({group})"
-    return f"{name} differs between global ranks {sorted(by_digest.values())} ({group})"
+        return len(odd), f"{name} on global ranks {odd} is not that of {most} ({group})"
+    return len(held), f"{name} differs between global ranks {sorted(by_digest.values())} ({group})"

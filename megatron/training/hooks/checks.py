@@ -6,11 +6,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from megatron.core.optimizer.replica_check import check_replicas
+from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.training.hooks.base import Hook
-from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
@@ -23,11 +21,24 @@ class CompareReplicas(Hook):
     """
 
     def __init__(
-        self, context: TrainingContext, interval: int, save_intervals: Iterable[int | None]
+        self, check: ReplicaCheck, interval: int, save_intervals: Iterable[int | None]
     ) -> None:
-        self.context = context
+        self.check = check
         self.intervals = [interval, *(every for every in save_intervals if every)]
         self._last_compared = -1
+        self._iteration = 0
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Let every update be preceded by what must be noted before it."""
+        self.check.optimizer.norm_checks.append(self._before_update)
+        return state
+
+    def before_step(self, state: TrainState) -> None:
+        """Learn which step it is."""
+        self._iteration = state.iteration + 1
+
+    def _before_update(self, norm: float) -> None:
+        self.check.before_update(norm, self._iteration)
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Compare when it is time."""
@@ -42,8 +53,7 @@ class CompareReplicas(Hook):
         return state
 
     def _compare(self, iteration: int) -> None:
-        context: Any = self.context
-        check_replicas(context.model, context.optimizer, context.groups, iteration)
+        self.check.compare(iteration)
         self._last_compared = iteration
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.foundation import device, optional_imports
+from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
@@ -87,9 +89,10 @@ def standard_hooks(
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(context, times, write, run.schedule.train_iters), scalars]
     if run.schedule.check_weight_hash_across_dp_replicas_interval:
+        chunks: Any = context.model
         hooks.append(
             CompareReplicas(
-                context,
+                ReplicaCheck(chunks, context.optimizer, context.groups),
                 run.schedule.check_weight_hash_across_dp_replicas_interval,
                 [run.checkpoint.save_interval, run.checkpoint.non_persistent_save_interval],
             )

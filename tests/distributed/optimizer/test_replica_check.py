@@ -7,8 +7,9 @@ import torch
 
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.foundation.errors import ReplicaMismatchError
-from megatron.core.optimizer.replica_check import check_replicas
+from megatron.core.optimizer.replica_check import ReplicaCheck
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
+from tests.faults.wrong_numbers import bit_flips
 from tests.harness.distributed import run_distributed
 
 FC1, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.input_layernorm.weight"
@@ -51,11 +52,12 @@ def check_before_and_after(groups, layout, model, rank, damage, where, ddp):
     """Return what is raised after a bit of one rank has changed; nothing before."""
     run = Run(groups, layout, model, ddp=ddp)
     run.train(2)
-    check_replicas(run.chunks, run.optimizer, groups, 2)
+    check = ReplicaCheck(run.chunks, run.optimizer, groups)
+    check.compare(2)
     if torch.distributed.get_rank() == rank:
         damage(run, where)
     try:
-        check_replicas(run.chunks, run.optimizer, groups, 3)
+        check.compare(3)
     except ReplicaMismatchError as error:
         return error.found
     return ""
@@ -96,3 +98,45 @@ def test_one_changed_bit_is_found_on_all_ranks_and_named(layout, model, rank, da
     else:
         assert results[0].startswith("iteration 3: ")
         assert re.search(said, results[0]), results[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("layout", "model", "kind", "seed"),
+    [
+        (Layout(dp=4), Model(dtype="bf16"), "gradient", 1),
+        (Layout(dp=2, tp=2), Model(dtype="bf16"), "weight", 9),
+        (Layout(dp=4), Model(), "exp_avg", 7),
+    ],
+    ids=["gradient", "weight that an update overwrites", "moment"],
+)
+def test_a_bit_that_changes_between_comparisons_is_named_at_the_next(layout, model, kind, seed):
+    flip = bit_flips.Flip(layout, model, kind, 1, seed)
+    results = bit_flips.run_case(flip)
+    rank, step = flip.draw()
+    assert step < bit_flips.INTERVAL
+    assert bit_flips.judge(flip, results) == "noticed", (results[0]["said"], results[rank]["name"])
+
+
+@pytest.mark.distributed
+def test_replicas_never_decide_differently_about_an_update():
+    found = run_distributed(make_one_norm_infinite, 2)
+    assert all(text == found[0] for text in found)
+    assert re.search(r"gradient .* differs between global ranks \[\[0\], \[1\]\]", found[0])
+    assert "gradient norm differs" in found[0]
+
+
+def make_one_norm_infinite(groups):
+    """Put an infinity into the reduced gradient of rank 1, where the others would go on."""
+    run = Run(groups, Layout(dp=2), Model())
+    run.train(1)
+    check = ReplicaCheck(run.chunks, run.optimizer, groups)
+    run.optimizer.norm_checks.append(lambda norm: check.before_update(norm, 2))
+    if torch.distributed.get_rank() == 1:
+        run.optimizer.shards[0].shard.gradient.view(-1)[0] = float("inf")
+    before = [item.main_param.detach().clone() for item in run.optimizer.shards]
+    with pytest.raises(ReplicaMismatchError) as error:
+        run.optimizer.step()
+    after = [item.main_param for item in run.optimizer.shards]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    return error.value.found

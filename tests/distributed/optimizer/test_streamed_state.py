@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, chunked_state_builder, get_megatron_optimizer
-from megatron.core.optimizer.replica_check import check_replicas
+from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
@@ -99,7 +99,7 @@ def test_a_stopped_run_goes_on_to_the_bit_in_few_bytes_and_in_a_file(dtype: str,
 def check_tied_copies(groups, layout: Layout, dtype: str) -> None:
     run = Run(groups, layout, Model(dtype=dtype), optimizer=COMPACT)
     run.train(NUM_STEPS)
-    check_replicas(run.chunks, run.optimizer, groups, NUM_STEPS)
+    ReplicaCheck(run.chunks, run.optimizer, groups).compare(NUM_STEPS)
 
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, dp=2, zero=2)], ids=str)

@@ -16,7 +16,6 @@ import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
 from megatron.core.process_groups_config import SINGLE_RANK
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.hooks import checks
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile
@@ -279,11 +278,10 @@ def test_a_jump_in_the_first_steps_is_told_and_their_fall_is_not():
     assert "lm loss 3.000000E+36" in said[0]
 
 
-def test_replicas_are_compared_at_their_interval_before_every_save_and_at_the_end(run, monkeypatch):
-    compared = []
-    monkeypatch.setattr(checks, "check_replicas", lambda *args: compared.append(args[-1]))
-    parts = SimpleNamespace(model=[], optimizer=None, groups=None)
-    run(CompareReplicas(parts, 4, [3, None]), StepBudget(10))
+def test_replicas_are_compared_at_their_interval_before_every_save_and_at_the_end(run):
+    compared: list[int] = []
+    check = SimpleNamespace(optimizer=SimpleNamespace(norm_checks=[]), compare=compared.append)
+    run(CompareReplicas(check, 4, [3, None]), StepBudget(10))
     assert compared == [3, 4, 6, 8, 9, 10]
 
 

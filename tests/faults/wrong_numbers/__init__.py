@@ -1,0 +1,8 @@
+"""Make numbers wrong in runs: `python -m tests.faults.wrong_numbers` sees whether it is noticed.
+
+Campaigns (all of them without a name):
+
+    bits    one bit of a weight, a gradient or optimizer state of one rank changes
+
+Exits with 1 if a fault was missed, or something that is right was called wrong.
+"""
