@@ -6,6 +6,7 @@ Campaigns (all of them without a name):
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
     restarts    30 kills of random ranks at random times under torchrun --max-restarts
     hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
+    mismatches  one rank leaves a collective out, or takes another size or operation
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
@@ -29,7 +30,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import hangs, namespaces, plan
+from tests.faults import hangs, mismatches, namespaces, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
@@ -41,7 +42,7 @@ Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "namespaces")
+CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "mismatches", "namespaces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Flags:
     """Of restarts."""
     random_hangs: int = 50
     """Of hangs."""
+    random_mismatches: int = 20
+    """Of mismatches."""
     seed: str = "0"
     """Of the random moments."""
     jobs: int = usable_cores() + 1
@@ -82,6 +85,10 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
     if campaign == "hangs":
         for hang in plan.matching(hangs.cases(arguments.random_hangs), arguments.cases):
             tasks.append((hang.name, partial(hangs.run_hang, hang, seed=base)))
+    if campaign == "mismatches":
+        drawn = mismatches.cases(arguments.random_mismatches)
+        for case in plan.matching(drawn, arguments.cases):
+            tasks.append((case.name, partial(mismatches.run_mismatch, case, seed=base)))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))

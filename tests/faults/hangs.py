@@ -26,9 +26,13 @@ from tests.faults.planted import HOLD, HOLDERS
 from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
 
+STOP = "stop"
+"""What is done to the rank: SIGSTOP; otherwise one of its threads holds the interpreter lock."""
+HOWS = (STOP, HOLDERS[0], STOP, HOLDERS[1], STOP)
 NAMED_WITHIN_S, GONE_WITHIN_S = 10.0, 20.0
-FIRST_STEPS, LATER_S = 4, 1.5
-"""How many steps are done before the moment is drawn, and how much later it is at most."""
+FIRST_STEPS, LATER_S = {STOP: 4, HOLDERS[0]: 11, HOLDERS[1]: 11}, 1.5
+"""How many steps are done before the moment is drawn, and how much later it is at most. The first
+evaluation may hold the interpreter lock as long as it likes."""
 ENDED = Promise(Kept.LAST_SAVE, GONE_WITHIN_S, "the watchdog ends the job", is_success=False)
 
 LAYOUTS: dict[str, tuple[int, str]] = {
@@ -47,11 +51,6 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "cp2-zero1": (4, "--context-parallel-size 2 --use-distributed-optimizer"),
 }
-
-
-STOP = "stop"
-"""What is done to the rank: SIGSTOP; otherwise one of its threads holds the interpreter lock."""
-HOWS = (STOP, HOLDERS[0], STOP, HOLDERS[1], STOP)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def words_of(case: HangCase, folder: Path) -> list[str]:
     words += ["--train-iters", "1000000", "--save", str(folder / "save"), *case.flags]
     if case.how == STOP:
         return [*words, "--save-interval", "15"]
-    # A save may hold the lock as long as it likes.
+    # A save may hold the lock, too.
     return [*words, "--save-interval", "1000000", "--hold-lock", case.how]
 
 
@@ -96,7 +95,7 @@ def run_hang(case: HangCase, folder: Path, references: References, seed: str) ->
     folder.mkdir(parents=True)
     job = Job(folder / "job", words_of(case, folder), num_ranks=LAYOUTS[case.layout][0])
     try:
-        wait_for_steps(job, FIRST_STEPS)
+        wait_for_steps(job, FIRST_STEPS[case.how])
         job.remember_sockets()
         time.sleep(source.uniform(0.0, LATER_S))
         victim = source.randrange(job.num_ranks)

@@ -5,6 +5,21 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.transport.shm.shm_bucket_transport import ShmBucketTransport
+from megatron.core.transport.shm.shm_transport import ShmTransport
+from megatron.core.transport.torch_transport import (
+    GlooTransport,
+    MessageTransport,
+    NativeTransport,
+)
+from megatron.core.transport.work import Steps, Work
 
 HOLD = signal.SIGUSR2
 """The signal at which a process takes the interpreter lock for good."""
@@ -37,3 +52,74 @@ def hold_lock_at_signal(holder: str) -> None:
 
     threading.Thread(target=wait_and_hold, name="holder", daemon=True).start()
     signal.signal(HOLD, lambda number, frame: is_asked.set())
+
+
+# Collectives that do not match --------------------------------------------------------------------
+
+KINDS = ("skipped", "other-size", "other-operation")
+PLANTED = "planted: "
+"""A line begins so that says which call was changed."""
+FIRST_STEPS = 3
+TRANSPORTS = (ShmTransport, ShmBucketTransport, NativeTransport, GlooTransport, MessageTransport)
+OTHER = {"all_reduce": "all_gather", "all_gather": "all_reduce", "reduce_scatter": "all_reduce"}
+
+
+class Mismatch:
+    """Changes one collective of this rank, a while after its first steps.
+
+    Args:
+        kind: one of `KINDS`.
+        after: how many collectives are let through.
+    """
+
+    def __init__(self, kind: str, after: int) -> None:
+        self.kind, self.left = kind, after
+
+    def plant(self) -> None:
+        """Replace all methods that start a collective."""
+        for owner in TRANSPORTS:
+            for name in OTHER.keys() & vars(owner).keys():
+                setattr(owner, name, self._replaced(name, vars(owner)[name]))
+
+    def _replaced(self, name: str, method: Any) -> Any:
+        @wraps(method)
+        def replaced(transport: Any, x: Tensor, *rest: Any, **named: Any) -> Work[Tensor]:
+            size = transport.group.size()
+            is_in_step = PLACE.words[Word.NUM_STEPS] >= FIRST_STEPS
+            can_be = is_in_step and PLACE.words[Word.IS_TRAINING] and x.numel() >= 2 * size > 2
+            self.left -= bool(can_be)
+            if self.left != -1:
+                return method(transport, x, *rest, **named)
+            self.left = -2  # once, and what it calls itself is not changed
+            return self._changed(name, method, transport, x, named.get("out"))
+
+        return replaced
+
+    def _changed(
+        self, name: str, method: Any, transport: Any, x: Tensor, out: Tensor | None
+    ) -> Work[Tensor]:
+        """Start something else, whose result has the shape that is expected."""
+        size = transport.group.size()
+        number = PLACE.count(transport.group, getattr(transport, "tag", 0)) + 1
+        half = x.view(-1)[: x.numel() // 2 // size * size]
+        called = {
+            "skipped": "nothing",
+            "other-size": f"{name} of {half.numel()}",
+            "other-operation": f"{OTHER[name]} of {x.numel()}",
+        }[self.kind]
+        group = transport.group.group_desc
+        print(f"{PLANTED}{called} for {name} of {x.numel()}, {number} on {group}", flush=True)
+        rows = {"all_gather": len(x) * size, "reduce_scatter": len(x) // size}
+        result = x.new_zeros(rows.get(name, len(x)), *x.shape[1:]) if out is None else out
+        if self.kind == "skipped":
+            return Work.completed(result)
+        if self.kind == "other-size":
+            wrong = method(transport, half)
+        else:
+            wrong = getattr(transport, OTHER[name])(x)
+
+        def steps() -> Steps[Tensor]:
+            yield from wrong
+            return result
+
+        return Work(steps())

@@ -4,6 +4,7 @@
     --slow-step S          in every micro batch of training
     --slow-evaluation S    in every micro batch of evaluations
     --hold-lock THREAD     from SIGUSR2 on, see `planted.py`
+    --mismatch KIND RANK N     change the N-th collective of a rank
 
 It prints when it builds and when an evaluation begins.
 """
@@ -23,6 +24,7 @@ from tests.faults import planted
 
 BUILDING, EVALUATING = "slowly building the datasets", "slowly evaluating"
 _was_training = True
+_is_planted = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class SlowFlags:
     slow_step: float = 0.0
     slow_evaluation: float = 0.0
     hold_lock: str = ""
+    mismatch: tuple[str, ...] = ()
 
 
 def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
@@ -45,10 +48,23 @@ def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None
 slow_datasets.is_distributed = True
 
 
+def plant_faults() -> None:
+    """Plant what the flags ask for."""
+    args = get_args()
+    if args.hold_lock:
+        planted.hold_lock_at_signal(args.hold_lock)
+    if args.mismatch:
+        kind, rank, after = args.mismatch
+        if int(rank) == args.rank:
+            planted.Mismatch(kind, int(after)).plant()
+
+
 def model_with_faults(*arguments: Any, **named: Any) -> Any:
-    """Plant what the flags ask for, then build the model."""
-    if holder := get_args().hold_lock:
-        planted.hold_lock_at_signal(holder)
+    """Plant faults before the first chunk is built."""
+    global _is_planted
+    if not _is_planted:
+        _is_planted = True
+        plant_faults()
     return model_provider(*arguments, **named)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.faults import hangs, plan
+from tests.faults import hangs, mismatches, plan
 from tests.faults.checks import References
 from tests.faults.job import take_signals
 from tests.faults.promises import Kept, promise_for
@@ -40,7 +40,7 @@ def test_a_disturbed_run_keeps_what_is_promised_and_goes_on_to_the_same_end(
 
 
 @pytest.mark.distributed
-def test_a_rank_that_hangs_is_named_with_its_place_and_the_job_ends(tmp_path, references):
+def test_who_holds_up_the_others_is_named_with_the_place_and_the_job_ends(tmp_path, references):
     soon = ("--ft-rank-heartbeat-timeout", "2")
     cases = [
         hangs.HangCase("tp2", hangs.STOP, 0, soon),
@@ -50,6 +50,8 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_the_job_ends(tmp_path, re
         partial(hangs.run_hang, case, tmp_path / str(case.number), references, seed="0")
         for case in cases
     ]
+    skipped = mismatches.MismatchCase("tp2", "skipped", 2)
+    runs.append(partial(mismatches.run_mismatch, skipped, tmp_path / "2", references, seed="0"))
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda run: run(), runs))
     assert not any(result.problems for result in results), results

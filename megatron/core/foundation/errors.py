@@ -111,6 +111,10 @@ class PeerLostError(TopologyError):
     """Another rank has ended, or did not come within the timeout."""
 
 
+class CollectiveMismatchError(TopologyError):
+    """Ranks of a group have called different collectives, or with different sizes."""
+
+
 class ScheduleError(MegatronError):
     """A pipeline program that would deadlock, leak or compute the wrong thing."""
 

@@ -98,7 +98,7 @@ def select_bucket_transport(
         return None
     peers = slot.memory.peers(group) if slot is not None and has_tags(group) else None
     if slot is not None and peers is not None:
-        return ShmBucketTransport(slot, peers)
+        return ShmBucketTransport(slot, peers, group, tag)
     return message_transport(group, tag, averages=averages, is_in_order=is_in_order)
 
 

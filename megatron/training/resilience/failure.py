@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation import standard_output
 from megatron.core.foundation.errors import (
     CheckpointError,
+    CollectiveMismatchError,
     ConfigError,
     DataError,
     MegatronError,
@@ -62,6 +63,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (CheckpointError, "CHECKPOINT", 12),
     (MissingExtraError, "MISSING_LIBRARY", 15),
     (PeerLostError, "PEER_LOST", 17),
+    (CollectiveMismatchError, "COLLECTIVE_MISMATCH", 22),
     (TopologyError, "TOPOLOGY", 13),
     (ScheduleError, "SCHEDULE", 13),
     (ConfigError, "CONFIG", 10),
@@ -76,6 +78,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
 LOST_PEER = ("PEER_LOST", 17)
 OUT_OF_MEMORY = ("OOM", 16)
 CRASH = ("CRASH", 1)
+MISMATCH = ("COLLECTIVE_MISMATCH", 22)
 
 _PEER_TEXTS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed",
@@ -232,6 +235,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 def report(error: BaseException, status: RunStatus, store: object) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
+    if status.heart is not None and classify(error) in (CRASH, LOST_PEER, MISMATCH):
+        status.heart.ask_watchdog()
     verdict, _ = PLACE.verdict()
     if verdict:  # the watchdog has told why; another thread ends this process
         time.sleep(WAIT_S)

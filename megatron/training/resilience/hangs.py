@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,8 @@ from megatron.core.pipeline_parallel.instructions import Op
 from megatron.training.launch.rank_info import RankInfo
 
 BEAT_S = 0.5
+ANSWER_S = 1.5
+"""Twice as long as a watchdog takes that gets the processor."""
 WATCHDOG = "megatron.core.foundation.heartbeat.watchdog"
 _MEETING_TIMEOUT = timedelta(seconds=60)
 
@@ -44,6 +47,19 @@ class Heart:
         PLACE.note(Word.CLOSED, 0)
         self._thread.start()
         return self
+
+    def ask_watchdog(self) -> None:
+        """Wait until the watchdog has compared the operations of the ranks; at most a while.
+
+        An error of communication, or a wrong shape after it, says nothing of the ranks that were in
+        different collectives.
+        """
+        PLACE.note(Word.ASKS, 1)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            if PLACE.words[Word.ANSWERED] or PLACE.words[Word.VERDICT]:
+                return
+            time.sleep(0.02)
 
     def close(self) -> None:
         """Tell the watchdog that nobody has to watch this rank any more."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.errors import CollectiveMismatchError, TopologyError
 from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.core.transport import collectives
 from megatron.core.transport.shm import shm_collectives
@@ -30,6 +30,17 @@ def of_rank(rank: int, *shape: int) -> torch.Tensor:
     """Small whole numbers: their sums are exact in any order and dtype."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-8, 8, shape, generator=generator).float()
+
+
+@distributed(world_size=2)
+def test_both_ranks_hear_of_operations_that_do_not_match(groups):
+    group, rank = groups.dp, groups.dp.rank()
+    with pytest.raises(CollectiveMismatchError, match="rank 0.* all_reduce of 8 elements"):
+        collectives.all_reduce(torch.ones(8 - 4 * rank), group)
+    collective = (collectives.all_gather, collectives.all_reduce)[rank]
+    with pytest.raises(CollectiveMismatchError, match="rank 0.* all_gather of 8 elements"):
+        collective(torch.ones(8), group)
+    assert collectives.all_reduce(torch.ones(3), group).tolist() == [2.0] * 3
 
 
 def group_without_shared_memory() -> dist.ProcessGroup:

@@ -38,7 +38,7 @@ def transport_and_memory(name, group):
     shared = SharedBuffer(memory.nbytes, num_counters=1)
     values = shared.tensor(torch.float32, 0, memory.numel()).view(ROWS, COLUMNS)
     slot = BucketSlot(shared, 0, keeps_pages=False)
-    return ShmBucketTransport(slot, shared.peers(group)), values
+    return ShmBucketTransport(slot, shared.peers(group), group), values
 
 
 def check_protocol(group, name):

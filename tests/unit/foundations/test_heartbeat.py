@@ -4,6 +4,7 @@ import pytest
 
 from megatron.core.foundation.heartbeat.diagnosis import RankView, diagnose
 from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.place import Place
 from megatron.core.foundation.heartbeat.reading import Channel, Notes, Record
 
 TP, DP = Channel((0, 1), 0, name="tp"), Channel((0, 1), 7, name="dp")
@@ -55,6 +56,8 @@ WAITING = {"waits": True, "quiet": 9.0}
             None,
         ),
         ((rank(0, REDUCE), rank(1, GATHER)), ("COLLECTIVE_MISMATCH", (0, 1))),
+        ((rank(0, REDUCE, letter="X"), rank(1, GATHER)), ("COLLECTIVE_MISMATCH", (0, 1))),
+        ((rank(0, letter="X"), rank(1, quiet=9.0, beatless_s=9.0)), None),
         ((rank(0, REDUCE), rank(1, (TP, "all_reduce", 9))), ("COLLECTIVE_MISMATCH", (0, 1))),
         ((rank(0, (TP, "all_to_all", 8)), rank(1, (TP, "all_to_all", 9))), None),
         (
@@ -71,6 +74,22 @@ WAITING = {"waits": True, "quiet": 9.0}
 )
 def test_the_cause_is_told_from_those_who_wait(views, expected):
     assert found(*views) == expected
+
+
+def test_an_evaluation_is_watched_for_a_held_lock_from_the_second_one_on():
+    place, seen = Place(), []
+    for activity in ("training", "evaluating", "training", "evaluating", "saving a checkpoint"):
+        place.say(activity)
+        seen.append(place.words[Word.IS_TRAINING])
+    assert seen == [1, 0, 1, 1, 0]
+
+
+def test_who_waits_in_what_all_have_entered_waits_for_the_rank_that_hangs():
+    finding = diagnose(
+        [rank(0, REDUCE, **WAITING), rank(1, REDUCE, quiet=9.0, letter="T", stopped_s=9.0)],
+        SECONDS, NAMES, sees_all=True,
+    )  # fmt: skip
+    assert finding.waiting[0].endswith("for rank 1")
 
 
 def test_a_circle_is_only_seen_by_who_sees_all_ranks():

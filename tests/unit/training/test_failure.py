@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.foundation.errors import (
     CheckpointError,
+    CollectiveMismatchError,
     ConfigError,
     DataError,
     MissingExtraError,
@@ -69,6 +70,7 @@ def fail(error: BaseException, status: RunStatus, store=None) -> int:
         (CheckpointError("x"), "CHECKPOINT", 12),
         (TopologyError("x"), "TOPOLOGY", 13),
         (PeerLostError("x"), "PEER_LOST", 17),
+        (CollectiveMismatchError("x"), "COLLECTIVE_MISMATCH", 22),
         (LauncherLostError("x"), "LAUNCHER_LOST", 18),
         (ReplicaMismatchError("x"), "REPLICA_MISMATCH", 19),
         (NumericsError("x"), "NONFINITE", 14),

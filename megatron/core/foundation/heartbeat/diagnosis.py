@@ -17,7 +17,7 @@ class RankView:
     rank: int
     notes: Notes
     letter: str = "S"
-    """State of the process: T is stopped, t a debugger's."""
+    """State of the process: T is stopped, t a debugger's, X has ended without a word."""
     quiet_s: float = 0.0
     """Since when its training thread has not gone on."""
     beatless_s: float = 0.0
@@ -57,6 +57,8 @@ def diagnose(
         sees_all: whether `views` are all ranks of the job.
     """
     found = mismatch(views, instructions)
+    if any(view.letter == "X" for view in views):
+        return found  # the others hear of it by themselves
     if found is None:
         found = _stopped_or_locked(views, timeout_s, instructions)
     if found is None and sees_all:
@@ -251,6 +253,7 @@ def _slow(
             and others[rank].letter not in "Tt"
             and others[rank].quiet_s >= timeout_s
             and _is_in_training(others[rank])
+            and others[rank].notes.activity != "evaluating"
         }
     )
     if not late:

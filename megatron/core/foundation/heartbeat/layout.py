@@ -46,7 +46,12 @@ class Word(enum.IntEnum):
     NUM_STEPS = 10
     """Steps that this process has finished."""
     IS_TRAINING = 11
-    """0 where anything may take long: setup, evaluation, a save."""
+    """1 in steps, and in evaluations from the second one on; 0 where anything may take long: setup,
+    the first evaluation, a save."""
+    ASKS = 12
+    """1: an operation failed, and the rank asks whether the ranks were in different ones."""
+    ANSWERED = 13
+    """1: the watchdog has looked, and they were not."""
 
 
 NO_CHUNK, NO_MICROBATCH = 0xFFFF, 0xFFFFFFFF

@@ -49,6 +49,7 @@ class Place:
         self._num_records = 0
         self._channel_of = [0] * NUM_RECORDS  # by number of the record, modulo their number
         self.waits = Waits()
+        self._activity, self._has_evaluated = "", False
         self.file: int | None = None
         """Descriptor of the memory, once it is shared."""
         self._attach(bytearray(NUM_BYTES))
@@ -102,6 +103,10 @@ class Place:
         self.words[_RECORDS] = number + 1
         return number + 1
 
+    def count(self, group: Any, tag: int = 0) -> int:
+        """Return how many operations of a channel were entered."""
+        return self._channels.get((id(group), tag), (0, 0))[1]
+
     @property
     def newest(self) -> int:
         """1 + the number of the newest record."""
@@ -153,7 +158,10 @@ class Place:
         text = activity.encode()[: TEXT_BYTES - 1]
         self.memory[TEXT_OFFSET : TEXT_OFFSET + TEXT_BYTES] = text.ljust(TEXT_BYTES, b"\0")
         self.waits.begin_activity(activity)
-        self.note(Word.IS_TRAINING, int(activity == "training"))
+        is_again = self._has_evaluated and activity == "evaluating"
+        self.note(Word.IS_TRAINING, int(activity == "training" or is_again))
+        self._has_evaluated |= self._activity == "evaluating"
+        self._activity = activity
 
     def verdict(self) -> tuple[int, str]:
         """Return the exit code that the watchdog asks for, and why; 0 without one."""

@@ -98,17 +98,12 @@ class _Watched:
 
     def look(self, now: float) -> None:
         """Note what has changed."""
-        try:
-            stat = Path(f"/proc/{self.process}/stat").read_text(errors="replace")
-        except OSError:
-            self.has_ended = True
-            return
-        fields = stat.rpartition(")")[2].split()
-        if int(fields[19]) != self.start or fields[0] in "ZX":
-            self.has_ended = True
-            return
-        self.letter = fields[0]
         words = self.memory.words()
+        letter = self._state()
+        if letter is None:
+            self.has_ended, self.words = True, words
+            return
+        self.letter = letter
         progress = Notes(words, "").progress
         if not self.words or words[Word.BEATS] != self.words[Word.BEATS]:
             self.beaten_at = now
@@ -118,12 +113,21 @@ class _Watched:
             self.ran_at = now
         self.words, self.progress = words, progress
 
+    def _state(self) -> str | None:
+        """Return the letter of the process' state; None if it has ended."""
+        try:
+            stat = Path(f"/proc/{self.process}/stat").read_text(errors="replace")
+        except OSError:
+            return None
+        fields = stat.rpartition(")")[2].split()
+        return None if int(fields[19]) != self.start or fields[0] in "ZX" else fields[0]
+
     def view(self, now: float) -> RankView:
         """Return what is seen of it, all notes included."""
         return RankView(
             self.rank,
             self.memory.notes(),
-            self.letter,
+            "X" if self.has_ended else self.letter,
             now - self.moved_at,
             now - self.beaten_at,
             now - self.ran_at,
@@ -161,38 +165,47 @@ class Watchdog:
             last = time.monotonic()
             for rank in self._ranks:
                 rank.look(self._now)
-            living = self._living()
+            open_ranks = [rank for rank in self._ranks if not rank.words[Word.CLOSED]]
+            living = [rank for rank in open_ranks if not rank.has_ended]
             if not living:
                 return
-            if self._is_time_to_compare(living) and (found := self._diagnose(living)) is not None:
-                if found.ends_job:
-                    self._end(found, living)
+            if self._is_time_to_compare(living):
+                found = self._diagnose(open_ranks)
+                if found is not None and found.ends_job:
+                    self._end(found, open_ranks)
                     return
-                self._warn(found)
+                self._answer(living)
+                if found is not None:
+                    self._warn(found)
 
-    def _living(self) -> list[_Watched]:
-        return [r for r in self._ranks if not r.has_ended and not r.words[Word.CLOSED]]
+    def _answer(self, living: list[_Watched]) -> None:
+        """Tell those that ask that the ranks were in the same operations."""
+        for rank in living:
+            if rank.words[Word.ASKS]:
+                rank.memory.write(Word.ANSWERED, 1)
 
     def _is_time_to_compare(self, living: list[_Watched]) -> bool:
+        if any(r.words[Word.ASKS] and not r.words[Word.ANSWERED] for r in living):
+            return True
         quiet = max(self._now - min(r.moved_at, r.beaten_at, r.ran_at) for r in living)
         if quiet >= self._settings.timeout_s or self._now - self._looked_at >= LOOK_S:
             self._looked_at = self._now
             return True
         return False
 
-    def _diagnose(self, living: list[_Watched]) -> Finding | None:
+    def _diagnose(self, ranks: list[_Watched]) -> Finding | None:
         """Return what two looks agree on: a note may be seen while it is written."""
-        found = self._look(living)
+        found = self._look(ranks)
         if found is not None and found.ends_job:
             time.sleep(POLL_S / 2)
-            again = self._look(living)
+            again = self._look(ranks)
             if again is None or (again.kind, again.ranks) != (found.kind, found.ranks):
                 return None
         return found
 
-    def _look(self, living: list[_Watched]) -> Finding | None:
+    def _look(self, ranks: list[_Watched]) -> Finding | None:
         settings = self._settings
-        views = [rank.view(self._now) for rank in living]
+        views = [rank.view(self._now) for rank in ranks]
         sees_all = len(views) == settings.num_ranks
         return diagnose(views, settings.timeout_s, settings.instructions, sees_all=sees_all)
 
@@ -204,12 +217,13 @@ class Watchdog:
 
     # The end --------------------------------------------------------------------------------
 
-    def _end(self, found: Finding, living: list[_Watched]) -> None:
+    def _end(self, found: Finding, open_ranks: list[_Watched]) -> None:
         """Say what was found and end the ranks of this machine."""
-        record = self._record(found, living)
+        record = self._record(found, open_ranks)
         line = self._line(found, record)
         code = EXIT_CODES[found.kind]
         text = line.encode()[: MESSAGE_BYTES - 1]
+        living = [rank for rank in open_ranks if not rank.has_ended]
         for rank in living:
             rank.memory.write_text(MESSAGE_OFFSET, text.ljust(MESSAGE_BYTES, b"\0"))
             rank.memory.write(Word.VERDICT, code)
@@ -231,8 +245,8 @@ class Watchdog:
         for rank in living:
             rank.send(signal.SIGKILL)
 
-    def _record(self, found: Finding, living: list[_Watched]) -> dict[str, Any]:
-        views = {rank.rank: rank.view(self._now) for rank in living}
+    def _record(self, found: Finding, ranks: list[_Watched]) -> dict[str, Any]:
+        views = {rank.rank: rank.view(self._now) for rank in ranks}
         first = views[found.ranks[0]].notes
         checkpoint = max(view.notes.word(Word.CHECKPOINT) for view in views.values())
         return {
@@ -248,7 +262,7 @@ class Watchdog:
             "message": found.text,
             "waiting": list(found.waiting),
             "places": {r: describe_place(v, self._settings.instructions) for r, v in views.items()},
-            "kernel": {r.rank: _kernel_state(r.process) for r in living if r.rank in found.ranks},
+            "kernel": {r.rank: _kernel_state(r.process) for r in ranks if r.rank in found.ranks},
             "time": time.time(),
         }
 

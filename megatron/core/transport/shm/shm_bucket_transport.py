@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.topology.group import Group
 from megatron.core.transport.ordered_sum import STRETCH, ordered_sum, piece_of
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.work import Handle, Steps, Work
@@ -30,17 +32,24 @@ class ShmBucketTransport:
     """Ranks publish when a bucket or shard may be read, and read those of the others in place.
 
     A rank's progress counter counts the steps that it has done; see `shared_buffer`.
+
+    Args:
+        group: of the ranks.
+        tag: tells the operations of different buckets apart for the watchdog.
     """
 
-    def __init__(self, slot: BucketSlot, peers: PeerBuffers) -> None:
+    def __init__(self, slot: BucketSlot, peers: PeerBuffers, group: Group, tag: int = 0) -> None:
+        self.group, self.tag = group, tag
         self._memory, self._index, self._peers = slot.memory, slot.index, peers
         self._base = slot.memory.begin(slot.index)
         self._keeps_pages = slot.keeps_pages
 
+    @noted("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
         return Work(self._all_reduce(x, scale))
 
+    @noted("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
@@ -49,6 +58,7 @@ class ShmBucketTransport:
         sums = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
         return Work(self._reduce_scatter(x, scale, sums))
 
+    @noted("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """[t/tp, ...] -> [t, ...]; see `Transport`. The others may read `x` afterwards still."""
         size = self._peers.size

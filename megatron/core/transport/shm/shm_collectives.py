@@ -9,7 +9,8 @@ others read it there.
 
 A put semaphore per ordered pair [source, target] of ranks counts the puts of `source`. A rank puts
 for the i-th time only after it has read everybody's (i-1)-th tensor, and the others put that one
-after reading the (i-2)-th: so slot i mod 2 is free.
+after reading the (i-2)-th: so slot i mod 2 is free. Beside its process a rank writes for
+which operation it puts, and all compare: ranks that call different ones would read nonsense.
 
 A wakeup semaphore per ordered pair wakes a rank that sleeps in `wait_until`; `shared_buffer` uses
 it.
@@ -39,7 +40,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.foundation.errors import PeerLostError
+from megatron.core.foundation.errors import CollectiveMismatchError, PeerLostError
+from megatron.core.foundation.heartbeat.layout import OPERATIONS
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.process_identity import SIZE, ProcessIdentity
 from megatron.core.topology.group import keep_for_group
@@ -51,6 +53,9 @@ SLOT_BYTES = 1 << 20
 """Larger tensors travel in pieces of this size."""
 HEADER_BYTES = 64
 """Of one semaphore or process: a cache line, so that ranks do not share one."""
+_CALLS_AT = -(-SIZE // 8)
+"""Which of the words of a process' header is the first of the two that say what was called."""
+_CODES = {operation: number << 48 for number, operation in enumerate(OPERATIONS)}
 LIVENESS_SECONDS = 1.0
 """How often a waiting rank checks that the others are alive."""
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -92,12 +97,17 @@ class ShmGroup:
             for r in range(size)
         ]
         self._others = [r for r in range(size) if r != rank]
+        self._calls = memoryview(memory)[: size * HEADER_BYTES].cast("Q")
         self._processes: dict[int, int] = {}  # group rank -> process descriptor
         self._num_puts = 0
         self._pending: Work[Tensor] | None = None
 
     def exchange(
-        self, x: Tensor, consume: Callable[[slice, list[Tensor]], object], result: Tensor
+        self,
+        operation: str,
+        x: Tensor,
+        consume: Callable[[slice, list[Tensor]], object],
+        result: Tensor,
     ) -> Work[Tensor]:
         """Put `x` [...] at once, and read the others' when the work is waited for.
 
@@ -105,25 +115,51 @@ class ShmGroup:
         flight, if any, is finished before.
 
         Args:
+            operation: one of `OPERATIONS`, the same on all ranks.
             consume: gets each piece's range of the flat tensor and what every rank has put there,
                 in rank order.
             result: of the work.
+        Raises:
+            CollectiveMismatchError: another rank called another operation, or with another size.
         """
         if self._pending is not None:
             self._pending.wait()
-        self._pending = work = Work(self._steps(x, consume, result))
+        call = _CODES[operation] + x.numel()
+        self._pending = work = Work(self._steps(call, x, consume, result))
         return work
 
     def _steps(
-        self, x: Tensor, consume: Callable[[slice, list[Tensor]], object], result: Tensor
+        self,
+        call: int,
+        x: Tensor,
+        consume: Callable[[slice, list[Tensor]], object],
+        result: Tensor,
     ) -> Steps[Tensor]:
         offset = 0
+        first, step = _CALLS_AT, HEADER_BYTES // 8
         for piece in x.view(-1).split(SLOT_BYTES // x.element_size()):
+            word = first + self._num_puts % 2
+            self._calls[self.rank * step + word] = call
             self.put(piece)
             yield [_OthersPut(self)]
+            for peer in self._others:
+                theirs = self._calls[peer * step + word]
+                if theirs != call:
+                    self._pending, self._num_puts = None, self._num_puts + 1
+                    raise self._mismatch(peer, call, theirs)
             consume(slice(offset, offset + piece.numel()), self.get(piece))
             offset += piece.numel()
         return result
+
+    def _mismatch(self, peer: int, mine: int, theirs: int) -> CollectiveMismatchError:
+        ranks = self._global_ranks
+        return CollectiveMismatchError(
+            f"rank {ranks[self.rank]} has called {_describe_call(mine)}, rank {ranks[peer]} "
+            f"{_describe_call(theirs)}, as number {self._num_puts + 1} of ranks {ranks}.",
+            rule="all ranks of a group call the same collectives in the same order, with tensors"
+            " of the same size",
+            fix="look for a branch that only one of the ranks takes, ahead of this call",
+        )
 
     def put(self, piece: Tensor) -> None:
         """Copy `piece` (contiguous, at most SLOT_BYTES) to this rank's next slot."""
@@ -286,6 +322,10 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap | None:
             os.close(descriptor)
     except (OSError, ValueError):  # absent, no space, or truncated
         return None
+
+
+def _describe_call(code: int) -> str:
+    return f"{OPERATIONS[code >> 48]} of {code & ((1 << 48) - 1)} elements"
 
 
 def _header_bytes(size: int) -> int:

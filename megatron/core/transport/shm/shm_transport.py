@@ -27,7 +27,7 @@ class ShmTransport:
         def add(part: slice, theirs: list[Tensor]) -> None:
             _ordered_sum(theirs, scale, out=flat[part])
 
-        return self._shm.exchange(x, add, x)
+        return self._shm.exchange("all_reduce", x, add, x)
 
     @noted("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
@@ -39,7 +39,7 @@ class ShmTransport:
             for row, piece in zip(rows, theirs, strict=True):
                 row[part].copy_(piece)
 
-        return self._shm.exchange(x, copy, gathered)
+        return self._shm.exchange("all_gather", x, copy, gathered)
 
     @noted("reduce_scatter")
     def reduce_scatter(
@@ -57,7 +57,7 @@ class ShmTransport:
                 sums = own[low - first : high - first]
                 _ordered_sum([t[within] for t in theirs], scale, out=sums)
 
-        return self._shm.exchange(x, add_own, result)
+        return self._shm.exchange("reduce_scatter", x, add_own, result)
 
 
 def _ordered_sum(pieces: Sequence[Tensor], scale: float, *, out: Tensor) -> None:
