@@ -7,6 +7,7 @@ Campaigns (all of them without a name):
     restarts    30 kills of random ranks at random times under torchrun --max-restarts
     hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
     mismatches  one rank leaves a collective out, or takes another size or operation
+    pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
@@ -30,7 +31,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import hangs, mismatches, namespaces, plan
+from tests.faults import hangs, mismatches, namespaces, pauses, plan
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
@@ -42,7 +43,7 @@ Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "mismatches", "namespaces")
+CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "mismatches", "pauses", "namespaces")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,9 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         drawn = mismatches.cases(arguments.random_mismatches)
         for case in plan.matching(drawn, arguments.cases):
             tasks.append((case.name, partial(mismatches.run_mismatch, case, seed=base)))
+    if campaign == "pauses":
+        for paused in plan.matching(pauses.CASES, arguments.cases):
+            tasks.append((paused.name, partial(pauses.run_pauses, paused, seed=base)))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))

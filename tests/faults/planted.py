@@ -20,6 +20,8 @@ from megatron.core.transport.torch_transport import (
     NativeTransport,
 )
 from megatron.core.transport.work import Steps, Work
+from megatron.training.hooks.save import SaveCheckpoints
+from megatron.training.run.state import TrainState
 
 HOLD = signal.SIGUSR2
 """The signal at which a process takes the interpreter lock for good."""
@@ -52,6 +54,22 @@ def hold_lock_at_signal(holder: str) -> None:
 
     threading.Thread(target=wait_and_hold, name="holder", daemon=True).start()
     signal.signal(HOLD, lambda number, frame: is_asked.set())
+
+
+LONG = "for long:"
+"""A line begins so that says what takes long from now on."""
+
+
+def make_saves_long(seconds: float) -> None:
+    """Let each save of this process hold the interpreter lock for a while."""
+    save = SaveCheckpoints._save
+
+    def long_save(hook: SaveCheckpoints, state: TrainState) -> None:
+        print(f"{LONG} saving", flush=True)
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        save(hook, state)
+
+    SaveCheckpoints._save = long_save  # type: ignore[method-assign]
 
 
 # Collectives that do not match --------------------------------------------------------------------

@@ -3,6 +3,8 @@
     --slow-building S      while the datasets are built
     --slow-step S          in every micro batch of training
     --slow-evaluation S    in every micro batch of evaluations
+    --long-evaluation S    once in each evaluation, on rank 1
+    --long-save S          in each save, on rank 1, with the interpreter lock
     --hold-lock THREAD     from SIGUSR2 on, see `planted.py`
     --mismatch KIND RANK N     change the N-th collective of a rank
 
@@ -34,6 +36,8 @@ class SlowFlags:
     slow_building: float = 0.0
     slow_step: float = 0.0
     slow_evaluation: float = 0.0
+    long_evaluation: float = 0.0
+    long_save: float = 0.0
     hold_lock: str = ""
     mismatch: tuple[str, ...] = ()
 
@@ -57,6 +61,8 @@ def plant_faults() -> None:
         kind, rank, after = args.mismatch
         if int(rank) == args.rank:
             planted.Mismatch(kind, int(after)).plant()
+    if args.long_save and args.rank == 1:
+        planted.make_saves_long(args.long_save)
 
 
 def model_with_faults(*arguments: Any, **named: Any) -> Any:
@@ -74,6 +80,9 @@ def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
     args = get_args()
     if _was_training and not model.training:
         print(EVALUATING, flush=True)
+        if args.long_evaluation and args.rank == 1:
+            print(f"{planted.LONG} evaluating", flush=True)
+            time.sleep(args.long_evaluation)
     _was_training = model.training
     time.sleep(args.slow_step if model.training else args.slow_evaluation)
     return forward_step(data_iterator, model)
