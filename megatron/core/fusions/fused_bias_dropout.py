@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import triton_kernels
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.parameters.keyed_draws import keyed_keep_mask
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
@@ -34,8 +36,38 @@ def bias_dropout_add(
     if not training or probability == 0.0:
         # Autograd keeps nothing for sums: there is nothing to fuse but kernel launches.
         return residual + (x if bias is None else x + bias)
+    return BIAS_DROPOUT_ADD.choose(Request.of(x)).kernel.run(x, bias, residual, probability)
+
+
+def masked_bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
+) -> Tensor:
+    """Return residual + dropout(x + bias) of x, residual [s, b, h] by a mask, which is kept."""
     mask = keyed_keep_mask(x, 1.0 - probability)
     return _BiasDropoutAdd.apply(x, bias, residual, mask, 1.0 / (1.0 - probability))
+
+
+_MASKED = Kernel("mask", masked_bias_dropout_add)
+
+BIAS_DROPOUT_ADD: KernelTable[Callable[[Tensor, Tensor | None, Tensor, float], Tensor]] = (
+    KernelTable(
+        "bias, dropout and residual",
+        {
+            "cpu": (_MASKED,),
+            OTHER_DEVICES: (
+                Kernel(
+                    "triton",
+                    triton_kernels.deferred("bias_dropout", "bias_dropout_add"),
+                    dtypes=triton_kernels.DTYPES,
+                    missing=triton_kernels.missing,
+                    library=True,
+                ),
+                _MASKED,
+            ),
+        },
+    )
+)
+"""Functions of (x [s, b, h], bias [h] or None, residual [s, b, h], probability) -> [s, b, h]."""
 
 
 class _BiasDropoutAdd(torch.autograd.Function):

@@ -20,7 +20,7 @@ def geglu(y: Tensor) -> Tensor:
 
 def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, Gate(activations.fast_gelu))
+    return gated(input, Gate(activations.fast_gelu), bias=bias)
 
 
 def quick_gelu(y: Tensor) -> Tensor:
@@ -35,4 +35,4 @@ def quick_geglu(y: Tensor) -> Tensor:
 
 def bias_quick_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return quick_geglu(input + bias). input: [s, b, 2f] or [t, 2f]; bias: [2f] or None."""
-    return gated(input if bias is None else input + bias, Gate(activations.quick_gelu))
+    return gated(input, Gate(activations.quick_gelu), bias=bias)

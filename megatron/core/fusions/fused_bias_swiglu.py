@@ -34,7 +34,7 @@ def bias_swiglu_impl(
         cpu_offload_input: accepted for compatibility.
     """
     _refuse_fp8("bias_swiglu_impl", fp8_input_store)
-    return gated(input if bias is None else input + bias, Gate(F.silu))
+    return gated(input, Gate(F.silu), bias=bias)
 
 
 def weighted_bias_swiglu_impl(
@@ -48,4 +48,4 @@ def weighted_bias_swiglu_impl(
         fp8_input_store: must be False: the input is kept as it is.
     """
     _refuse_fp8("weighted_bias_swiglu_impl", fp8_input_store)
-    return (bias_swiglu_impl(input, bias) * weights).to(input.dtype)
+    return gated(input, Gate(F.silu), bias=bias, weights=weights.squeeze(-1))

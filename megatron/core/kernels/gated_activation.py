@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import activations
+from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
 Act: TypeAlias = Callable[[Tensor], Tensor]
@@ -109,28 +110,61 @@ def plain_gate(packed: Tensor, gate: Gate) -> Tensor:
     return gate.act(gated_half) * (up + gate.offset if gate.offset else up)
 
 
+def _with_terms(run: Callable[[Tensor, Gate], Tensor]) -> GatedKernel:
+    """Add the bias before, and multiply by the weights after, a kernel that knows neither."""
+
+    def run_with_terms(
+        packed: Tensor, gate: Gate, bias: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        out = run(packed if bias is None else packed + bias, gate)
+        return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
+
+    return run_with_terms
+
+
+GatedKernel: TypeAlias = Callable[[Tensor, Gate, Tensor | None, Tensor | None], Tensor]
+"""(packed [..., 2f] with the gate first, Gate, bias [2f], weights [...]) -> [..., f]."""
 CLAMP, OFFSET = "a clamp", "an offset"
 OTHER_ACTIVATION = "activations other than SiLU, tanh GELU and quick GELU"
-_PLAIN = Kernel("plain", plain_gate, frozenset({CLAMP, OFFSET, OTHER_ACTIVATION}))
+_PLAIN = Kernel("plain", _with_terms(plain_gate), frozenset({CLAMP, OFFSET, OTHER_ACTIVATION}))
 
-GATED: KernelTable[Callable[[Tensor, Gate], Tensor]] = KernelTable(
+GATED: KernelTable[GatedKernel] = KernelTable(
     "gated activation",
     {
-        "cpu": (Kernel("fused-keeping", keeping_gate), _PLAIN),
-        OTHER_DEVICES: (Kernel("fused-recomputing", recomputing_gate), _PLAIN),
+        "cpu": (Kernel("fused-keeping", _with_terms(keeping_gate)), _PLAIN),
+        OTHER_DEVICES: (
+            Kernel(
+                "triton",
+                triton_kernels.deferred("gated_activation", "gate_of"),
+                dtypes=triton_kernels.DTYPES,
+                missing=triton_kernels.missing,
+                library=True,
+            ),
+            Kernel("fused-recomputing", _with_terms(recomputing_gate)),
+            _PLAIN,
+        ),
     },
 )
-"""Functions of (packed [..., 2f] with the gate first, Gate) -> [..., f]."""
 
 
-def gated(packed: Tensor, gate: Gate, *, fuses: bool = True) -> Tensor:
+def gated(
+    packed: Tensor,
+    gate: Gate,
+    *,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    fuses: bool = True,
+) -> Tensor:
     """Return act(gate) * (up + offset) of `packed` [..., 2f] (gate first) as [..., f].
 
     Args:
+        bias: [2f], added to `packed` first.
+        weights: [...], multiplied with the rows of the result, which keeps its dtype.
         fuses: False puts the plain formula first.
     """
     request = Request.of(packed, gate.needs())
-    return GATED.choose(request, () if fuses else ("plain",)).kernel.run(packed, gate)
+    kernel = GATED.choose(request, () if fuses else ("plain",)).kernel
+    return kernel.run(packed, gate, bias, weights)
 
 
 def _gated(packed: Tensor, activation: Activation, *, keeps: bool) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.optional_imports import require, why_missing
+from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.cpu.norms import cpu_rms_norm, half_layer_norm
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
@@ -22,6 +23,17 @@ ALL_NEEDS = frozenset({TRAINING, WEIGHT_DTYPE})
 _TRAINING = frozenset({TRAINING})
 # Its compiled part: what PyPI calls apex is an unrelated project.
 _APEX = partial(why_missing, "fused_layer_norm_cuda")
+
+
+def _triton(function: str) -> Kernel[Callable[..., Tensor]]:
+    return Kernel(
+        "triton",
+        triton_kernels.deferred("norms", function),
+        ALL_NEEDS,
+        dtypes=triton_kernels.DTYPES,
+        missing=triton_kernels.missing,
+        library=True,
+    )
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,6 +69,7 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
         ),
         OTHER_DEVICES: (
             Kernel("apex", apex_rms_norm, _TRAINING, missing=_APEX, library=True),
+            _triton("rms_norm"),
             Kernel("torch", torch_rms_norm, ALL_NEEDS),
         ),
     },
@@ -76,6 +89,7 @@ LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Ker
         ),
         OTHER_DEVICES: (
             Kernel("apex", apex_layer_norm, _TRAINING, missing=_APEX, library=True),
+            _triton("layer_norm"),
             Kernel("torch", torch_layer_norm, ALL_NEEDS),
         ),
     },

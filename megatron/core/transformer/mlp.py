@@ -132,8 +132,7 @@ class MLP(MegatronModule):
         return self.linear_fc2(intermediate)
 
     def _scaled_activation(self, x: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        x = self.activate(x, bias)
-        return x if scale is None else (x * scale.unsqueeze(-1)).to(x.dtype)
+        return gated(x, self.activation_func, self.config, bias=bias, weights=scale)
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute what fc2 multiplies: [s, b, f/tp]."""
@@ -142,14 +141,26 @@ class MLP(MegatronModule):
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""
-        return gated(x if bias is None else x + bias, self.activation_func, self.config)
+        return gated(x, self.activation_func, self.config, bias=bias)
 
 
 def gated(
-    x: Tensor, activation_func: Callable[[Tensor], Tensor], config: TransformerConfig
+    x: Tensor,
+    activation_func: Callable[[Tensor], Tensor],
+    config: TransformerConfig,
+    *,
+    bias: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f]."""
+    """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f].
+
+    Args:
+        bias: [f or 2f], added first.
+        weights: [...], multiplied with the rows of the result, which keeps its dtype.
+    """
     if not config.gated_linear_unit:
-        return activation_func(x)
+        out = activation_func(x if bias is None else x + bias)
+        return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
     gate = Gate(activation_func, config.activation_func_clamp_value, config.glu_linear_offset)
-    return gated_activation(x, gate, fuses=config.bias_activation_fusion)
+    fuses = config.bias_activation_fusion
+    return gated_activation(x, gate, bias=bias, weights=weights, fuses=fuses)

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.foundation import optional_imports
+from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
 from megatron.core.kernels import gated_activation as gates
-from megatron.core.kernels import norms
+from megatron.core.kernels import norms, triton_kernels
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.vocab_softmax import elementwise_softmax, torch_softmax
@@ -51,13 +53,68 @@ def test_each_device_has_its_own_preference(monkeypatch, table, dtype, needs, on
 @pytest.mark.parametrize("table", [norms.RMS_NORM, norms.LAYER_NORM])
 def test_the_norms_of_apex_are_taken_where_they_are_installed(monkeypatch, table):
     planned = Request("cuda", "bfloat16", frozenset({norms.TRAINING}), is_planned=True)
-    assert table.choose(planned).name == "apex if installed, else torch"
-    (apex,) = (kernel for kernel in table.of_device("cuda") if kernel.library)
+    assert table.choose(planned).name == "apex if installed, else triton if installed, else torch"
+    (apex,) = (kernel for kernel in table.of_device("cuda") if kernel.name == "apex")
     monkeypatch.setitem(vars(apex), "missing", lambda: None)
     here = Request("cuda", "bfloat16", frozenset({norms.TRAINING}))
     assert table._choose(here, ()).kernel is apex
     mixed = Request("cuda", "bfloat16", frozenset({norms.TRAINING, norms.WEIGHT_DTYPE}))
     assert table._choose(mixed, ()).kernel.name == "torch"
+
+
+WRITTEN_IN_TRITON = [
+    (norms.RMS_NORM, norms.ALL_NEEDS),
+    (norms.LAYER_NORM, norms.ALL_NEEDS),
+    (gates.GATED, ()),
+    (BIAS_DROPOUT_ADD, ()),
+]
+
+
+@pytest.mark.parametrize(("table", "needs"), WRITTEN_IN_TRITON)
+def test_kernels_in_triton_are_taken_on_an_accelerator_that_it_compiles_for(
+    monkeypatch, table, needs
+):
+    monkeypatch.setattr(triton_kernels, "why_missing", lambda name: None)
+    on_gpu = Request("cuda", "bfloat16", frozenset(needs))
+    for device, switch, is_taken in (
+        ("cuda", "1", True),
+        ("cuda", "0", False),
+        ("cpu", "1", False),
+        ("mps", "1", False),
+    ):
+        monkeypatch.setattr(triton_kernels, "device_type", lambda device=device: device)
+        monkeypatch.setenv("LATTICE_TRITON", switch)
+        choice = table._choose(on_gpu, ())
+        assert (choice.kernel.name == "triton") == is_taken
+        assert is_taken == ("triton" not in choice.reasons)
+    assert "triton" not in {kernel.name for kernel in table.of_device("cpu")}
+
+
+def test_what_keeps_kernels_in_triton_from_running_is_said(monkeypatch):
+    assert triton_kernels.missing() == "runs on cuda and xpu devices"
+    monkeypatch.setattr(triton_kernels, "device_type", lambda: "cuda")
+    monkeypatch.setattr(optional_imports, "has", lambda name: False)
+    why_missing = optional_imports.why_missing.__wrapped__
+    monkeypatch.setattr(triton_kernels, "why_missing", why_missing)
+    assert triton_kernels.missing() == "needs Triton, which is not installed"
+    monkeypatch.setenv("LATTICE_TRITON", "0")
+    assert triton_kernels.missing() == "is switched off by LATTICE_TRITON=0"
+
+
+PLAIN_GATES = {
+    kernel.name: kernel
+    for device in ("cpu", "cuda")
+    for kernel in gates.GATED.of_device(device)
+    if kernel.name != "triton"
+}
+
+
+@pytest.mark.parametrize("kernel", PLAIN_GATES.values(), ids=PLAIN_GATES)
+def test_a_gate_adds_a_bias_before_and_weights_after(kernel):
+    packed, bias, weights = torch.randn(5, 6), torch.randn(6), torch.rand(5)
+    plain = gates.plain_gate(packed + bias, gates.Gate(F.silu)) * weights[:, None]
+    out = kernel.run(packed, gates.Gate(F.silu), bias, weights)
+    assert_close(out, plain, FP32_REORDERED_SUM, "gated")
 
 
 def test_the_norms_of_apex_get_their_arguments_in_its_order(monkeypatch):

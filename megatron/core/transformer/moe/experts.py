@@ -219,5 +219,4 @@ class GroupedMLP(_Experts):
     def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
         """Return what the second layer multiplies: rows [n, f], each counting by its weight [n]."""
         # The narrow side is here, and the output of the second layer needs not be kept.
-        x = gated(x, self.config.activation_func, self.config)
-        return (x * probs[:, None]).to(x.dtype)
+        return gated(x, self.config.activation_func, self.config, weights=probs)

@@ -1,0 +1,1 @@
+"""Our Triton kernels on the CPU: by the interpreter, and through the compiler. `make triton`."""

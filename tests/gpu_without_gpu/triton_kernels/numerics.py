@@ -1,0 +1,117 @@
+"""Each kernel by Triton's interpreter against the plain formula, over shapes with tails.
+
+TRITON_INTERPRET=1 python -m pytest tests/gpu_without_gpu/triton_kernels/numerics.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from megatron.core.fusions import fused_bias_dropout
+from megatron.core.kernels.gated_activation import Gate, plain_gate
+from megatron.core.kernels.norms import torch_layer_norm, torch_rms_norm
+from megatron.core.kernels.triton_kernels import bias_dropout, gated_activation, norms
+from megatron.core.parameters.rng import SequenceShard, rng_state
+from tests.harness.tolerances import (
+    BF16_REORDERED_SUM,
+    BF16_TRUNCATED,
+    FP32_REORDERED_SUM,
+    assert_close,
+)
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "these run in Triton's interpreter"
+ONES = torch.ones(5)
+TOLERANCE_OF = {torch.float32: FP32_REORDERED_SUM, torch.bfloat16: BF16_TRUNCATED}
+
+
+@pytest.fixture(autouse=True)
+def fixed():
+    torch.manual_seed(0)
+    rng_state().__init__()
+    rng_state().counts_on_cpu = True
+
+
+def compare(run, reference, inputs, tolerance, bias=None):
+    """Compare the output, and the gradients of all inputs; the reference computes in fp64.
+
+    bias: index of the input whose gradient is a sum of rounded gradients.
+    """
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out, expected = run(*inputs), reference(*exact)
+    weight = torch.randn(expected.shape).to(out.dtype)
+    found = torch.autograd.grad((out * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    assert_close(out, expected, tolerance, "output")
+    for index, (a, e) in enumerate(zip(found, wanted, strict=True)):
+        assert a.dtype == inputs[index].dtype
+        is_sum = index == bias and tolerance is BF16_TRUNCATED
+        allowed = BF16_REORDERED_SUM if is_sum else tolerance
+        assert_close(a, e, allowed, f"gradient of input {index}")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 100), (600, 33), (5, 1024), (50, 4104)])
+def test_rms_norm(rows, width, dtype):
+    inputs = [torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)]
+    compare(lambda x, w: norms.rms_norm(x, w, 1e-5), lambda x, w: torch_rms_norm(x, w, 1e-5),
+            inputs, TOLERANCE_OF[dtype])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+@pytest.mark.parametrize(("rows", "width"), [(7, 100), (600, 33), (50, 4104)])
+def test_layer_norm(rows, width, dtype):
+    inputs = [x.to(dtype) for x in (torch.randn(rows, width) + 3, *torch.randn(2, width))]
+    compare(lambda x, w, b: norms.layer_norm(x, w, b, 1e-5),
+            lambda x, w, b: torch_layer_norm(x, w, b, 1e-5),
+            inputs, TOLERANCE_OF[dtype])  # fmt: skip
+
+
+def test_a_norm_of_half_precision_takes_a_weight_of_fp32():
+    inputs = [torch.randn(2, 3, 40).bfloat16(), torch.randn(40)]
+    compare(lambda x, w: norms.rms_norm(x, w, 1e-5), lambda x, w: torch_rms_norm(x, w, 1e-5),
+            inputs, BF16_TRUNCATED)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+@pytest.mark.parametrize("with_terms", [False, True])
+@pytest.mark.parametrize("act", gated_activation.KINDS)
+def test_gated_activation(act, with_terms, dtype):
+    inputs = [(2 * torch.randn(5, 2 * 1030)).to(dtype)]
+    if with_terms:
+        inputs += [torch.randn(2 * 1030).to(dtype), torch.rand(5)]
+
+    def formula(packed, bias=0.0, weights=ONES):
+        return plain_gate(packed + bias, Gate(act)) * weights.unsqueeze(-1)
+
+    compare(lambda *x: gated_activation.gate_of(x[0], Gate(act), *x[1:]), formula, inputs,
+            TOLERANCE_OF[dtype], bias=1)  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [4, 36, 1027])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_what_the_plain_form_drops(width, with_bias, residual_dtype):
+    shard = SequenceShard.zigzag(16, 1, 2)
+    x = torch.randn(8, 3, width).to(residual_dtype)
+    inputs = [x, torch.randn(8, 3, width).to(residual_dtype)]
+    inputs += [torch.randn(width).to(residual_dtype)] * with_bias
+
+    def at_one_place(run):
+        def place(x, residual, bias=None):
+            rng_state().begin_step(2**32 - 2, micro_batch_size=3, dp_rank=0, dp_size=1)
+            with rng_state().in_scope("decoder", 3, rows=shard):
+                return run(x, bias, residual)
+
+        return place
+
+    compare(
+        at_one_place(lambda *x: bias_dropout.bias_dropout_add(*x, 0.3)),
+        at_one_place(lambda *x: fused_bias_dropout.bias_dropout_add(*x, 0.3, True)),
+        inputs,
+        TOLERANCE_OF[residual_dtype],
+        bias=2,
+    )

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Compute our Triton kernels by Triton's interpreter on the CPU, against the plain formulas, and
+# compile them for four generations of NVIDIA GPUs. No GPU is needed.
+#
+#   tools/test_triton.sh [options of pytest]
+#
+# The environment is .venv-triton: the one of `make venv`, with Triton, whose package holds NVIDIA's
+# assembler.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+environment=.venv-triton
+tools/make_venv.sh "$environment" dev
+"$environment/bin/python" -m pip install --quiet --no-deps triton==3.7.1
+PATH=$PWD/$environment/bin:$PATH
+export PATH
+folder=tests/gpu_without_gpu/triton_kernels
+# Two processes: the interpreter takes the place of the compiler when a kernel is declared.
+status=0
+TRITON_INTERPRET=1 python -m pytest -q -p no:cacheprovider -W default "$folder/numerics.py" "$@" ||
+    status=1
+python -m pytest -q -p no:cacheprovider -W default "$folder/compiling.py" "$@" || status=1
+exit $status
