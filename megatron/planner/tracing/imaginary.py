@@ -103,8 +103,10 @@ class HostAnswers:
         }
         make = torch.tensor
 
-        def remembered(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def remembered(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             made = make(data, *args, **kwargs)
+            # A tensor that torch knows the values of is copied with them, which needs memory there.
+            made = torch.empty(made.shape, dtype=made.dtype, device=device or made.device)
             self._known[made] = data
             return made
 

@@ -20,6 +20,8 @@ from tests.harness.tolerances import (
 )
 
 NUM_STEPS = 5
+EPSILON = 1e-5
+"""Of Adam; see FP32_AFTER_OPTIMIZER."""
 
 
 def train(groups, *, dtype=torch.float32, num_microbatches=2, **way):
@@ -38,7 +40,12 @@ def train(groups, *, dtype=torch.float32, num_microbatches=2, **way):
 def build(groups, chunks, **settings):
     is_sharded = chunks[0].ddp_config.use_distributed_optimizer
     config = OptimizerConfig(
-        lr=1e-2, weight_decay=0.1, clip_grad=0.05, use_distributed_optimizer=is_sharded, **settings
+        lr=1e-2,
+        adam_eps=EPSILON,
+        weight_decay=0.1,
+        clip_grad=0.05,
+        use_distributed_optimizer=is_sharded,
+        **settings,
     )
     return get_megatron_optimizer(config, chunks, pg_collection=groups)
 
@@ -51,6 +58,7 @@ def train_serially(dtype=torch.float32):
     rule = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
         lr=1e-2,
+        eps=EPSILON,
         fused=True,
     )
     losses, norms = [], []
