@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+from megatron.core.kernels.row_counts import RowCounts, ends_of_rows
 
 
 def torch_grouped_mm(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
     """Multiply in one kernel: x [n, i] -> [n, o]."""
-    ends = torch.tensor(counts, device=x.device).cumsum(0).to(torch.int32)
-    return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends)
+    return F.grouped_mm(x, torch.stack(list(matrices)), offs=ends_of_rows(counts, x.device))
 
 
 def loop(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
@@ -62,3 +62,15 @@ GROUPED_PRODUCTS: KernelTable[Callable[[Tensor, Sequence[int], Sequence[Tensor]]
 def grouped_products(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:
     """Multiply the rows of each group with its matrix: x [n, i] -> [n, o]."""
     return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run(x, counts, matrices)
+
+
+def needs_no_host_counts(x: Tensor, counts: Sequence[int]) -> bool:
+    """Return whether a device has counted the rows, and multiplies without the host's help."""
+    if not isinstance(counts, RowCounts):
+        return False
+    return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run is torch_grouped_mm
+
+
+def grouped_outer_products(grad: Tensor, x: Tensor, counts: RowCounts) -> Tensor:
+    """Return grad.T @ x of the rows of each group: [n, o], [n, i] -> [l, o, i]."""
+    return F.grouped_mm(grad.t(), x, offs=counts.ends)

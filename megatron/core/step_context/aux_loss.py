@@ -30,7 +30,7 @@ def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -
             micro batch add up to it.
         num_tokens: tokens of the whole micro batch.
     """
-    return _Attached.apply(carrier, loss, current_step().aux_loss_scale.of(num_tokens))
+    return _Attached.apply(carrier, loss, current_step().aux_loss_scale.of(num_tokens, loss.device))
 
 
 class _Attached(torch.autograd.Function):
@@ -41,4 +41,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.as_tensor(ctx.weight, dtype=ctx.dtype, device=ctx.device), None
+        if isinstance(ctx.weight, Tensor):
+            return grad, ctx.weight.to(ctx.device, ctx.dtype), None
+        # Filled there: a number would be copied to an accelerator.
+        return grad, torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None

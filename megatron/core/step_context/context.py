@@ -56,12 +56,18 @@ class AuxLossScale:
     scale: Callable[[Tensor], Tensor] | None = None
     """The loss scale of fp16."""
 
-    def of(self, num_tokens: Tensor | float) -> Tensor | float:
-        """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, []."""
+    def of(self, num_tokens: Tensor | float, device: torch.device) -> Tensor | float:
+        """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, [].
+
+        Args:
+            device: where it is wanted; a number is written there, not copied.
+        """
         weight: Tensor | float = num_tokens if self.per_token else self.factor
         if self.scale is None:
             return weight
-        return self.scale(torch.as_tensor(weight, dtype=torch.float32))
+        if isinstance(weight, Tensor):
+            return self.scale(weight.to(device, torch.float32))
+        return self.scale(torch.full((), weight, dtype=torch.float32, device=device))
 
 
 @dataclass

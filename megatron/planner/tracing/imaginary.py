@@ -101,7 +101,11 @@ class HostAnswers:
             "nonzero": lambda x: self._nonzero(x),
             "data_ptr": lambda x: self._data_ptr(x),
         }
-        make = torch.tensor
+        make, find = torch.tensor, torch.nonzero_static
+
+        def found(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
+            self._num_assignments = size
+            return find(x, size=size, fill_value=fill_value)
 
         def remembered(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             made = make(data, *args, **kwargs)
@@ -114,6 +118,7 @@ class HostAnswers:
             for name, answer in answers.items():
                 stack.enter_context(mock.patch.object(FakeTensor, name, answer, create=True))
             stack.enter_context(mock.patch.object(torch, "tensor", remembered))
+            stack.enter_context(mock.patch.object(torch, "nonzero_static", found))
             yield
 
     def tolist(self, x: Tensor) -> Any:

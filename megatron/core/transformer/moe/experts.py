@@ -200,7 +200,7 @@ class GroupedMLP(_Experts):
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias)."""
-        counts, probs = list(tokens_per_expert), permuted_probs
+        counts, probs = tokens_per_expert, permuted_probs
         x = self.linear_fc1(permuted_local_hidden_states, counts)
         if self.linear_fc1.uses_bias:
             x = rows_with_bias(x, counts, self.linear_fc1.biases())

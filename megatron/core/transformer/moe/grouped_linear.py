@@ -5,6 +5,7 @@ Legend: n rows, ordered by expert; i, o input and output features of this rank; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.kernels.grouped_products import grouped_products
+from megatron.core.kernels.grouped_products import (
+    grouped_outer_products,
+    grouped_products,
+    needs_no_host_counts,
+)
+from megatron.core.kernels.row_counts import RowCounts, counts_on_device
 from megatron.core.low_precision.products import LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
@@ -120,13 +126,13 @@ def grouped_linear(
     if torch.is_autocast_enabled(x.device.type):
         pieces = zip(x.split(list(tokens_per_expert)), weights, strict=True)
         return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
-    return _GroupedLinear.apply(x, list(tokens_per_expert), fuses_main_grad, *weights)
+    return _GroupedLinear.apply(x, tokens_per_expert, fuses_main_grad, *weights)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tokens_per_expert: list[int], fuses: bool, *weights: Tensor
+        ctx: Any, x: Tensor, tokens_per_expert: Sequence[int], fuses: bool, *weights: Tensor
     ) -> Tensor:
         ctx.tokens_per_expert, ctx.fuses = tokens_per_expert, fuses
         # The main gradients hang on the parameter objects, which saved-tensor hooks would replace.
@@ -143,18 +149,30 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[0]
             else None
         )
+        trained = [i for i in range(len(weights)) if ctx.needs_input_grad[3 + i]]
+        parameters = [ctx.weights[i] for i in trained]
         weight_grads: list[Tensor | None] = [None] * len(weights)
-        pieces = zip(grad.split(ctx.tokens_per_expert), x.split(ctx.tokens_per_expert), strict=True)
-        for index, (parameter, (grad_rows, rows)) in enumerate(
-            zip(ctx.weights, pieces, strict=True)
-        ):
-            if not ctx.needs_input_grad[3 + index]:
-                continue
-            call = partial(_add_weight_gradient, parameter, grad_rows, rows, ctx.fuses)
-            if deferred_wgrad.defer_wgrad(call):
-                continue
-            weight_grads[index] = _weight_gradient(parameter, grad_rows, rows, ctx.fuses)
+        products = _weight_products(grad, x, ctx.tokens_per_expert, trained, ctx.fuses)
+        for index, parameter, product in zip(trained, parameters, products, strict=True):
+            later = partial(_add_weight_gradient, parameter, product)
+            if not deferred_wgrad.defer_wgrad(later):
+                weight_grads[index] = product(parameter)
         return grad_x, None, None, *weight_grads
+
+
+_WeightGradient = Callable[[Tensor], Tensor | None]
+"""Takes a weight; adds its gradient to its main gradient, or returns it."""
+
+
+def _weight_products(
+    grad: Tensor, x: Tensor, counts: Sequence[int], trained: Sequence[int], fuses: bool
+) -> list[_WeightGradient]:
+    """Return what computes the gradient of each weight that is trained."""
+    if isinstance(counts, RowCounts) and needs_no_host_counts(x, counts):
+        of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
+        return [partial(_gradient_of_all, of_all, index, fuses) for index in trained]
+    pieces = list(zip(grad.split(list(counts)), x.split(list(counts)), strict=True))
+    return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
 
 
 class _LowPrecisionLinear(torch.autograd.Function):
@@ -197,8 +215,14 @@ def _add_low_precision_wgrad(weight: Tensor, call: Callable[[], Tensor], fuses: 
         add_gradient(weight, total)
 
 
-def _weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) -> Tensor | None:
-    """Form grad.T @ rows [o, i] in the main gradient (and return None), or as a new tensor."""
+def _gradient_of_all(
+    of_all: Callable[[], Tensor], index: int, fuses: bool, weight: Tensor
+) -> Tensor | None:
+    return _place(weight, of_all()[index], fuses)
+
+
+def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -> Tensor | None:
+    """Compute grad.T @ rows [o, i] in the main gradient (and return None), or as a new tensor."""
     if fuses and has_main_grad(weight):
         # An expert without rows leaves its gradient as it is: fresh ones become zero.
         if len(rows):
@@ -207,9 +231,9 @@ def _weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) ->
     return grad.t() @ rows if len(rows) else torch.zeros_like(weight)
 
 
-def _add_weight_gradient(weight: Tensor, grad: Tensor, rows: Tensor, fuses: bool) -> None:
+def _add_weight_gradient(weight: Tensor, product: _WeightGradient) -> None:
     """Do so after the backward pass."""
-    total = _weight_gradient(weight, grad, rows, fuses)
+    total = product(weight)
     if total is not None:
         add_gradient(weight, total)
 
@@ -221,6 +245,6 @@ def rows_with_bias(
     scale: Tensor | None = None,
 ) -> Tensor:
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
-    counts = torch.tensor(tokens_per_expert, device=x.device)
+    counts = counts_on_device(tokens_per_expert, x.device)
     added = torch.stack(list(biases)).repeat_interleave(counts, 0, output_size=x.shape[0])
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

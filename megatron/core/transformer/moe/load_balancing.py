@@ -201,7 +201,8 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
     backend.all_reduce(everything, groups.tp_dp_cp)
-    parts = everything.split([part.numel() for part in packed])
+    # One wait for the device, not several for each router.
+    parts = everything.cpu().split([part.numel() for part in packed])
     for router, own, part in zip(routers, names, parts, strict=True):
         router.load.finish_step(part, own, groups.tp.size() * groups.cp.size())
         router.apply_load()

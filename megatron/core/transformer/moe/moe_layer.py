@@ -183,7 +183,10 @@ class MoELayer(MegatronModule):
         tokens = x.reshape(-1, x.shape[-1])
         if self.fc1_latent_proj is not None:
             tokens, _ = self.fc1_latent_proj(tokens)  # [t, h] -> [t, l]
-        sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin)
+        chosen = None
+        if mask is None and self.config.moe_expert_capacity_factor is None:
+            chosen = tokens.shape[0] * self.config.moe_router_topk
+        sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)

@@ -141,7 +141,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if assignments is None or not float(assignments.sum()):
             return
         if self.expert_bias is not None:
-            direction = torch.sign(assignments.mean() - assignments).to(self.expert_bias.dtype)
+            direction = torch.sign(assignments.mean() - assignments).to(self.expert_bias)
             self.expert_bias += self.config.moe_router_bias_update_rate * direction
         if self.global_shares is not None:
             self.global_shares.copy_(assignments / assignments.sum())

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import is_host_memory
+from megatron.core.kernels.row_counts import RowCounts, counts_on_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
@@ -40,14 +42,14 @@ class DispatchedTokens:
     Attributes:
         tokens: [n, h], those of the first local expert first.
         probs: [n], the weight of each row in its token's output.
-        tokens_per_expert: rows of each local expert.
+        tokens_per_expert: rows of each local expert, `RowCounts` where the host has not read them.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
             [t, h] of this rank's own tokens; it takes `overlap_fn` as `dispatch` does.
     """
 
     tokens: Tensor
     probs: Tensor
-    tokens_per_expert: list[int]
+    tokens_per_expert: Sequence[int]
     combine: Combine
 
 
@@ -55,13 +57,19 @@ class TokenDispatcher(Protocol):
     """The interface between a router and its experts."""
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn = None,
+        num_assignments: int | None = None,
     ) -> DispatchedTokens:
         """Bring tokens [t, h] to their experts.
 
         Args:
             probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
             overlap_fn: called once, while the tokens travel where the dispatcher can, else before.
+            num_assignments: how many are True in the map, where the host knows.
         """
 
 
@@ -71,7 +79,7 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     Args:
         capacity: as many as an expert can get, at least.
     """
-    counts = torch.tensor(sent.tokens_per_expert, device=sent.tokens.device)
+    counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
     experts = torch.arange(len(sent.tokens_per_expert), device=counts.device)
     begins = experts * capacity - (counts.cumsum(0) - counts)
     shift = begins.repeat_interleave(counts, output_size=sent.tokens.shape[0])
@@ -85,9 +93,17 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     )
 
 
-def expert_assignments(routing_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token."""
-    assignments = routing_map.t().nonzero()
+def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token.
+
+    Args:
+        number: n, where the host knows it and need not wait for an accelerator to count.
+    """
+    by_expert = routing_map.t()
+    if number is None or is_host_memory(routing_map.device):
+        assignments = by_expert.nonzero()
+    else:
+        assignments = torch.nonzero_static(by_expert, size=number)
     return assignments[:, 0], assignments[:, 1]
 
 
@@ -123,7 +139,12 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
     """
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn = None,
+        num_assignments: int | None = None,
     ) -> DispatchedTokens:
         """See `TokenDispatcher`; computes nothing while tokens travel."""
         if overlap_fn is not None:
@@ -161,10 +182,15 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
     """
 
     def dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor, overlap_fn: OverlapFn = None
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn = None,
+        num_assignments: int | None = None,
     ) -> DispatchedTokens:
         """See `TokenDispatcher`."""
-        expert, token = expert_assignments(routing_map)
+        expert, token = expert_assignments(routing_map, num_assignments)
         num_tokens = tokens.shape[0]
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
@@ -194,13 +220,15 @@ class _ExchangePlan:
 
     sent, received: rows for and from each rank of `ep`; gathered: rows of each rank of `expt_tp`
     after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in the
-    order in which they arrive.
+    order in which they arrive; tokens_per_expert: rows of each local expert. A rank that holds all
+    experts sends nothing, and its host does not ask for numbers.
     """
 
     sent: list[int]
     received: list[int]
     gathered: list[int]
     blocks: list[list[int]]
+    tokens_per_expert: Sequence[int]
 
     @staticmethod
     def of(dispatcher: _Dispatcher, assignments: Tensor) -> _ExchangePlan:
@@ -214,6 +242,8 @@ class _ExchangePlan:
         if tp_size > 1:
             counts = collectives.all_gather(counts, expt_tp)
         own = ep.rank() * local
+        if ep_size * tp_size == 1 and not is_host_memory(counts.device):
+            return _ExchangePlan([], [], [], [], RowCounts(assignments))
         table = counts.tolist()  # [expt_tp * ep][e]
         blocks = [row[own : own + local] for row in table]
         mine = expt_tp.rank() * ep_size
@@ -225,12 +255,8 @@ class _ExchangePlan:
             sums[mine : mine + ep_size],
             [sum(sums[r * ep_size : (r + 1) * ep_size]) for r in range(tp_size)],
             blocks,
+            [sum(column) for column in zip(*blocks, strict=True)],
         )
-
-    @property
-    def tokens_per_expert(self) -> list[int]:
-        """Rows of each local expert."""
-        return [sum(column) for column in zip(*self.blocks, strict=True)]
 
     def send(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
         """Exchange rows over `ep`."""
@@ -265,9 +291,9 @@ def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     Args:
         counts: rows of each [outer][inner].
     """
-    width = len(counts[0])
-    if len(counts) == 1 or width == 1:
+    if len(counts) <= 1 or len(counts[0]) == 1:
         return rows
+    width = len(counts[0])
     pieces = rows.split([count for row in counts for count in row])
     return torch.cat([piece for inner in range(width) for piece in pieces[inner::width]])
 

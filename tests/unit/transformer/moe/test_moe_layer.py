@@ -1,13 +1,19 @@
 """A mixture-of-experts layer on one rank."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, torch_grouped_mm
+from megatron.core.kernels.registry import Kernel
 from megatron.core.parameters.initialization import canonical_names
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import AuxLossScale
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_router_step
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
@@ -73,6 +79,26 @@ def test_grouped_experts_equal_those_one_by_one(dispatcher, latent):
     assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "moe")
     for local, parameter in grouped.named_parameters():
         assert_close(parameter.grad, reference[names[local]].grad, FP32_REORDERED_SUM, "moe")
+
+
+def test_rows_that_only_a_device_has_counted_give_the_same_and_the_host_never_asks(monkeypatch):
+    """As on an accelerator, whose counts come to the host by a wait alone."""
+    options = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+    usual, counted = layer(**options), layer(**options)
+    x, y = tokens(), tokens()
+    usual(x)[0].square().sum().backward()
+    monkeypatch.setattr(token_dispatcher, "is_host_memory", lambda device: False)
+    kernels = {"cpu": (Kernel("torch-grouped-mm", torch_grouped_mm),)}
+    with (
+        mock.patch.dict(GROUPED_PRODUCTS.kernels, kernels),
+        mock.patch.dict(GROUPED_PRODUCTS.chosen, clear=True),
+        mock.patch.object(Tensor, "tolist", side_effect=AssertionError("the host waited")),
+    ):
+        counted(y)[0].square().sum().backward()
+    assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "input")
+    reference = dict(usual.named_parameters())
+    for name, parameter in counted.named_parameters():
+        assert_close(parameter.grad, reference[name].grad, FP32_REORDERED_SUM, name)
 
 
 def test_both_forms_begin_with_the_same_weights_and_share_a_checkpoint():

@@ -1,0 +1,59 @@
+"""Rows of each group, known to an accelerator before the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+class RowCounts(Sequence[int]):
+    """How many consecutive rows each group has, where a device has counted them.
+
+    A kernel takes `ends` and nobody waits. Who asks for the numbers themselves waits for the
+    device, once.
+
+    Attributes:
+        counts: int64 [l].
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self.counts = counts
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """First row after each group, int32 [l]."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def _on_host(self) -> list[int]:
+        return [int(count) for count in self.counts.tolist()]
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return self.counts.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """Return numbers; the first question waits for the device."""
+        return self._on_host[index]
+
+
+def counts_on_device(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the rows of each group, int64 [l] on `device`."""
+    return counts.counts if isinstance(counts, RowCounts) else torch.tensor(counts, device=device)
+
+
+def ends_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the first row after each group, int32 [l] on `device`."""
+    if isinstance(counts, RowCounts):
+        return counts.ends
+    return counts_on_device(counts, device).cumsum(0).to(torch.int32)

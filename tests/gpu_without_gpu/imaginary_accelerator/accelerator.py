@@ -1,0 +1,83 @@
+"""An accelerator that computes shapes: a device type of torch's own, under `FakeTensorMode`.
+
+torch lets Python register a backend under a name of its own. Tensors on it are fake, so that every
+operation checks devices, dtypes and shapes as on a GPU and computes nothing; reads of values are
+counted (`waits`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from megatron.core.foundation import device
+from megatron.core.kernels.registry import KernelTable
+
+NAME = "imaginary"
+
+
+@functools.cache
+def register() -> None:
+    """Give this process the accelerator. Comes before the first question for a device."""
+    _setup_privateuseone_for_python_backend(NAME)
+    os.environ["LATTICE_DEVICE"] = NAME  # this process may have been told to use the CPU
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # knows "fake"
+    dist.Backend.backend_capability["fake"].append(NAME)
+    module: Any = torch.get_device_module(NAME)
+    # Random states that nobody draws from.
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
+    module.set_rng_state = lambda *_: None
+    assert device.device_type() == NAME, "the device was asked for before it was registered"
+
+
+@contextmanager
+def as_a_gpu_computes() -> Iterator[None]:
+    """Inside, kernels are those that a CUDA GPU would choose, and streams need no wait."""
+    of_device = KernelTable.of_device
+    with (
+        mock.patch.object(
+            KernelTable,
+            "of_device",
+            lambda table, kind: of_device(table, "cuda" if kind == NAME else kind),
+        ),
+        mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(device, "synchronize"),  # of the schedule's recorder
+    ):
+        yield
+
+
+_PLAIN = F.scaled_dot_product_attention
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """[b, n, s, d]: flash attention, or the memory-efficient one where there is a mask."""
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return _PLAIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    if attn_mask is None and query.shape[-1] == value.shape[-1]:
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    efficient: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+    if attn_mask is not None:
+        scores = (*query.shape[:3], key.shape[2])
+        bias = attn_mask if attn_mask.dtype != torch.bool else attn_mask.to(query.dtype)
+        attn_mask = bias.expand(scores)
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,57 @@
+"""One rank of a run, its second training step, and what was seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megatron.planner.program_memory import routed_share
+from megatron.planner.tracing.imaginary import imaginary_rank
+from megatron.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
+from megatron.training.config.resolved import ResolvedRun
+from pretrain_gpt import forward_step, model_provider
+from tests.gpu_without_gpu.imaginary_accelerator.accelerator import as_a_gpu_computes
+from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger, bytes_by_axis
+
+
+@dataclass
+class SeenStep:
+    """A step after the first one."""
+
+    seconds: float = 0.0
+    """Of this machine, for building the rank and two steps."""
+    waits: Counter[str] = field(default_factory=Counter)
+    """Place in the project -> how often the host read a value there."""
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(axis, operation) -> bytes that this rank gave."""
+    memory: RankTrace = field(default_factory=lambda: RankTrace(0))
+
+
+def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
+    """Build one rank and take two steps; return what the second did.
+
+    Args:
+        run: resolved, with its vocabulary; the process has the imaginary accelerator.
+        num_microbatches: of a step, in place of those of the settings: what is asked here repeats
+            with every one.
+    """
+    begin, seen = time.monotonic(), SeenStep(memory=RankTrace(rank))
+    world = run.topology.world_size
+    with (
+        as_a_gpu_computes(),
+        imaginary_rank(rank, world, backend="nccl", routed_share=routed_share(run)),
+        AcceleratorLedger() as ledger,
+        ledger.watching(),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        under_test = RankUnderTest(run, ModelScript(model_provider, forward_step), ledger)
+        under_test.step(seen.memory, num_microbatches)
+        ledger.clear()
+        under_test.step(None, num_microbatches)
+        seen.waits = Counter(ledger.waits)
+        seen.traffic = bytes_by_axis(ledger.traffic, under_test.context.groups)
+    seen.seconds = time.monotonic() - begin
+    return seen

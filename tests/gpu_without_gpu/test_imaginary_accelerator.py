@@ -1,0 +1,77 @@
+"""A step on an accelerator that computes shapes: where the host waits, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu_without_gpu.imaginary_accelerator.runs import RUNS
+from tests.harness.resolved_run import run_of
+
+MODULE = "tests.gpu_without_gpu.imaginary_accelerator"
+SIZES = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1024"
+    " --micro-batch-size 1 --global-batch-size 64 --bf16 --hidden-dropout 0 --attention-dropout 0"
+    " --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+    " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+)
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 128"
+    " --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+)
+NORM = "megatron/core/optimizer/gradient_norm.py:collect"
+"""Between the backward pass and the update: a gradient that is not finite must touch no weight."""
+ROUTERS = "megatron/core/transformer/moe/load_balancing.py:finish_router_step"
+SPLITS = "megatron/core/transformer/moe/token_dispatcher.py:of"
+"""NCCL's all-to-all takes the rows of each rank from the host."""
+
+
+@pytest.mark.parametrize(
+    ("words", "waits", "axes"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+         " --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2", {NORM: 1},
+         {"tp", "pp", "dp_cp", "cp"}),
+        (EXPERTS, {NORM: 2, ROUTERS: 1}, {"dp_cp"}),
+        (f"{EXPERTS} --expert-model-parallel-size 4", {NORM: 2, ROUTERS: 1, SPLITS: 4 * 2},
+         {"ep", "dp_cp", "expt_dp"}),
+    ],
+    ids=["dense", "experts", "experts over ranks"],
+)  # fmt: skip
+def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, waits, axes):
+    command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]
+    command += ["--rank", "0", "--num-microbatches", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout)
+    assert seen["waits"] == waits
+    assert axes <= {place.split()[0] for place in seen["traffic"]}
+    assert seen["peak"] == sum(seen["kinds"].values())
+
+
+MIXED = """
+import torch
+from tests.gpu_without_gpu.imaginary_accelerator.accelerator import NAME, register
+register()
+from megatron.planner.tracing.imaginary import imaginary_rank
+from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger
+with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger.watching():
+    x = torch.ones(4, device=NAME)
+    x.sum().item(), x.cpu(), x.tolist(), x.nonzero()
+    print(sum(ledger.waits.values()))
+    try:
+        x + torch.ones(4)
+    except Exception as problem:
+        print(type(problem).__name__)
+"""
+
+
+def test_reads_are_counted_and_mixed_devices_are_refused():
+    done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True)
+    assert done.stdout.split() == ["4", "FakeTensorDeviceMismatchError"], done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} {run.num_ranks}")
+def test_the_command_lines_of_large_runs_are_accepted(run):
+    assert run_of(run.words, run.num_ranks).topology.world_size == run.num_ranks
