@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest engine triton venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine triton schemas venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,9 @@ engine: ## models of Transformer Engine's layers, by its own Python, on the CPU
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
+schemas: ## files for clusters, read by the packages that publish their schemas
+	@tools/test_schemas.sh
+
 venv: ## make or refresh the virtual environment .venv
 	@tools/make_venv.sh "$(VENV)" dev
 
@@ -54,6 +57,7 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove .venv-lowest
 	tools/make_venv.sh --remove .venv-engine
 	tools/make_venv.sh --remove .venv-triton
+	tools/make_venv.sh --remove .venv-schemas
 	rm -rf quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

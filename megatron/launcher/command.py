@@ -22,7 +22,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag, positional
-from megatron.launcher import hosts, slurm
+from megatron.launcher import hosts, kubernetes, ray_train, skypilot, slurm
 from megatron.launcher.job import Job
 from megatron.launcher.plan import LaunchPlan
 from megatron.launcher.reading import read_description
@@ -32,6 +32,11 @@ BACKENDS: Mapping[str, Callable[[Job], LaunchPlan]] = {
     "slurm": slurm.plan,
     "ssh": hosts.plan_ssh,
     "mpi": hosts.plan_mpi,
+    "trainjob": kubernetes.plan_train_job,
+    "pytorchjob": kubernetes.plan_pytorch_job,
+    "jobset": kubernetes.plan_job_set,
+    "ray": ray_train.plan,
+    "sky": skypilot.plan,
 }
 """Kind of cluster -> what would be written and run there."""
 

@@ -94,6 +94,16 @@ class HostSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SkyPilotSettings:
+    """SkyPilot."""
+
+    accelerator: str = "H100"
+    """GPU to ask for, as SkyPilot calls it."""
+    infra: str = ""
+    """Cloud, region or Kubernetes context, for example gcp/us-central1; the cheapest by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """The job."""
 
@@ -145,6 +155,7 @@ class Job:
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
     hosts: HostSettings = field(default_factory=HostSettings)
+    sky: SkyPilotSettings = field(default_factory=SkyPilotSettings)
     command: tuple[str, ...] = flag((), nargs="+", is_hidden=True)
     """What torchrun starts: a script, or `-m` and a module, and its flags."""
 

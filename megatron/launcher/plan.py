@@ -109,10 +109,23 @@ def _check_flags(job: Job) -> list[str]:
     ]  # fmt: skip
 
 
-def node_script(job: Job, num_nodes: str, node_rank: str, address: str, port: str) -> list[str]:
-    """Return lines of shell for one node: environment, setup, the check, the training."""
+def node_script(
+    job: Job,
+    num_nodes: str,
+    node_rank: str,
+    address: str,
+    port: str,
+    *,
+    exported: Sequence[str] | None = None,
+) -> list[str]:
+    """Return lines of shell for one node: environment, setup, the check, the training.
+
+    Args:
+        num_nodes, node_rank, address, port: as of `torchrun`.
+        exported: lines that set the environment, if it is set in another way.
+    """
     start = torchrun(job, num_nodes, node_rank, address, port)
-    lines = ["set -e", *exports(job), *job.setup]
+    lines = ["set -e", *(exports(job) if exported is None else exported), *job.setup]
     if job.check:
         lines.append(f"{start} {shlex.join(check_words(job))}")
     return [*lines, f"exec {start} {shlex.join(job.command)}"]

@@ -10,12 +10,18 @@ from typing import Any
 from megatron.core.foundation import optional_imports
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
 from megatron.core.settings.flags import FlagSpec, flag_specs
-from megatron.launcher.job import HostSettings, Job, KubernetesSettings, SlurmSettings
+from megatron.launcher.job import (
+    HostSettings,
+    Job,
+    KubernetesSettings,
+    SkyPilotSettings,
+    SlurmSettings,
+)
 
 _MAX_BYTES = 1 << 20
 
 
-_GROUPS = (Job, SlurmSettings, KubernetesSettings, HostSettings)
+_GROUPS = (Job, SlurmSettings, KubernetesSettings, HostSettings, SkyPilotSettings)
 
 
 def read_description(path: str) -> dict[str, Any]:

@@ -21,7 +21,10 @@ BLOCKS = [text.split("```")[0].replace("\\\n", " ") for text in PAGE.split(MARK)
 def test_each_command_works(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    named = dict(re.findall(r"^(\w+)=(\S+)$", block, re.MULTILINE))
     for line in filter(None, map(str.strip, block.splitlines())):
+        for name, value in named.items():
+            line = line.replace(f"${name}", value)
         words = shlex.split(line)
         if words[0] == "lattice" and words[-1] == "--help":
             with pytest.raises(SystemExit, match="0"):
@@ -37,5 +40,6 @@ def test_each_command_works(block, tmp_path, monkeypatch, capsys):
 
 
 def test_every_back_end_is_shown():
-    shown = set(re.findall(r"lattice launch .*--backend (\w+).*--dry-run", "\n".join(BLOCKS)))
+    lines = "\n".join(BLOCKS)
+    shown = set(re.findall(r"lattice launch .*--backend (\w+).*--dry-run", lines))
     assert shown == set(BACKENDS)

@@ -6,7 +6,6 @@ import re
 import subprocess
 
 import pytest
-import yaml
 
 from megatron.launcher.command import read_launch
 from megatron.training.arguments import parse_args, validate_args
@@ -44,19 +43,6 @@ def test_the_description_trains_with_flags_that_work(monkeypatch):
     job = read_launch([str(CLUSTER / "pretrain.yaml")]).job
     assert job.command[0] == "pretrain_gpt.py"
     trains(list(job.command[1:]), job.nodes * job.ranks_per_node, monkeypatch)
-
-
-def test_the_kubernetes_manifest_starts_torchrun_with_flags_that_work(monkeypatch):
-    (job,) = yaml.safe_load_all((CLUSTER / "trainjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    trainer = job["spec"]["trainer"]
-    assert [*trainer["command"], trainer["args"][0]] == ["torchrun", "pretrain_gpt.py"]
-    world_size = trainer["numNodes"] * trainer["numProcPerNode"]
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
-    trains(trainer["args"][1:], world_size, monkeypatch)
-    (pod,) = job["spec"]["podTemplateOverrides"]
-    mounted = {m["name"] for c in pod["spec"]["containers"] for m in c["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
 @pytest.mark.parametrize("flag", ["--shm-size", "--ulimit memlock=-1", "--gpus all"])

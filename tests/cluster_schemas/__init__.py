@@ -1,0 +1,1 @@
+"""Schemas of the files that clusters read, taken from the published packages."""
