@@ -28,6 +28,8 @@ from tests.faults.result import Result
 NAMED_WITHIN_S = 20.0
 MOST_CALLS = 60
 """Up to how many collectives are let through after the first steps."""
+LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "pp2-zb-v")
+"""Those that have collectives of more than a number or two."""
 _PLANTED = re.compile(PLANTED + r"(.+) for (\w+ of \d+), (\d+) on (\S+)")
 _SIDE = re.compile(r"rank (\d+)(?: is in|:[^;]* waits in) (\w+ of \d+) elements, number (\d+)")
 
@@ -51,9 +53,9 @@ def cases(times: int) -> list[MismatchCase]:
     """Return so many cases; all layouts come before one comes again, each time otherwise."""
     found = []
     for number in range(times):
-        turn, layout = divmod(number, len(LAYOUTS))
+        turn, layout = divmod(number, len(LAYOUT_NAMES))
         kind = KINDS[(turn + layout) % len(KINDS)]
-        found.append(MismatchCase(list(LAYOUTS)[layout], kind, number))
+        found.append(MismatchCase(LAYOUT_NAMES[layout], kind, number))
     return found
 
 

@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel.instructions import Op
 from megatron.training.launch.rank_info import RankInfo
 
 BEAT_S = 0.5
-ANSWER_S = 1.5
-"""Twice as long as a watchdog takes that gets the processor."""
+ANSWER_S = 4.0
+"""Longer than a watchdog takes that has to wait for stacks."""
 WATCHDOG = "megatron.core.foundation.heartbeat.watchdog"
 _MEETING_TIMEOUT = timedelta(seconds=60)
 

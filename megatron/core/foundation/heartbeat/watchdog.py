@@ -10,7 +10,6 @@ at a signal. It ends with the last of the ranks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -26,14 +25,15 @@ from megatron.core.foundation.failure_file import write_failure
 from megatron.core.foundation.heartbeat.diagnosis import Finding, RankView, describe_place, diagnose
 from megatron.core.foundation.heartbeat.layout import MESSAGE_BYTES, MESSAGE_OFFSET, Word
 from megatron.core.foundation.heartbeat.reading import Heartbeat, Notes
+from megatron.core.foundation.heartbeat.stacks import StackRequest, kernel_state, python_stacks
 from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.core.foundation.processes import STOP_SIGNALS
 
 POLL_S = 0.25
 LOOK_S = 5.0
 """How often the operations of the ranks are compared while all goes on."""
-STACK_S, END_S = 0.5, 2.0
-"""How long to wait for the stack of a rank, and for ranks to end by themselves."""
+END_S = 2.0
+"""How long to wait for ranks to end by themselves."""
 EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
 
 
@@ -133,17 +133,16 @@ class _Watched:
             now - self.ran_at,
         )
 
+    def tell(self, code: int, line: str) -> None:
+        """Let it end with an exit code, and say why."""
+        text = line.encode()[: MESSAGE_BYTES - 1]
+        self.memory.write_text(MESSAGE_OFFSET, text.ljust(MESSAGE_BYTES, b"\0"))
+        self.memory.write(Word.VERDICT, code)
+
     def send(self, number: int) -> None:
         """Send a signal, if it is there to take it."""
         with contextlib.suppress(OSError):
             os.kill(self.process, number)
-
-    def send_to_main_thread(self, number: int) -> None:
-        """Send a signal to the thread that trains: any thread may take one to the process."""
-        try:
-            ctypes.CDLL(None).tgkill(self.process, self.process, number)
-        except AttributeError:  # the C library is older than the call
-            self.send(number)
 
 
 class Watchdog:
@@ -221,27 +220,25 @@ class Watchdog:
         """Say what was found and end the ranks of this machine."""
         record = self._record(found, open_ranks)
         line = self._line(found, record)
-        code = EXIT_CODES[found.kind]
-        text = line.encode()[: MESSAGE_BYTES - 1]
         living = [rank for rank in open_ranks if not rank.has_ended]
-        for rank in living:
-            rank.memory.write_text(MESSAGE_OFFSET, text.ljust(MESSAGE_BYTES, b"\0"))
-            rank.memory.write(Word.VERDICT, code)
-        stacks = self._stacks(found, living)
-        record["stacks"] = stacks
+        record["stacks"] = stacks = self._stacks(found, living)
+        stuck = [rank for rank in living if rank.rank in found.ranks and found.kind == "HANG"]
+        # One rank must be told: it tells the launcher and the ranks of other machines.
+        told = [rank for rank in living if rank not in stuck] or stuck
+        for rank in told:
+            rank.tell(EXIT_CODES[found.kind], line)
+            if rank.letter == "T":
+                rank.send(signal.SIGCONT)
         shown = "".join(f"\nrank {rank}:\n{stack}" for rank, stack in stacks.items())
         _print(f"{shown}\n{line}")
         if self._settings.save_directory is not None:
             with contextlib.suppress(OSError):
                 write_failure(record, self._settings.save_directory)
         deadline = time.monotonic() + END_S
-        stuck = [rank for rank in living if rank.rank in found.ranks and found.kind == "HANG"]
-        while time.monotonic() < deadline:
-            for rank in living:
-                rank.look(self._now)
-            if all(rank.has_ended for rank in living if rank not in stuck):
-                break
+        while time.monotonic() < deadline and not all(rank.has_ended for rank in told):
             time.sleep(0.05)
+            for rank in told:
+                rank.look(self._now)
         for rank in living:
             rank.send(signal.SIGKILL)
 
@@ -262,7 +259,7 @@ class Watchdog:
             "message": found.text,
             "waiting": list(found.waiting),
             "places": {r: describe_place(v, self._settings.instructions) for r, v in views.items()},
-            "kernel": {r.rank: _kernel_state(r.process) for r in ranks if r.rank in found.ranks},
+            "kernel": {r.rank: kernel_state(r.process) for r in ranks if r.rank in found.ranks},
             "time": time.time(),
         }
 
@@ -287,45 +284,13 @@ class Watchdog:
     def _stacks(self, found: Finding, living: list[_Watched]) -> dict[int, str]:
         """Return Python stacks of those who are the cause, and of one that waits.
 
-        A stopped process writes its own as soon as it continues, which is just before its end.
+        A stopped process writes its own as soon as it continues, and is stopped again.
         """
         cause = [rank for rank in living if rank.rank in found.ranks]
-        others = [rank for rank in living if rank.rank not in found.ranks][:1]
-        asked = cause + others
-        begins = {rank.rank: os.fstat(rank.stacks).st_size for rank in asked}
-        for rank in asked:
-            rank.send_to_main_thread(self._settings.stack_signal)
-            if rank.letter == "T":
-                rank.send(signal.SIGCONT)
-        deadline = time.monotonic() + STACK_S
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            if all(_is_written(rank.stacks, begins[rank.rank]) for rank in asked):
-                break
-        found_stacks = {}
-        for rank in asked:
-            size = os.fstat(rank.stacks).st_size
-            text = os.pread(rank.stacks, size - begins[rank.rank], begins[rank.rank])
-            found_stacks[rank.rank] = text.decode(errors="replace").strip()
-        return found_stacks
-
-
-def _is_written(file: int, begin: int) -> bool:
-    """Return whether a whole stack has come: that of the main thread is the last."""
-    size = os.fstat(file).st_size
-    return size > begin and b"Current thread" in os.pread(file, size - begin, begin)
-
-
-def _kernel_state(process: int) -> dict[str, str]:
-    """Return where each thread of a process is in the kernel, as far as it tells."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for thread in sorted(Path(f"/proc/{process}/task").iterdir(), key=lambda p: int(p.name)):
-            with contextlib.suppress(OSError):
-                state = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                where = (thread / "wchan").read_text().strip()
-                found[thread.name] = f"{state} {where}"
-    return found
+        asked = cause + [rank for rank in living if rank.rank not in found.ranks][:1]
+        requests = [StackRequest(r.process, r.stacks, r.letter == "T") for r in asked]
+        stacks = python_stacks(requests, self._settings.stack_signal)
+        return {rank.rank: stack for rank, stack in zip(asked, stacks, strict=True)}
 
 
 def _print(text: str) -> None:
