@@ -28,6 +28,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from megatron.core.foundation.heartbeat.place import noted
 from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.shm.shm_collectives import all_ranks_can
@@ -73,10 +74,17 @@ class MappedTensor:
 class MappedGather:
     """Joined tensors, and when they may be looked at. From `map_gather`."""
 
+    tag = 1 << 30
+    """Of no message and no bucket: `wait_for_readers` is matched with itself alone."""
+
     def __init__(
-        self, memory: SharedBuffer, peers: PeerBuffers | None, tensors: list[MappedTensor]
+        self,
+        memory: SharedBuffer,
+        group: Group,
+        peers: PeerBuffers | None,
+        tensors: list[MappedTensor],
     ) -> None:
-        self._memory, self._peers = memory, peers
+        self.group, self._memory, self._peers = group, memory, peers
         self.tensors = tensors
         self._base = memory.begin(_WORD)
         self._is_shown = False
@@ -90,6 +98,7 @@ class MappedGather:
             self._memory.publish_progress(_WORD, self._base + 1)
         return Work.of([self._peers.progress_of_others(_WORD, self._base + 1)], None)
 
+    @noted("barrier")
     def wait_for_readers(self) -> None:
         """Sleep until no rank looks at the values any more; this one does not from now on."""
         if self._peers is not None:
@@ -131,7 +140,7 @@ def map_gather(
         is_complete = all_ranks_can(is_complete, group)
     if not is_complete:
         return None
-    return MappedGather(memory, peers, joined)
+    return MappedGather(memory, group, peers, joined)
 
 
 def _join(
