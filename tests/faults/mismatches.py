@@ -31,7 +31,9 @@ MOST_CALLS = 60
 LAYOUT_NAMES = tuple(name for name in LAYOUTS if name != "pp2-zb-v")
 """Those that have collectives of more than a number or two."""
 _PLANTED = re.compile(PLANTED + r"(.+) for (\w+ of \d+), (\d+) on (\S+)")
-_SIDE = re.compile(r"rank (\d+)(?: is in|:[^;]* waits in) (\w+ of \d+) elements, number (\d+)")
+_SIDE = re.compile(
+    r"rank (\d+)(?: is in|:[^;]* waits in) (\w+(?: of \d+)?)(?: elements)?, number (\d+)"
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.shm.mapped_gather import MappedTensor, map_gather
 from megatron.core.transport.shm.shared_buffer import SharedBuffer, round_up_to_pages
 from tests.harness.distributed import distributed
@@ -109,7 +110,7 @@ def test_an_empty_tensor_holds_no_memory_of_this_process(groups):
 def test_a_rank_alone_looks_at_its_own_values():
     memory = SharedBuffer(2 * PAGE, 1)
     memory.tensor(torch.uint8, 0, 2 * PAGE).copy_(torch.arange(2 * PAGE) // PAGE + 1)
-    joined = map_gather(memory, None, torch.uint8, [[(PAGE, PAGE)], [(0, PAGE)]])
+    joined = map_gather(memory, SINGLE_RANK, torch.uint8, [[(PAGE, PAGE)], [(0, PAGE)]])
     assert joined.start().is_completed()
     assert [tensor.tensor.unique().tolist() for tensor in joined.tensors] == [[2], [1]]
     joined.wait_for_readers()
