@@ -1,6 +1,6 @@
-"""Megatron's search for slow GPUs, which does not exist here: the object, switched off.
+"""Megatron's object that measures for its search for slow GPUs, switched off.
 
-Times of every part of a step, with the slowest rank of each, are printed by --timing-log-level 2.
+--log-straggler searches here without it: ranks are compared by the time that they wait for nobody.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ class StragglerDetector:
             ConfigError: always.
         """
         raise ConfigError(
-            "slow ranks are not searched for.",
-            rule="StragglerDetector is here so that scripts which use it run; it measures nothing",
-            flags=["--log-straggler", "--timing-log-level"],
-            fix="leave --log-straggler out; --timing-log-level 2 --timing-log-option minmax prints"
-            " the fastest and the slowest rank's time of every part of a step",
+            "StragglerDetector measures nothing.",
+            rule="scripts which use it run; what is measured, the training loop measures by itself",
+            flags=["--log-straggler"],
+            fix="leave out the call of configure; --log-straggler names slow ranks without it",
         )
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:

@@ -8,6 +8,7 @@ Campaigns (all of them without a name):
     hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
     mismatches  one rank leaves a collective out, or takes another size or operation
     pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
+    stragglers  a rank that computes 1.3 times as long, which --log-straggler names; clean runs
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
@@ -31,7 +32,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import hangs, mismatches, namespaces, pauses, plan
+from tests.faults import hangs, mismatches, namespaces, pauses, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
@@ -43,7 +44,9 @@ Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-CAMPAIGNS = ("matrix", "preempt", "restarts", "hangs", "mismatches", "pauses", "namespaces")
+CAMPAIGNS = (
+    "matrix", "preempt", "restarts", "hangs", "mismatches", "pauses", "stragglers", "namespaces",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class Flags:
     repeat: int = 1
     """Run everything so many times."""
     times: int = 20
-    """Of preempt."""
+    """Of preempt; of stragglers as many slow as clean runs."""
     kills: int = 30
     """Of restarts."""
     random_hangs: int = 50
@@ -93,6 +96,9 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
     if campaign == "pauses":
         for paused in plan.matching(pauses.CASES, arguments.cases):
             tasks.append((paused.name, partial(pauses.run_pauses, paused, seed=base)))
+    if campaign == "stragglers":
+        for straggler in plan.matching(stragglers.cases(arguments.times), arguments.cases):
+            tasks.append((straggler.name, partial(stragglers.run_straggler, straggler)))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
+import time
 from functools import wraps
 from typing import Any
 
@@ -70,6 +71,19 @@ def make_saves_long(seconds: float) -> None:
         save(hook, state)
 
     SaveCheckpoints._save = long_save  # type: ignore[method-assign]
+
+
+_computed_until = 0.0
+
+
+def compute_more(share: float) -> None:
+    """Keep the processor busy for a share of the processor time since the last call."""
+    global _computed_until
+    now = time.thread_time()
+    end = now + share * (now - _computed_until)
+    while time.thread_time() < end:
+        pass
+    _computed_until = time.thread_time()
 
 
 # Collectives that do not match --------------------------------------------------------------------

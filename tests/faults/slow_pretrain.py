@@ -7,6 +7,8 @@
     --long-save S          in each save, on rank 1, with the interpreter lock
     --hold-lock THREAD     from SIGUSR2 on, see `planted.py`
     --mismatch KIND RANK N     change the N-th collective of a rank
+    --slow-rank R --slow-factor F --slow-from STEP
+                           that rank computes F times as long as it has to
 
 It prints when it builds and when an evaluation begins.
 """
@@ -40,6 +42,10 @@ class SlowFlags:
     long_save: float = 0.0
     hold_lock: str = ""
     mismatch: tuple[str, ...] = ()
+    slow_rank: int = -1
+    slow_factor: float = 1.0
+    slow_from: int = 1
+    """First slow step."""
 
 
 def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
@@ -85,6 +91,9 @@ def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
             time.sleep(args.long_evaluation)
     _was_training = model.training
     time.sleep(args.slow_step if model.training else args.slow_evaluation)
+    if args.rank == args.slow_rank:
+        is_slow = args.curr_iteration + 1 >= args.slow_from
+        planted.compute_more(args.slow_factor - 1.0 if is_slow else 0.0)
     return forward_step(data_iterator, model)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.faults import hangs, mismatches, plan
+from tests.faults import hangs, mismatches, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import take_signals
 from tests.faults.promises import Kept, promise_for
@@ -55,6 +55,13 @@ def test_who_holds_up_the_others_is_named_with_the_place_and_the_job_ends(tmp_pa
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda run: run(), runs))
     assert not any(result.problems for result in results), results
+
+
+@pytest.mark.distributed
+def test_a_rank_that_computes_longer_is_named_and_no_other(tmp_path, references):
+    case = stragglers.cases(1)[0]
+    result = stragglers.run_straggler(case, tmp_path / "case", references)
+    assert not result.problems, "\n".join(result.problems)
 
 
 def test_random_hangs_meet_every_layout_in_every_way():

@@ -77,8 +77,16 @@ class LoggingSettings:
     """Record allocations of the device, on GPUs."""
     memory_snapshot_path: str = flag("snapshot.pickle", part_of="record_memory_history")
     """Where that record is written."""
-    log_straggler: bool = flag(False, note="stragglers are not searched for; see the timers")
-    """Look for slow ranks."""
+    log_straggler: bool = False
+    """Name ranks that are persistently slower than their peers, with what they are slow at:
+    compute, loader, link, processor. Reports the slowest and the fastest at each log line."""
+    straggler_minmax_count: int = flag(1, part_of="log_straggler")
+    """How many of the slowest and of the fastest are reported."""
+    disable_straggler_on_startup: bool = flag(False, part_of="log_straggler")
+    """Begin without: a request to --straggler-ctrlr-port switches it on."""
+    straggler_ctrlr_port: int = flag(65535, part_of="log_straggler")
+    """Port on the loopback address of the first rank's machine: each request (`curl
+    127.0.0.1:65535`) switches the search on or off."""
     enable_ft_package: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Heartbeats to a fault-tolerance launcher."""
     ft_rank_heartbeat_timeout: float = 7.0

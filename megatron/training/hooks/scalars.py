@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,6 +95,11 @@ class JsonLinesSink:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
+    def write_by_rank(self, seconds: Mapping[str, Sequence[float]], step: int) -> None:
+        """Append one line with a list of one number per rank under each name."""
+        self._file.write(json.dumps({"iteration": step, **seconds}) + "\n")
+        self._file.flush()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -182,6 +188,12 @@ class Scalars(Hook):
         """Send numbers that do not come from a step, such as those of an evaluation."""
         for sink in self.sinks:
             sink.write(scalars, step)
+
+    def write_by_rank(self, seconds: Mapping[str, Sequence[float]], step: int) -> None:
+        """Send numbers of all ranks to the file that takes them, --metrics-jsonl."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonLinesSink):
+                sink.write_by_rank(seconds, step)
 
     def write_evaluation(self, kind: str, losses: dict[str, float], step: int) -> None:
         """Send the losses of an evaluation, under Megatron's names."""

@@ -34,6 +34,7 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
+from megatron.training.hooks.stragglers import LookForStragglers
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.resilience.signals import SignalFlag
@@ -88,6 +89,8 @@ def standard_hooks(
     hooks: list[Hook] = [PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(context, times, write, run.schedule.train_iters), scalars]
+    if run.logging.log_straggler:
+        hooks.append(LookForStragglers(context, times, scalars, write))
     if run.schedule.check_weight_hash_across_dp_replicas_interval:
         chunks: Any = context.model
         hooks.append(

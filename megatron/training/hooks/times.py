@@ -6,7 +6,12 @@ from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.training.hooks.base import Hook
-from megatron.training.metrics.time_account import IntervalTimes, StepClock, shares_of
+from megatron.training.metrics.time_account import (
+    IntervalTimes,
+    StepClock,
+    StepTimes,
+    shares_of,
+)
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
@@ -24,6 +29,8 @@ class MeasureTimes(Hook):
         self.interval = context.run.logging.log_interval
         self.shares: dict[str, float] = {}
         """Of the last interval: part -> share. Empty before its end; a new object after it."""
+        self.last: StepTimes | None = None
+        """Of this rank's last step."""
         self._clock = StepClock(PLACE.waits, context.groups.ranks.get("pp", ()))
         self._sums = IntervalTimes(PLACE.waits)
 
@@ -38,7 +45,8 @@ class MeasureTimes(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """End the step, and the interval where a log line is due."""
-        self._sums.add(self._clock.stop())
+        self.last = self._clock.stop()
+        self._sums.add(self.last)
         if state.iteration % self.interval == 0:
             self._end_interval()
         return state

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
+import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.core.foundation.heartbeat.waits import DATA, PEERS, Channel, Waits
 
@@ -25,6 +29,10 @@ class StepTimes:
     """Waiting for the loader."""
     cpu_s: float
     """Processor time of the training thread, without its loader."""
+    queued_s: float = 0.0
+    """Ready to run, while other threads had the processors; 0 where the kernel does not tell."""
+    group_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    """Waiting in collectives of a group, by its ranks."""
 
     @property
     def compute_s(self) -> float:
@@ -44,11 +52,13 @@ class StepClock:
         self._waits = waits
         self._pipeline = frozenset(pipeline_ranks)
         self._joins_stages: dict[int, bool] = {PEERS: True}
+        self._queue = QueuedTime()
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
         self._seconds = dict(self._waits.seconds)
+        self._queued_s = self._queue.read()
         self._cpu_s = time.thread_time() - self._waits.loading_cpu_s
         self._started_at = time.perf_counter()
 
@@ -57,15 +67,20 @@ class StepClock:
         step_s = time.perf_counter() - self._started_at
         cpu_s = time.thread_time() - self._waits.loading_cpu_s - self._cpu_s
         waited = {"data": 0.0, "bubble": 0.0, "communication": 0.0}
+        group_s: dict[tuple[int, ...], float] = {}
         for number, seconds in self._waits.seconds.items():
             if spent := seconds - self._seconds.get(number, 0.0):
                 waited[self._kind(number)] += spent
+                if number >= 0 and (channel := self._waits.channels[number]).tag >= 0:
+                    group_s[channel.ranks] = group_s.get(channel.ranks, 0.0) + spent
         return StepTimes(
             step_s=step_s,
             communication_s=waited["communication"],
             bubble_s=waited["bubble"],
             data_s=waited["data"],
             cpu_s=cpu_s,
+            queued_s=self._queue.read() - self._queued_s,
+            group_s=group_s,
         )
 
     def _kind(self, number: int) -> str:
@@ -74,6 +89,25 @@ class StepClock:
         if number not in self._joins_stages:
             self._joins_stages[number] = joins_stages(self._waits.channels[number], self._pipeline)
         return "bubble" if self._joins_stages[number] else "communication"
+
+
+class QueuedTime:
+    """How long the thread that makes it has waited for a processor, by Linux's account."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(
+                f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY
+            )
+            weakref.finalize(self, os.close, self._file)
+
+    def read(self) -> float:
+        """Return seconds; always 0 where the system keeps no such account."""
+        if self._file is None:
+            return 0.0
+        _running, queued_ns, _turns = os.pread(self._file, 64, 0).split()
+        return int(queued_ns) / 1e9
 
 
 def joins_stages(channel: Channel, pipeline_ranks: Collection[int]) -> bool:

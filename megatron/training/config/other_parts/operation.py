@@ -117,10 +117,6 @@ no effect: no step is run again, so there is no comparison of results to test
 --error-injection-rate int = 0
 --error-injection-type str: correct_result/transient_error/persistent_error = transient_error
 --result-rejected-tracker-filename str
-of log_straggler
---disable-straggler-on-startup on
---straggler-ctrlr-port int = 65535
---straggler-minmax-count int = 1
 refused: use --exit-signal-handler
 --exit-signal-handler-for-training on
 no effect: processes that prepare batches end with the training process
