@@ -10,6 +10,8 @@ training command, or flags that are added to the command of the file. See docs/c
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,7 @@ from megatron.launcher.job import Job
 from megatron.launcher.plan import LaunchPlan
 from megatron.launcher.reading import read_description
 
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY")
 USAGE = "lattice launch [JOB.yaml] [flags] [-- SCRIPT ...]"
 BACKENDS: Mapping[str, Callable[[Job], LaunchPlan]] = {
     "slurm": slurm.plan,
@@ -92,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.DONE if is_help else ExitStatus.WRONG_USAGE
     flags = read_launch(words[1:])
     plan = BACKENDS[flags.backend](flags.job)
+    plan = replace(plan, notes=(*plan.notes, *about_secrets(flags.job)))
     if flags.dry_run:
         standard_output.write(plan.shown() + "\n")
         return ExitStatus.DONE
@@ -100,6 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         standard_output.write(plan.shown_commands() + "\n")
         return ExitStatus.DONE
     return submit(plan, flags.job)
+
+
+def about_secrets(job: Job) -> tuple[str, ...]:
+    """Return a line about variables whose names look like secrets; their values are in files."""
+    names = [name for name in job.environment if _SECRET.search(name)]
+    if not names:
+        return ()
+    return (f"{', '.join(names)}: the value is written into the files of the job, for all to read"
+            " who may read these",)  # fmt: skip
 
 
 def write(plan: LaunchPlan) -> None:
@@ -112,7 +125,11 @@ def write(plan: LaunchPlan) -> None:
         path = Path(file.path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(file.text)
+            path.unlink(missing_ok=True)
+            # Values of --env are in it. A link under this name is not followed.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(path, flags, 0o600), "w") as written:
+                written.write(file.text)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}.",

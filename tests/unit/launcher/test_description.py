@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.launcher.command import read_launch
+from megatron.launcher.command import main, read_launch
 from megatron.launcher.job import Job
 
 FILE = """
@@ -94,3 +94,22 @@ def test_all_problems_are_in_one_message():
 def test_the_launcher_imports_no_torch():
     code = "import sys, megatron.launcher.command; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_files_of_a_job_are_for_their_owner_and_replace_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "runs" / "lattice").mkdir(parents=True)
+    (tmp_path / "runs" / "lattice" / "lattice.sbatch").symlink_to(tmp_path / "other")
+    for _ in range(2):
+        assert main(["launch", "--write-only", "--", "train.py"]) == 0
+    (written,) = (tmp_path / "runs" / "lattice").iterdir()
+    assert written.stat().st_mode & 0o777 == 0o600
+    assert not written.is_symlink()
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+def test_variables_that_look_like_secrets_are_warned_of(capsys):
+    words = ["--env", "WANDB_API_KEY=x", "--env", "HF_TOKEN=y", "--env", "A=z"]
+    assert main(["launch", *words, "--dry-run", "--", "train.py"]) == 0
+    assert "# WANDB_API_KEY, HF_TOKEN: the value is written" in capsys.readouterr().out
