@@ -8,7 +8,7 @@ Tensor parallelism follows the layer's own. Of a column-parallel layer A is repl
 the rows of W; of a row-parallel one A has the columns of W and B is replicated; of a replicated
 layer, as latent attention has, both are. What is communicated is r wide: the projection of the
 sequence shards is gathered, partial projections are summed. Names, initial values and dropout do
-not depend on the layout.
+not depend on the layout. Of a mixture of experts the routed ones stay as they are.
 
 Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank.
 """
@@ -234,6 +234,8 @@ def add_adapters(
         name = path.rpartition(".")[2]
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             continue
+        if getattr(layer, "is_expert", False):
+            continue  # frozen, as all routed experts are where products are grouped
         present.add(name)
         if name in settings.target_modules:
             layer.add_module(ATTRIBUTE, LowRankAdapter(layer, settings, name, groups))

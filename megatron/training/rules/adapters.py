@@ -27,7 +27,7 @@ def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[MegatronError]:
-    """What is frozen must be worth freezing, and must not be sharded or made of other parts."""
+    """What is frozen must be worth freezing, and made of layers that can have adapters."""
     if run.lora.lora_rank is None:
         return
     if (
@@ -43,20 +43,16 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
             "--pretrained-checkpoint",
             fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
         )
-    sharding = run.ddp.data_parallel_sharding_strategy
     wrong = {
         "--transformer-impl": (run.model.transformer_impl, run.model.transformer_impl != "local"),
-        "--num-experts": (run.experts.num_moe_experts, run.experts.num_moe_experts is not None),
-        "--qk-clip": (run.model.qk_clip, run.model.qk_clip),
         "--use-torch-fsdp2": (run.ddp.use_torch_fsdp2, run.ddp.use_torch_fsdp2),
-        "--data-parallel-sharding-strategy": (sharding, sharding == "optim_grads_params"),
+        "--qk-clip": (run.model.qk_clip, run.model.qk_clip),
     }
     for flag, (value, is_wrong) in wrong.items():
         if is_wrong:
             yield problem(
                 f"--lora-rank with {flag} {value}.",
-                "adapters are added to the dense layers of the local backend, whose frozen weights"
-                " every replica holds",
+                "adapters are added to layers of the local backend, whose weights are frozen",
                 "--lora-rank",
                 flag,
                 fix=f"use {flag} local" if flag == "--transformer-impl" else f"drop {flag}",

@@ -35,6 +35,7 @@ def register() -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # knows "fake"
     dist.Backend.backend_capability["fake"].append(NAME)
     module: Any = torch.get_device_module(NAME)
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     # Random states that nobody draws from.
     module.manual_seed = module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
