@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.foundation.heartbeat.collective_log import CollectiveLog
 from megatron.core.foundation.heartbeat.layout import (
     MESSAGE_BYTES,
     MESSAGE_OFFSET,
@@ -49,6 +50,8 @@ class Place:
         self._num_records = 0
         self._channel_of = [0] * NUM_RECORDS  # by number of the record, modulo their number
         self.waits = Waits()
+        self.log: CollectiveLog | None = None
+        """Takes the times of all operations while a profile runs."""
         self._activity, self._has_evaluated = "", False
         self.file: int | None = None
         """Descriptor of the memory, once it is shared."""
@@ -101,6 +104,8 @@ class Place:
         self._channel_of[number % NUM_RECORDS] = channel[0]
         self._num_records = number + 1
         self.words[_RECORDS] = number + 1
+        if self.log is not None:
+            self.log.enter(number + 1, operation, channel[0], channel[1], num_elements)
         return number + 1
 
     def count(self, group: Any, tag: int = 0) -> int:
@@ -116,6 +121,8 @@ class Place:
         """Note that the training thread blocks in the operation of a record; 0: not any more."""
         self.words[_WAITS] = record
         self.waits.switch(self._channel_of[(record - 1) % NUM_RECORDS] if record else None)
+        if self.log is not None:
+            self.log.wait_in(record)
 
     def wait_for(self, rank: int | None) -> None:
         """Note for whom; None: for nobody any more."""
@@ -200,9 +207,12 @@ def noted(operation: str, *, group_at: int | None = None) -> Callable[[Function]
             x = arguments[first] if len(arguments) > first else None
             count = x.numel() if isinstance(x, Tensor) else 0
             place = PLACE
-            place.wait_in(place.enter(operation, group, count, tag))
+            record = place.enter(operation, group, count, tag)
+            place.wait_in(record)
             result = function(*arguments, **named)
             place.wait_in(0)
+            if place.log is not None:
+                place.log.started(record, result)
             return result
 
         return with_note  # type: ignore[return-value]
