@@ -2,23 +2,31 @@
 
     python -m pytest tests/parity/optional_libraries.py
 
-Needs the extras wandb, nltk and ray; tools/test_lowest.sh installs them. The name keeps this file
-out of the test suite, where stand-ins take the libraries' places.
+Needs the extras wandb, mlflow, otel, nltk and ray; tools/test_lowest.sh installs them. The name
+keeps this file out of the test suite, where stand-ins take the libraries' places.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import mlflow
 import nltk
 import pytest
 from nltk.tokenize.punkt import PunktParameters, save_punkt_params
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
 from megatron.core.foundation.errors import DataError
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.hooks.monitoring import monitoring_sinks
 
 ROOT = Path(__file__).parents[2]
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--workers", "0"]
@@ -93,6 +101,56 @@ def test_scalars_are_recorded_where_nobody_can_log_in(mode, tmp_path):
     assert ("recorded offline; upload it" in done.stdout) == (mode is None)
     (recorded,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert recorded.read_bytes().count(b"lm loss") >= 2
+
+
+def overlaid(**settings):
+    return ResolvedRun().overlaid(settings)
+
+
+def test_mlflow_keeps_the_scalars_and_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # needs no server
+    store = (tmp_path / "runs").as_uri()
+    (sink,) = monitoring_sinks(overlaid(mlflow_experiment="e", mlflow_tracking_uri=store))
+    for step in (1, 2):
+        sink.write({"lm loss": 4.5 / step}, step)
+    sink.close()
+    client = mlflow.MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "lm loss")
+    assert {each.step: each.value for each in history} == {1: 4.5, 2: 2.25}
+    assert run.data.params["num_layers"] == "None"
+    assert run.info.status == "FINISHED"
+
+
+def test_a_collector_gets_the_newest_scalars_by_otlp(monkeypatch):
+    bodies = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            assert self.path == "/v1/metrics"
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        (sink,) = monitoring_sinks(overlaid(otel_enabled=True, otel_service_name="gpt"))
+        sink.write({"lm loss": 4.5}, 1)
+        sink.write({"lm loss": 2.25}, 2)
+        sink.close()
+        server.shutdown()
+    request = ExportMetricsServiceRequest.FromString(bodies[-1])
+    (of_resource,) = request.resource_metrics
+    attributes = {a.key: a.value.string_value for a in of_resource.resource.attributes}
+    assert attributes["service.name"] == "gpt"
+    (scope,) = of_resource.scope_metrics
+    values = {m.name: [p.as_double or p.as_int for p in m.gauge.data_points] for m in scope.metrics}
+    assert values == {"lattice.lm_loss": [2.25], "lattice.iteration": [2]}
 
 
 def shards(folder, prefix):

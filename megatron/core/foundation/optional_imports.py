@@ -24,6 +24,8 @@ EXTRA_OF = {
     "matplotlib": "logging",
     "tqdm": "logging",
     "wandb": "wandb",
+    "mlflow": "mlflow",
+    "opentelemetry": "otel",
     "yaml": "config",
     "nltk": "nltk",
     "zstandard": "data",

@@ -59,6 +59,22 @@ class LoggingSettings:
     """Name of the run there."""
     wandb_save_dir: str | None = None
     """Local directory of its files."""
+    mlflow_experiment: str | None = None
+    """MLflow experiment; the run and its scalars are recorded in it."""
+    mlflow_run_name: str | None = None
+    """Name of the run there. Default one of MLflow's."""
+    mlflow_tracking_uri: str | None = None
+    """Address of the MLflow server; sqlite:///FILE with the whole package mlflow. Default what
+    MLFLOW_TRACKING_URI says."""
+    otel_enabled: bool = False
+    """Scalars as gauges to an OpenTelemetry collector by OTLP over HTTP; the variables
+    OTEL_EXPORTER_OTLP_* say where it is and how often it gets them."""
+    otel_service_name: str | None = flag(None, part_of="otel_enabled")
+    """service.name of these gauges. Default megatron-lattice."""
+    prometheus_port: int | None = None
+    """Serve the newest scalars to Prometheus at this port of the last rank's machine."""
+    prometheus_host: str = flag("127.0.0.1", part_of="prometheus_port")
+    """Address to listen at: 0.0.0.0 lets other machines read."""
     profile: bool = False
     """Profile some steps. The trace is in --tensorboard-dir, --save or the working directory, and
     its path is printed."""

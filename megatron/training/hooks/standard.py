@@ -18,6 +18,7 @@ from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
+from megatron.training.hooks.monitoring import monitoring_sinks
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
 from megatron.training.hooks.save import Export, SaveCheckpoints
 from megatron.training.hooks.scalars import (
@@ -75,7 +76,7 @@ def standard_hooks(
     scalars = Scalars(
         context,
         times,
-        local_sinks(tensorboard, wandb, run.logging.metrics_jsonl),
+        local_sinks(tensorboard, wandb, run.logging.metrics_jsonl) + monitoring_sinks(run),
         run.logging.tensorboard_log_interval,
     )
     evaluate = Evaluate(

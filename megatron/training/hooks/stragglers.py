@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import torch
@@ -21,6 +18,7 @@ from megatron.core.transport.object_collectives import all_gather_object
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
 from megatron.training.hooks.times import MeasureTimes
+from megatron.training.launch.http_endpoint import HttpEndpoint
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.metrics.stragglers import (
     Finding,
@@ -40,51 +38,6 @@ LINKS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
 """Kinds of groups that are compared with others of the kind, and the axes they span."""
 COLUMNS = ("step", "compute", "cpu", "queued", "communication", "bubble", "data")
 """What is gathered, before the waits by kind of group and whether rank 0 looks."""
-
-
-LOOPBACK = "127.0.0.1"
-
-
-class HttpEndpoint:
-    """Answers in a thread until it is closed.
-
-    Args:
-        answer: called in that thread for each request; returns plain text.
-        host: address to listen at; everybody who reaches it may ask.
-    Raises:
-        OSError: somebody else listens there.
-    """
-
-    def __init__(self, answer: Callable[[], str], *, port: int, host: str = LOOPBACK) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10.0
-
-            def do_GET(self) -> None:
-                text = answer().encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                with contextlib.suppress(ConnectionError):
-                    self.wfile.write(text)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Print nothing."""
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
-        """Where it listens."""
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="http endpoint", daemon=True
-        )
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 class LookForStragglers(Hook):

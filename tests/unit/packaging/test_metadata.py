@@ -15,7 +15,9 @@ from tests.harness.pool import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-DISTRIBUTION_OF = {"yaml": "pyyaml"}
+DISTRIBUTION_OF = {
+    "mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml",
+}  # fmt: skip
 """Import name -> distribution name, where they differ."""
 
 FIRST_SAFE = {

@@ -129,6 +129,8 @@ no effect: a rank that waits too long says for whom, in the log
 --no-flight-recorder-extra-dump-on-exec off-switch
 --no-flight-recorder-include-only-active off-switch
 
+no effect: OpenTelemetry gets scalars, no spans; --profile writes a trace
+--otel-span-groups str
 no effect: nothing is sent to that service; --metrics-jsonl, TensorBoard and W&B get the scalars
 --app-tag-run-name str
 --app-tag-run-version str = 0.0.0
@@ -136,9 +138,6 @@ no effect: nothing is sent to that service; --metrics-jsonl, TensorBoard and W&B
 --one-logger-async on
 --one-logger-project str = megatron-lm
 --one-logger-run-name str
---otel-enabled on
---otel-service-name str
---otel-span-groups str
 --run-workload-inspector-server on
 no effect: memory is in the log, and with --log-memory-to-tensorboard a scalar
 --log-device-memory-used on
