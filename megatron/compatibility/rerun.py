@@ -1,20 +1,23 @@
-"""Megatron's machine that runs a step again to tell a broken GPU from a broken loss: switched off.
+"""Megatron's machine that runs a step again, for scripts with a loop of their own: switched off.
 
-Results are validated and never computed again. A result that is not accepted ends the run if it is
-fatal, and is reported otherwise.
+Results are validated and never computed again; the loop of `pretrain` does that
+(`megatron.training.rerun`). A result that is not accepted ends the run if it is fatal, and is
+reported otherwise.
 """
 
 from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron.compatibility.state import STATE
 from megatron.core.foundation.errors import ConfigError, NumericsError
+from megatron.training.rerun.data import RerunDataIterator
+from megatron.training.rerun.verdict import RerunDiagnostic
 
 
 class RerunMode(enum.StrEnum):
@@ -34,14 +37,6 @@ class RerunState(enum.Enum):
     WILL_RERUN_FROM_CHECKPOINT = 3
     RERUNNING_FROM_CHECKPOINT = 4
     RERUNNING_AGAIN_FROM_CHECKPOINT = 5
-
-
-class RerunDiagnostic(enum.StrEnum):
-    """What reruns would have found."""
-
-    CORRECT_RESULT = "correct_result"
-    TRANSIENT_ERROR = "transient_error"
-    PERSISTENT_ERROR = "persistent_error"
 
 
 class RerunValidationStatus(enum.StrEnum):
@@ -72,54 +67,6 @@ class RerunErrorInjector:
             )
         self.error_injection_rate = 0
         self.error_injection_type = error_injection_type
-
-
-class RerunDataIterator:
-    """An iterator that can give its last batches again.
-
-    `advance` forgets what was given; `rewind` makes `next` give it once more, in the same order.
-    """
-
-    def __init__(self, iterable: Iterable[object], make_iterable: bool = True) -> None:
-        self.iterable: Iterator[Any] = iter(iterable)
-        self.saved_microbatches: list[Any] = []
-        self.replaying = False
-        self.replay_pos = 0
-
-    def __iter__(self) -> RerunDataIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self.replaying and self.replay_pos < len(self.saved_microbatches):
-            self.replay_pos += 1
-            return self.saved_microbatches[self.replay_pos - 1]
-        self.replaying = False
-        batch = next(self.iterable)
-        self.saved_microbatches.append(batch)
-        return batch
-
-    def rewind(self) -> None:
-        """Go back to the batch after the last `advance`."""
-        self.replaying, self.replay_pos = True, 0
-
-    def advance(self) -> None:
-        """Forget the batches given so far."""
-        self.replaying, self.replay_pos = False, 0
-        self.saved_microbatches = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the batches that could be given again."""
-        return {
-            "saved_microbatches": self.saved_microbatches,
-            "replaying": self.replaying,
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the batches of `state_dict`."""
-        self.saved_microbatches = state_dict["saved_microbatches"]
-        self.replaying = state_dict["replaying"]
-        self.replay_pos = state_dict["replay_pos"]
 
 
 class RerunStateMachine:

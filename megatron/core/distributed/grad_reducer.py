@@ -59,6 +59,8 @@ class GradReducer:
         """Bytes sent for gradients; counted with compression only."""
         self.nonfinite: str | None = None
         """Name of the first parameter (in backward order) whose local gradient was not finite."""
+        self.checks_finite = policy.check_finite
+        """Look for such a parameter. May be changed between steps."""
         self._compressions = [self._compression_of(bucket) for bucket in flat.buckets]
         self._num_launched = 0
         self._in_flight: list[AnyWork] = []
@@ -152,7 +154,7 @@ class GradReducer:
 
     def note_nonfinite(self, bucket: Bucket, gradients: Tensor) -> None:
         """Look for a parameter of the bucket whose local gradient is not finite."""
-        if not self._policy.check_finite or self.nonfinite is not None:
+        if not self.checks_finite or self.nonfinite is not None:
             return
         norms = torch.linalg.vector_norm(gradients.view(-1, BLOCK), dim=1)
         if bool(norms.sum().isfinite()):

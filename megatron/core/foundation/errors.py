@@ -143,6 +143,10 @@ class ReplicaMismatchError(MegatronError):
     """Copies of one tensor on several ranks that are not equal: a fault of hardware or program."""
 
 
+class HardwareFaultError(MegatronError):
+    """A machine that computes something else from the same numbers than others do."""
+
+
 class MissingExtraError(MegatronError):
     """An optional library is needed and not installed; the fix names the extra."""
 

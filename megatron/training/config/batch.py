@@ -113,9 +113,30 @@ class ScheduleSettings:
     rerun_mode: str = flag(
         "validate_results",
         choices=("disabled", "validate_results", "report_stats"),
-        note="no step is run again; one that is not finite stops the run",
+        note_values={
+            "report_stats": "the same as validate_results: no step is run twice for figures"
+        },
     )
-    """What happens to a suspicious step."""
+    """What happens to a step whose loss or gradient is not finite: with validate_results it is run
+    again, with the same samples, on all replicas, and with other samples, to tell hardware that was
+    wrong once (the step is taken), hardware that is wrong again, samples and weights apart."""
+    on_nonfinite: str = flag("stop", choices=("stop", "skip"), part_of="rerun_mode")
+    """What happens if it is the samples that make a loss or gradient not finite: stop the run, or
+    skip the step."""
+    error_injection_rate: int = flag(0, part_of="rerun_mode")
+    """Make the losses of a replica NaN in one of so many steps, to test the reruns; 0 never."""
+    error_injection_type: str = flag(
+        "transient_error",
+        choices=("correct_result", "transient_error", "persistent_error"),
+        part_of="error_injection_rate",
+    )
+    """Where that happens again: with its samples anywhere, nowhere, or with any samples there."""
+    result_rejected_tracker_filename: str | None = flag(None, part_of="rerun_mode")
+    """File to which a line of JSON is added for every step that was run again: the cause, hosts and
+    evidence."""
+    quarantine_file: str | None = flag(None, part_of="rerun_mode")
+    """File to which the host names of machines are added that compute something else than others
+    from the same samples. Launchers leave these out."""
 
     is_sample_based: bool = no_flag(False, is_arg=True)
     """Whether the length of the run was given in samples."""

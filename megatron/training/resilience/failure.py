@@ -32,6 +32,7 @@ from megatron.core.foundation.errors import (
     CollectiveMismatchError,
     ConfigError,
     DataError,
+    HardwareFaultError,
     MegatronError,
     MissingExtraError,
     NumericsError,
@@ -71,6 +72,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (MemoryError, "OOM", 16),
     (LauncherLostError, "LAUNCHER_LOST", 18),
     (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
+    (HardwareFaultError, "HARDWARE", 23),
     (standard_output.OutputClosedError, "OUTPUT_CLOSED", 141),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""

@@ -19,6 +19,7 @@ REQUIRED = {
 _FROM_ZERO = {
     "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "seed",
     "iterations_to_skip", "manual_gc_interval", "grad_compression_warmup", "num_workers",
+    "error_injection_rate",
     "vocab_extra_ids", "tiktoken_num_special_tokens", "allowed_save_failures", "ckpt_step",
     "local_rank", "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.foundation.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
+from megatron.training.run.loss_reduction import LossTable
+from megatron.training.run.state import TrainState
 
 
 @dataclass
@@ -85,6 +88,22 @@ class MicrobatchPlanner:
         )
 
 
+class Rerun(Protocol):
+    """What a step does about losses and gradients that are not finite."""
+
+    def record(self, context: TrainingContext, state: TrainState, plan: StepPlan) -> Any:
+        """Return iterators over the samples of a step, which remember what was taken."""
+        ...
+
+    def diagnose(self, context: TrainingContext, problem: NumericsError) -> LossTable | None:
+        """Find the cause. Returns the losses of a run whose gradients are right, or None: skip.
+
+        Raises:
+            MegatronError: on all ranks; the run shall end.
+        """
+        ...
+
+
 @dataclass
 class TrainingContext:
     """Everything that steps and evaluations use."""
@@ -108,6 +127,8 @@ class TrainingContext:
     non_loss_data: Callable[..., Any] | None = None
     iterations_to_skip: frozenset[int] = frozenset()
     """Iterations (1-based) whose samples are passed over."""
+    rerun: Rerun | None = None
+    """Runs a step again that is not finite; None: such a step ends the run."""
 
     @classmethod
     def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:

@@ -30,18 +30,50 @@ def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> S
     """Train on one global batch.
 
     The update happens only if loss and gradients are finite on all ranks; otherwise weights and
-    optimizer stay as they were.
+    optimizer stay as they were, and the step is run again to find the cause (`context.rerun`).
 
     Raises:
         NumericsError: on all ranks, naming iteration, rank and micro batch.
     """
     if state.iteration + 1 in context.iterations_to_skip:
         return _skip_step(context, plan)
+    rerun, data = context.rerun, context.data.train
+    if rerun is not None:
+        data = rerun.record(context, state, plan)
+    losses = compute_gradients(context, data, state.consumed_train_samples, plan)
+    try:
+        return _take_step(context, state, plan, losses)
+    except NumericsError as problem:
+        if rerun is None:
+            raise
+        corrected = rerun.diagnose(context, problem)
+    if corrected is None:
+        return _skipped(context, plan)
+    return _take_step(context, state, plan, corrected)
+
+
+def compute_gradients(
+    context: TrainingContext,
+    data: object,
+    first_sample: int,
+    plan: StepPlan,
+    *,
+    dp_rank: int | None = None,
+) -> LossTable:
+    """Compute the reduced gradients of one global batch, and return its losses.
+
+    Args: see `forward_backward`.
+    """
     for chunk in context.model:
         chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
     context.optimizer.zero_grad()
-    reports = forward_backward(context, context.data.train, state.consumed_train_samples, plan)
-    losses = loss_table(context, reports)
+    return loss_table(context, forward_backward(context, data, first_sample, plan, dp_rank=dp_rank))
+
+
+def _take_step(
+    context: TrainingContext, state: TrainState, plan: StepPlan, losses: LossTable
+) -> StepResult:
+    """Check the losses, and update the weights from the gradients."""
     was_nan = _check_losses(context, state, plan, losses)
     if context.run.precision.empty_unused_memory_level >= 1:
         _return_cached_memory()
@@ -77,19 +109,21 @@ def forward_backward(
     plan: StepPlan,
     *,
     forward_only: bool = False,
+    dp_rank: int | None = None,
     **options: object,
 ) -> list[Report]:
     """Run all micro batches of one global batch through the pipeline.
 
     Args:
         first_sample: absolute index of the batch's first sample: random draws are keyed by it.
+        dp_rank: the replica whose samples they are. Default this one.
     Returns:
         what the loss function reported, one per micro batch on the last stage, [] elsewhere.
     """
     rng_state().begin_step(
         first_sample,
         micro_batch_size=plan.micro_batch_size,
-        dp_rank=context.groups.dp.rank(),
+        dp_rank=context.groups.dp.rank() if dp_rank is None else dp_rank,
         dp_size=context.groups.dp.size(),
     )
     model = context.model if len(context.model) > 1 else context.model[0]
@@ -174,6 +208,10 @@ def _skip_step(context: TrainingContext, plan: StepPlan) -> StepResult:
     for iterator in iterators:
         for _ in range(plan.num_microbatches if iterator is not None else 0):
             next(iterator)
+    return _skipped(context, plan)
+
+
+def _skipped(context: TrainingContext, plan: StepPlan) -> StepResult:
     rates = _learning_rates(context)
     return StepResult(
         losses={},

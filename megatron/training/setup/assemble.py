@@ -14,6 +14,7 @@ from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
 from megatron.training.launch.printing import print_rank_0
+from megatron.training.rerun.step_rerun import rerun_of
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TrainState
@@ -54,6 +55,10 @@ def assemble(
         weights="all" if run.lora.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
+    if not run.schedule.skip_train:
+        context.rerun = rerun = rerun_of(run, groups.dp.rank(), groups.dp.size())
+        if rerun is not None:
+            context.forward_step = rerun.injector.around(forward_step)
     return context, Checkpointer(run.checkpoint, saved)
 
 

@@ -128,6 +128,7 @@ def train_with_poison(groups: ProcessGroupCollection, words: list[str]) -> list[
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path):
     words = [*SMALL.split(), "--save", str(tmp_path / "run"), "--save-interval", "1"]
+    words += ["--rerun-mode", "disabled"]
     with pytest.raises(DistributedFailure) as caught:
         run_distributed(train_with_poison, 2, words, timeout_s=120.0)
     for outcome in caught.value.outcomes:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from tests.faults.wrong_numbers import __doc__ as about
-from tests.faults.wrong_numbers import bit_flips
+from tests.faults.wrong_numbers import bit_flips, causes
 
 CAMPAIGNS: dict[str, tuple[Callable[[int, int], bool], int]] = {
     "bits": (bit_flips.campaign, 62),
+    "causes": (causes.campaign, 20),
 }
 """Name -> (what returns whether all cases were right, given their number and a seed; number)."""
 

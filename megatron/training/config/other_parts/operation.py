@@ -113,10 +113,6 @@ of fault_injector_fault_types
 --fault-injector-offset-seconds float
 --fault-injector-ranks str
 --fault-injector-seed int
-no effect: no step is run again, so there is no comparison of results to test
---error-injection-rate int = 0
---error-injection-type str: correct_result/transient_error/persistent_error = transient_error
---result-rejected-tracker-filename str
 refused: use --exit-signal-handler
 --exit-signal-handler-for-training on
 no effect: processes that prepare batches end with the training process

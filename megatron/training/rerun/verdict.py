@@ -1,0 +1,118 @@
+"""What is at fault, from what happens when a step is run again. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RerunDiagnostic(StrEnum):
+    """Megatron's names of what reruns find."""
+
+    CORRECT_RESULT = "correct_result"
+    TRANSIENT_ERROR = "transient_error"
+    PERSISTENT_ERROR = "persistent_error"
+
+
+class Cause(StrEnum):
+    """What is at fault."""
+
+    HARDWARE_ONCE = "hardware, once"
+    HARDWARE_PERSISTENT = "hardware, again"
+    DATA = "data"
+    MODEL = "model"
+
+    @property
+    def diagnostic(self) -> RerunDiagnostic:
+        """Megatron's name; to it data and model are one: the result is correct."""
+        return {
+            Cause.HARDWARE_ONCE: RerunDiagnostic.TRANSIENT_ERROR,
+            Cause.HARDWARE_PERSISTENT: RerunDiagnostic.PERSISTENT_ERROR,
+        }.get(self, RerunDiagnostic.CORRECT_RESULT)
+
+
+OWN, EARLIER = "own", "earlier"
+"""Samples to compute: those that each replica had, or those of the step before."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What came of one run."""
+
+    problems: Mapping[int, str]
+    """Replica -> the first thing on it that was not finite."""
+    bad_weights: Mapping[int, str] = field(default_factory=dict)
+    """Replica -> a weight that is not finite."""
+
+    def describe(self) -> str:
+        """Return it in one line."""
+        if not self.problems:
+            return "finite on all replicas"
+        return "; ".join(f"replica {r}: {text}" for r, text in sorted(self.problems.items()))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is at fault, why, and where."""
+
+    cause: Cause
+    evidence: tuple[str, ...]
+    replicas: tuple[int, ...] = ()
+    """Data-parallel ranks whose hardware is at fault, or whose samples are."""
+
+    def describe(self) -> str:
+        """Return several lines."""
+        where = ""
+        if self.replicas:
+            where = f" (data-parallel rank {', '.join(map(str, self.replicas))})"
+        return "\n  ".join([f"the cause is: {self.cause}{where}", *self.evidence])
+
+
+Observe = Callable[[int | str], Observation]
+"""Run the step again: with `OWN`, `EARLIER`, or on all replicas with the samples of one."""
+
+
+def find_cause(first: str, observe: Observe, *, num_replicas: int, has_earlier: bool) -> Verdict:
+    """Run a step again until its cause is clear; at most three times.
+
+    Args:
+        first: what was found in the first run.
+        observe: computes without an update; a collective, so all ranks ask for the same.
+        has_earlier: whether the samples of the step before, which were finite, are at hand.
+    """
+    evidence = [f"first run: {first}"]
+
+    def run(samples: int | str, what: str) -> Observation:
+        found = observe(samples)
+        evidence.append(f"{what}: {found.describe()}")
+        return found
+
+    again = run(OWN, "the same samples on the same ranks")
+    if not again.problems:
+        return Verdict(Cause.HARDWARE_ONCE, tuple(evidence))
+    for replica, name in sorted(again.bad_weights.items()):
+        evidence.append(f"weights of replica {replica}: {name} is not finite")
+    suspect = min(again.problems)
+    if num_replicas > 1:
+        elsewhere = run(suspect, f"the samples of replica {suspect} on all replicas")
+        if len(elsewhere.problems) < num_replicas:
+            at_fault = tuple(sorted(elsewhere.problems)) or (suspect,)
+            return Verdict(Cause.HARDWARE_PERSISTENT, tuple(evidence), at_fault)
+    else:
+        evidence.append("there is no other replica to compute these samples")
+    if len(again.bad_weights) == num_replicas:
+        return Verdict(Cause.MODEL, tuple(evidence))
+    others = [replica for replica in range(num_replicas) if replica not in again.problems]
+    if others:
+        control = run(others[0], f"the samples of replica {others[0]} on all replicas")
+    elif has_earlier:
+        control = run(EARLIER, "the samples of the step before, which were finite")
+    else:
+        evidence.append("there are no samples that were finite before")
+        return Verdict(Cause.MODEL, tuple(evidence))
+    if not control.problems:
+        return Verdict(Cause.DATA, tuple(evidence), tuple(sorted(again.problems)))
+    if len(control.problems) == num_replicas:
+        return Verdict(Cause.MODEL, tuple(evidence))
+    return Verdict(Cause.HARDWARE_PERSISTENT, tuple(evidence), tuple(sorted(control.problems)))
