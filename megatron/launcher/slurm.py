@@ -1,9 +1,10 @@
 """SLURM: a batch script that chooses healthy nodes, restarts, saves and queues itself again.
 
-Sources: the manual pages of sbatch, srun and scontrol of SLURM 24.05. `--signal=B:USR1@N` tells the
-batch script alone, N seconds before the time limit and, with `send_user_signal`, at a preemption;
-the script sends SIGTERM to srun, which passes it on to the tasks. `scontrol requeue` ends the job
-and queues it again under the same number, with SLURM_RESTART_COUNT one higher.
+Sources: the manual pages of sbatch, srun, scancel and scontrol; run under SLURM 22.05.8.
+`--signal=B:USR1@N` tells the batch script alone, N seconds before the time limit and, with
+`send_user_signal`, at a preemption; the script has scancel send SIGTERM to the processes of the
+step. `scontrol requeue` ends the job and queues it again under the same number, with
+SLURM_RESTART_COUNT one higher.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron.launcher.plan import (
 
 _PROBE_TIMEOUT_S = 300
 _WAIT_S = 60
+_SETTLE_S = 10
 _HOPELESS = "CONFIG|DATA|MISSING_LIBRARY|SCHEDULE"
 """Classes of failure.json that the same command meets again."""
 
@@ -53,7 +55,7 @@ def script(job: Job) -> str:
         _REPORT,
         "\n".join(_srun(job)),
         _probed(job) if is_probed else _UNPROBED,
-        _WAIT,
+        _WAIT.replace("SETTLE_S", str(_SETTLE_S)),
         "\n".join(_again(job)),
         _attempts(job),
     ]
@@ -121,8 +123,8 @@ def _srun(job: Job) -> Iterator[str]:
     for option in _step_options(job):
         yield f"        {option} \\"
     yield f'        bash -c {shlex.quote(inner)} torchrun "$@" </dev/null &'
-    yield "    step=$!"
-    yield '    [ -z "$stopping" ] || kill -TERM "$step"'
+    yield "    step=$! started=$SECONDS running=step"
+    yield '    [ -z "$stopping" ] || stop'
     yield "}"
 
 
@@ -170,13 +172,23 @@ choose_nodes() {{
 
 
 _WAIT = """\
-# SIGUSR1 comes before the time limit, SIGTERM at a preemption: the run saves and leaves.
+# SIGUSR1 comes before the time limit, SIGTERM at a preemption: the run saves and leaves. scancel
+# tells it, because srun kills its tasks when it gets SIGTERM itself.
 stopping=
 step=
+running=
+started=0
 stop() {
     stopping=1
     say "told to stop; the run saves and leaves"
-    [ -z "$step" ] || kill -TERM "$step" 2>/dev/null
+    case $running in
+        step)
+            # The controller may not know the step yet.
+            [ "$((SECONDS - started))" -ge SETTLE_S ] || sleep SETTLE_S
+            scancel --signal=TERM "$SLURM_JOB_ID"
+            ;;
+        delay) kill "$step" ;;
+    esac
 }
 trap stop USR1 TERM
 
@@ -184,6 +196,7 @@ wait_for_step() { # a signal interrupts `wait`, which then tells of the signal
     while kill -0 "$step" 2>/dev/null; do
         wait "$step"
     done
+    running=
     wait "$step"
 }"""
 
@@ -241,7 +254,7 @@ while :; do
     delay=$((delay < 600 ? delay : 600))
     say "attempt $attempt of {job.max_restarts} to start again, in $delay s"
     sleep "$delay" &
-    step=$!
+    step=$! running=delay
     wait_for_step
     [ -z "$stopping" ] || leave
 done"""

@@ -6,9 +6,10 @@
         scheduler.end_of_time_comes(job)      # --signal, then the limit
         scheduler.wait(job)
 
-It does what the manual pages say (SLURM 24.05) of the options below, and refuses all others, so
-that a script cannot pass by an option that nobody looked at. Nodes are names; all of them are this
-machine. Time does not pass by itself: a test says when the end of an allocation is near.
+It does what the manual pages say, and SLURM 22.05.8 did, of the options below, and refuses all
+others, so that a script cannot pass by an option that nobody looked at. Nodes are names; all of
+them are this machine. Time does not pass by itself: a test says when the end of an allocation is
+near.
 
 * `sbatch` reads the options of a script, gives a job its number and queues it.
 * A job runs in a session of its own, in the directory of sbatch, its output appended to --output.
@@ -16,7 +17,8 @@ machine. Time does not pass by itself: a test says when the end of an allocation
 * A preemption sends SIGTERM to the tasks and the shell; after the grace time what is left is killed
   and the job queued again.
 * `scontrol requeue` ends the job and queues it again, with SLURM_RESTART_COUNT one higher.
-* `srun` starts one task on each node; SIGTERM, SIGINT and SIGUSR1 go on to the tasks. Its status is
+* `scancel --signal` signals every process of the steps, not the batch shell.
+* `srun` starts one task on each node. SIGTERM to srun itself kills the tasks. Its status is
   the highest of the tasks'. --wait=N ends the others N seconds after the first task has ended, 0
   never; --kill-on-bad-exit=1 ends them at once if it failed. A node that is down gets no task: with
   --no-kill the others run, without it the step fails.
@@ -127,14 +129,12 @@ class Slurm:
         if to == "B":
             os.kill(job["pid"], which)
         else:
-            for pid in job_tasks(self.state, number):
-                os.killpg(pid, which)
+            signal_steps(number, which)
 
     def preempt(self, number: str, grace_s: float = 60.0) -> None:
         """Take the nodes away: SIGTERM, the grace time, SIGKILL; and queue the job again."""
         job = self.job(number)
-        for pid in job_tasks(self.state, number):
-            os.killpg(pid, signal.SIGTERM)
+        signal_steps(number, signal.SIGTERM)
         os.kill(job["pid"], signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while self.job(number)["pid"] == job["pid"] and time.monotonic() < deadline:
@@ -215,10 +215,16 @@ def requeue(state: Path, number: str) -> None:
     update(state, number, state="REQUEUED")
 
 
-def job_tasks(state: Path, number: str) -> list[int]:
-    """Return the process groups of the tasks of a job."""
-    found = [int(path.name.rpartition("-")[2]) for path in state.glob(f"task-{number}-*")]
-    return [pid for pid in found if Path(f"/proc/{pid}").exists()]
+def signal_steps(number: str, which: signal.Signals) -> None:
+    """Signal every process of the steps of a job."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            is_of_step = any(word.startswith(b"SLURM_PROCID=") for word in words)
+            if is_of_step and f"SLURM_STAND_IN_JOB={number}".encode() in words:
+                os.kill(int(path.parent.name), which)
+        except OSError:
+            continue
 
 
 def _signal_session(leader: int, which: signal.Signals) -> None:
@@ -277,10 +283,7 @@ def sbatch(state: Path, words: list[str]) -> int:
 def srun(state: Path, words: list[str]) -> int:
     """Run a command once on each of some nodes of the job."""
     options, command = options_of(words, SRUN_OPTIONS)
-    number, allocated = (
-        os.environ["SLURM_STAND_IN_JOB"],
-        os.environ["SLURM_JOB_NODELIST"].split(","),
-    )
+    allocated = os.environ["SLURM_JOB_NODELIST"].split(",")
     wanted = options.get("nodelist", "").split(",") if "nodelist" in options else allocated
     if set(wanted) - set(allocated) or int(options["nodes"]) != len(wanted):
         print(f"srun: error: Requested nodes {wanted} of {allocated}", file=sys.stderr)
@@ -303,15 +306,14 @@ def srun(state: Path, words: list[str]) -> int:
             command, env=environment, process_group=0, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        (state / f"task-{number}-{tasks[rank].pid}").touch()
 
-    def forward(which: int, _frame: object) -> None:
+    def end(_which: int, _frame: object) -> None:
+        print("srun: forcing job termination", file=sys.stderr)
         for task in tasks.values():
             if task.poll() is None:
-                os.killpg(task.pid, which)
+                os.killpg(task.pid, signal.SIGKILL)
 
-    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(which, forward)
+    signal.signal(signal.SIGTERM, end)
 
     def copy(rank: int, task: subprocess.Popen[str]) -> None:
         for line in task.stdout or ():
@@ -362,8 +364,14 @@ def squeue(state: Path, words: list[str]) -> int:
 
 
 def scancel(state: Path, words: list[str]) -> int:
-    """Cancel the jobs of an array that are in a state."""
-    options, (number,) = options_of(words, ("state",))
+    """Cancel the jobs of an array that are in a state, or signal the steps of a job."""
+    options, (number,) = options_of(words, ("state", "signal"))
+    if "signal" in options:
+        for path in state.glob("job-*.json"):
+            if str(read(path)["id"]) == number:
+                number = path.stem.removeprefix("job-")
+                signal_steps(number, signal.Signals[f"SIG{options['signal']}"])
+        return 0
     for path in state.glob(f"job-{number}*.json"):
         if read(path)["state"] == options["state"]:
             update(state, path.stem.removeprefix("job-"), state="CANCELLED")

@@ -27,6 +27,7 @@ class Cluster:
         self.folder = folder
         self.slurm = Slurm(folder, [f"node{number}" for number in range(nodes)])
         monkeypatch.chdir(folder)
+        monkeypatch.setattr(slurm, "_SETTLE_S", 0)
         for name, value in self.slurm.environment().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("FOLDER", str(folder))
