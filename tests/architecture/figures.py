@@ -308,7 +308,6 @@ DEEPSPEED_PATH = "code written against DeepSpeed imports this path"
 ENTRY = "one entry of a table, whose entries have a file each"
 
 SMALL_WITH_REASON = {
-    "megatron/core/kernels/triton_kernels/keyed.py": "the counterpart of counter_random.py",
     "megatron/core/fusions/fused_bias_gelu.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
     "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,

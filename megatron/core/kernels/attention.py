@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from megatron.core.foundation.optional_imports import why_missing
-from megatron.core.kernels import flex_attention, library_attention
+from megatron.core.kernels import flex_attention, library_attention, triton_kernels
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import blockwise_attention
 from megatron.core.kernels.cpu.block_attention import cpu_block_attention
@@ -86,6 +86,14 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
                 missing=flex_attention.missing,
             ),
             Kernel(
+                "triton",
+                triton_kernels.deferred("attention", "flash_attention"),
+                _POSITIONS | _DROPOUTS | {HEAD_EXCHANGE},
+                dtypes=_LIBRARY_DTYPES,
+                missing=triton_kernels.missing,
+                library=True,
+            ),
+            Kernel(
                 "sdpa-mask",
                 sdpa_with_mask,
                 _MATRICES | _POSITIONS | {OWN_DROPOUT, HEAD_EXCHANGE, WIDE_HEADS},
@@ -113,8 +121,8 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
 )
 
 ASKED: dict[str, tuple[str, ...]] = {
-    "flash": ("flash-attn", "sdpa", "flex", "sdpa-mask", "unfused"),
-    "fused": ("transformer-engine", "sdpa", "flex", "sdpa-mask", "unfused"),
+    "flash": ("flash-attn", "sdpa", "flex", "triton", "sdpa-mask", "unfused"),
+    "fused": ("transformer-engine", "sdpa", "flex", "triton", "sdpa-mask", "unfused"),
     "unfused": ("unfused",),
     "local": ("unfused",),
     "auto": (),

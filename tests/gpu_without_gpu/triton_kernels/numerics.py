@@ -11,13 +11,17 @@ import pytest
 import torch
 
 from megatron.core.fusions import fused_bias_dropout
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.gated_activation import Gate, plain_gate
 from megatron.core.kernels.norms import torch_layer_norm, torch_rms_norm
-from megatron.core.kernels.triton_kernels import bias_dropout, gated_activation, norms
+from megatron.core.kernels.torch_attention import unfused
+from megatron.core.kernels.triton_kernels import attention, bias_dropout, gated_activation, norms
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     BF16_TRUNCATED,
+    FP16_WHOLE_MODEL,
     FP32_REORDERED_SUM,
     assert_close,
 )
@@ -115,3 +119,43 @@ def test_dropout_drops_what_the_plain_form_drops(width, with_bias, residual_dtyp
         TOLERANCE_OF[residual_dtype],
         bias=2,
     )
+
+
+CAUSAL = (-1, 0)
+ATTENTIONS = {
+    "causal": dict(s=150, window=CAUSAL),
+    "full": dict(s=70, window=(-1, -1)),
+    "shorter than a tile": dict(s=5, window=CAUSAL),
+    "window": dict(s=150, window=(17, 0)),
+    "window on both sides": dict(s=150, window=(70, 3)),
+    "documents": dict(s=150, window=CAUSAL, documents=True),
+    "dropout": dict(s=150, window=CAUSAL, dropout=0.3),
+    "dropout in documents and a window": dict(s=70, window=(40, 0), documents=True, dropout=0.1),
+    "two widths": dict(s=70, window=CAUSAL, d=24, e=40, dropout=0.3),
+    "as many keys as queries": dict(s=70, window=CAUSAL, g=4),
+}
+
+
+# The interpreter does not multiply matrices of bf16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention(name, dtype):
+    check_attention(dtype, **ATTENTIONS[name])
+
+
+def check_attention(dtype, s, window, documents=False, dropout=0.0, g=2, d=16, e=16):
+    b, n = 2, 4
+    shapes = ((s, b, n, d), (s, b, g, d), (s, b, g, e))
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    ids = (torch.rand(b, s) < 0.1).cumsum(1) if documents else None
+    options = AttentionOptions(0.3, MaskSpec(window, ids), dropout=dropout, first_head=4)
+
+    def at_one_place(run):
+        def place(*inputs):
+            with rng_state().in_scope("decoder", 3):
+                return run(*inputs, options)
+
+        return place
+
+    tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else FP16_WHOLE_MODEL
+    compare(at_one_place(attention.flash_attention), at_one_place(unfused), inputs, tolerance)

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.kernels.triton_kernels import bias_dropout, gated_activation, norms
+from megatron.core.kernels.triton_kernels import attention, bias_dropout, gated_activation, norms
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {
@@ -154,7 +155,37 @@ def _dropout_cases() -> dict[str, KernelCase]:
     }
 
 
-CASES = _norm_cases() | _gated_cases() | _dropout_cases()
+def _attention_cases() -> dict[str, KernelCase]:
+    strides = " ".join(f"{x}_{axis}" for x in ("q", "k", "v", "out") for axis in "sbn")
+    sizes = " heads heads_per_group length key_width value_width left right first_head"
+    others = {"seed": "i64", "first_sample": "i64", "threshold": "i64", "ids_ptr": "*i32"}
+    inputs, numbers = "q_ptr k_ptr v_ptr", "lse_ptr delta_ptr"
+    keys = arguments(
+        f"{inputs} grad_ptr grad_k_ptr grad_v_ptr", numbers, strides + sizes, "scale factor slope"
+    )
+    queries = arguments(
+        f"{inputs} grad_ptr grad_q_ptr", numbers, strides + sizes, "scale factor slope"
+    )
+    forward = arguments(f"{inputs} out_ptr", "lse_ptr", strides + sizes, "scale factor")
+    cases = {}
+    for width, drops, has_ids in product((128, 64), (True, False), (True, False)):
+        of_keys = attention.BACKWARD_OF_KEYS[width]
+        of_queries = attention.BACKWARD_OF_QUERIES[width]
+        kernels = {
+            "forward": (attention.forward_kernel, forward, attention.FORWARD, "4 of 4"),
+            "of keys": (attention.backward_keys_kernel, keys, of_keys, "6 of 6"),
+            "of queries": (attention.backward_queries_kernel, queries, of_queries, "5 of 1"),
+        }
+        for name, (kernel, types, launch, moved) in kernels.items():
+            constants = {"HAS_IDS": has_ids, "DROPS": drops, "D": width, "E": width, **launch}
+            beside = ["dropout"] * drops + ["documents"] * has_ids
+            cases[", ".join((f"attention {width}", *beside, name))] = KernelCase(
+                kernel, types | others, constants, moved
+            )
+    return cases
+
+
+CASES = _norm_cases() | _gated_cases() | _dropout_cases() | _attention_cases()
 """Name -> kernel."""
 
 
@@ -171,7 +202,7 @@ def resources(name: str, target: str) -> Resources:
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, n in enumerate(names)
-        if signature[n].startswith("*") or n.endswith(("width", "stride"))
+        if signature[n].startswith("*") or n.endswith(("width", "_s", "_b", "_n", "length"))
     }
     source = ASTSource(case.kernel, signature, constants, aligned)
     generation = int(re.sub(r"\D", "", target))
@@ -208,7 +239,7 @@ def table() -> list[str]:
 
 
 def _kib(size: int) -> str:
-    return f"{size} B" if size < 1024 else f"{size / 1024:g} KiB"
+    return f"{size} B" if size < 1024 else f"{size / 1024:.4g} KiB"
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def test_the_report_says_what_dropout_costs_or_gives_up(backend):
         )
     else:
         assert line == (
-            "attention: unfused (sdpa, flash-attn, transformer-engine, flex, sdpa-mask: does not"
+            "attention: triton if installed, else unfused"
+            " (sdpa, flash-attn, transformer-engine, flex, sdpa-mask: does not"
             " support dropout independent of the layout; --attention-backend flash or fused lets"
             " the kernel draw dropout by the layout)"
         )

@@ -12,6 +12,14 @@ from megatron.core.foundation import optional_imports
 from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
 from megatron.core.kernels import gated_activation as gates
 from megatron.core.kernels import norms, triton_kernels
+from megatron.core.kernels.attention import (
+    ATTENTION,
+    DOCUMENTS,
+    DROPOUT,
+    HEAD_EXCHANGE,
+    WIDTHS,
+    WINDOW,
+)
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.vocab_softmax import elementwise_softmax, torch_softmax
@@ -67,6 +75,7 @@ WRITTEN_IN_TRITON = [
     (norms.LAYER_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
     (BIAS_DROPOUT_ADD, ()),
+    (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, WIDTHS, WINDOW}),
 ]
 
 

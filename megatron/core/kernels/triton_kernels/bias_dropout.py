@@ -37,7 +37,7 @@ def dropout_kernel(
         y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     sample = (first_sample + row % batch).to(tl.int32)
     position = tl.load(positions_ptr + row // batch)
-    keeps = keeps_in_row(seed, sample, 0, position, first, threshold.to(tl.uint32), COLUMNS)
+    keeps = keeps_in_row(seed, sample, 0, position, first, threshold, COLUMNS)
     y = tl.where(keeps, y * scale, 0.0)
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)

@@ -13,13 +13,13 @@ import triton.language as tl
 def keeps_in_row(seed, sample, head, row, first_column, threshold, COLUMNS: tl.constexpr):
     """Return bool [COLUMNS], whether the elements of one row are kept.
 
-    first_column, COLUMNS: multiples of 4. threshold: uint32, `keep_threshold`.
+    first_column, COLUMNS: multiples of 4. threshold: `keep_threshold`.
     """
     calls = first_column // 4 + tl.arange(0, COLUMNS // 4)
     zeros = calls * 0
     w0, w1, w2, w3 = tl.philox(seed, calls, zeros + row, zeros + head, zeros + sample)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, (COLUMNS,)) < threshold
+    return tl.reshape(words, (COLUMNS,)) < tl.cast(threshold, tl.uint32)
 
 
 @triton.jit
@@ -33,4 +33,4 @@ def keeps_in_tile(seed, sample, head, first_row, first_column, threshold,
         seed, zeros + calls[None, :], zeros + rows[:, None], zeros + head, zeros + sample
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, (ROWS, COLUMNS)) < threshold
+    return tl.reshape(words, (ROWS, COLUMNS)) < tl.cast(threshold, tl.uint32)
