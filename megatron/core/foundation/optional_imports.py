@@ -37,6 +37,7 @@ EXTRA_OF = {
     "datatrove": "cluster",
     "ray": "ray",
     "psutil": "logging",
+    "rich": "logging",
     "uvicorn": "server",
     "h11": "server",
     "lm_eval": "eval",

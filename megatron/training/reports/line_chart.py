@@ -107,6 +107,7 @@ def figure_html(chart: Chart) -> str:
     note = f" · {num_outside} values outside" if num_outside else ""
     scale = ", logarithmic" if upward.is_logarithmic else ""
     unit = f"<small>{html.escape(chart.unit)}{scale}{note}</small>"
+    at_step = '<small class="step"></small>'
     parts = [*_grid(across, upward), *_marks(chart.marks, across)]
     parts += ['<g clip-path="url(#plot)">']
     parts += [_shape(curve, across, upward) for curve in shown]
@@ -123,7 +124,7 @@ def figure_html(chart: Chart) -> str:
         ],
     }
     return (
-        f'<figure class="chart"><figcaption><h3>{html.escape(chart.title)} {unit}</h3>'
+        f'<figure class="chart"><figcaption><h3>{html.escape(chart.title)} {unit}</h3>{at_step}'
         f'<ul class="legend">{legend}</ul></figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{html.escape(chart.title)} over steps">{"".join(parts)}</svg>'

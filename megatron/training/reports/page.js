@@ -2,6 +2,7 @@
 const charts = [...document.querySelectorAll("figure.chart")].map((figure) => ({
   svg: figure.querySelector("svg"),
   line: figure.querySelector(".pointer"),
+  label: figure.querySelector(".step"),
   values: [...figure.querySelectorAll(".legend b")],
   points: JSON.parse(figure.querySelector("script").textContent),
 }));
@@ -16,18 +17,19 @@ function nearest(steps, step) {
 }
 
 function show(step) {
-  for (const { line, values, points } of charts) {
+  for (const { line, label, values, points } of charts) {
     const { low, high, left, right, curves } = points;
     const x = left + (step - low) / (high - low) * (right - left);
     const inside = step !== null && x >= left - 1 && x <= right + 1;
     line.classList.toggle("shown", inside);
+    label.textContent = inside ? `step ${step.toLocaleString("en")}` : "";
     if (inside) { line.setAttribute("x1", x); line.setAttribute("x2", x); }
     curves.forEach((curve, index) => {
       const at = nearest(curve.steps, step);
       const value = curve.values[at];
-      values[index].textContent = inside
-        ? `${value === null ? "not finite" : value.toLocaleString("en", { maximumSignificantDigits: 5 })} @ ${curve.steps[at]}`
-        : "";
+      const text = value === null ? "not finite" : value.toLocaleString("en", { maximumSignificantDigits: 5 });
+      const where = curve.steps[at] === step ? "" : ` @ ${curve.steps[at]}`;
+      values[index].textContent = inside ? text + where : "";
     });
   }
 }
