@@ -65,7 +65,7 @@ class LookForStragglers(Hook):
         """Of rank 0, whose word counts for all."""
         grid = _grid_of(self.groups, context.run.topology.world_size)
         self._stages = grid.groups(*(axis for axis in grid.axes if axis != "pp"))
-        links = {kind: _groups_by_stage(grid, axes) for kind, axes in LINKS.items()}
+        links = {kind: groups_by_stage(grid, axes) for kind, axes in LINKS.items()}
         self._watch = StragglerWatch(self._stages, grid.groups("dp"), links)
         self._own_groups = {kind: tuple(grid.group_of(context.run.topology.rank, *axes))
                             for kind, axes in LINKS.items()}  # fmt: skip
@@ -171,7 +171,7 @@ def _grid_of(groups: ProcessGroupCollection, world_size: int) -> RankGrid:
     return RankGrid(("dp",), (world_size,)) if layout is None else layout.dense
 
 
-def _groups_by_stage(grid: RankGrid, axes: Sequence[str]) -> list[Peers]:
+def groups_by_stage(grid: RankGrid, axes: Sequence[str]) -> list[Peers]:
     """Return, for each stage, its groups along the axes, where they have more than one rank."""
     by_stage: dict[int, list[list[int]]] = {}
     for ranks in grid.groups(*axes):

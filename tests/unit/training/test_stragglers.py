@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.rank_grid import RankGrid
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.hooks.stragglers import LookForStragglers
+from megatron.training.hooks.stragglers import LookForStragglers, groups_by_stage
 from megatron.training.metrics.stragglers import (
     Finding,
     RankTimes,
@@ -158,6 +159,13 @@ def test_the_slowest_are_those_of_their_stage():
     slowest, fastest = slowest_and_fastest(work, STAGES, 1)
     assert slowest == [(2, pytest.approx(1.2))]
     assert fastest == [(7, pytest.approx(0.9))]
+
+
+def test_links_are_compared_with_links_of_the_same_kind_and_stage():
+    grid = RankGrid(("tp", "cp", "dp", "pp"), (2, 1, 2, 2))
+    assert groups_by_stage(grid, ("tp",)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert groups_by_stage(grid, ("dp", "cp")) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert groups_by_stage(grid, ("cp",)) == []
 
 
 def free_port():
