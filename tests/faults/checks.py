@@ -34,6 +34,8 @@ FILES_OF_TORCH = re.compile(r"torchelastic_\w+|torchinductor_\w+")
 SOCKETS_OF_WORKERS = re.compile(r"pymp-\w+")
 """Python's multiprocessing removes this directory at the end of a process that is not killed."""
 
+_OF_TIME = re.compile(r"time|tokens-per|-share$")
+
 Metrics = dict[int, dict[str, list[float]]]
 """Iteration -> what --metrics-jsonl says of it, times left out; a last step may be evaluated both
 for its number and for being the last."""
@@ -45,7 +47,7 @@ def read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
             fields = json.loads(line)
-            kept = {k: v for k, v in fields.items() if "time" not in k and "tokens-per" not in k}
+            kept = {k: v for k, v in fields.items() if not _OF_TIME.search(k)}
             found.append((int(fields["iteration"]), kept))
     return found
 
