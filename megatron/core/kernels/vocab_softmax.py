@@ -8,10 +8,12 @@ logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
 BLOCK_BYTES = {"cpu": 2 * 2**20, OTHER_DEVICES: 256 * 2**20}
@@ -79,3 +81,71 @@ def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)
     return VOCAB_SOFTMAX.choose(Request.of(out)).kernel.run(logits, out)
+
+
+def softmax_by_blocks(
+    logits: Tensor, out: Tensor | None, factors: Tensor | None, sums: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `row_softmax`; logits and out [r, c]. A block of rows is in the arithmetic dtype."""
+    rows, columns = logits.shape
+    dtype = arithmetic_dtype(logits)
+    statistics = torch.empty((2, rows), dtype=dtype, device=logits.device)
+    is_direct = factors is None and out is not None and out.dtype == dtype and out.is_contiguous()
+    scratch = out if is_direct and out is not None else scratch_block(logits, columns)
+    for block in row_blocks(rows, columns, logits.device):
+        part = scratch[block] if is_direct else scratch[: block.stop - block.start]
+        if sums is not None:
+            sums[block] = logits[block].sum(-1, dtype=dtype)
+        statistics[0, block], statistics[1, block] = local_softmax(logits[block], part)
+        if out is None or is_direct:
+            continue
+        if factors is None:
+            out[block].copy_(part)
+        elif out.dtype == dtype:
+            torch.mul(part, factors[block].unsqueeze(-1), out=out[block])
+        else:
+            out[block].copy_(part.mul_(factors[block].unsqueeze(-1)))
+    return statistics[0], statistics[1]
+
+
+RowSoftmax: TypeAlias = Callable[
+    [Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
+]
+_BY_BLOCKS = Kernel("by-blocks", softmax_by_blocks)
+
+ROW_SOFTMAX: KernelTable[RowSoftmax] = KernelTable(
+    "softmax of whole rows",
+    {
+        "cpu": (_BY_BLOCKS,),
+        OTHER_DEVICES: (
+            Kernel(
+                "triton",
+                triton_kernels.deferred("vocab_softmax", "row_softmax"),
+                dtypes=triton_kernels.DTYPES,
+                missing=triton_kernels.missing,
+                library=True,
+            ),
+            _BY_BLOCKS,
+        ),
+    },
+)
+
+
+def row_softmax(
+    logits: Tensor,
+    *,
+    out: Tensor | None = None,
+    factors: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find the denominators of the softmax over the local columns, and write it if asked.
+
+    Args:
+        logits: [r, c] of any float dtype.
+        out: [r, c] of the same dtype, may be `logits` itself: receives the softmax times `factors`.
+        factors: [r] in the arithmetic dtype; None is 1.
+        sums: [r] in the arithmetic dtype, receives the sum of the logits.
+    Returns:
+        two [r] in the arithmetic dtype; see `local_softmax`.
+    """
+    return ROW_SOFTMAX.choose(Request.of(logits)).kernel.run(logits, out, factors, sums)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.optional_imports import require
-from megatron.core.kernels.vocab_softmax import local_softmax, row_blocks, scratch_block
+from megatron.core.kernels.vocab_softmax import row_softmax
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
@@ -162,13 +162,5 @@ def _scaled_softmax(logits: Tensor, coefficient: Tensor, num_valid: int) -> Tens
         out[:, num_valid:].zero_()
     if num_valid == 0:
         return out
-    scratch = scratch_block(logits, num_valid)
-    for block in row_blocks(logits.shape[0], num_valid, logits.device):
-        part = scratch[: block.stop - block.start]
-        local_softmax(logits[block, :num_valid], part)
-        factor = coefficient[block].unsqueeze(-1)
-        if out.dtype == part.dtype:
-            torch.mul(part, factor, out=out[block, :num_valid])
-        else:
-            out[block, :num_valid].copy_(part.mul_(factor))
+    row_softmax(logits[:, :num_valid], out=out[:, :num_valid], factors=coefficient)
     return out

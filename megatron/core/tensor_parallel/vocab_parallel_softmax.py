@@ -18,6 +18,7 @@ from megatron.core.kernels.vocab_softmax import (
     arithmetic_dtype,
     local_softmax,
     row_blocks,
+    row_softmax,
     scratch_block,
 )
 from megatron.core.tensor_parallel.token_ids import check_token_ids
@@ -113,24 +114,20 @@ def softmax_statistics(
     dtype, device = arithmetic_dtype(logits), logits.device
     label_logit = logits.gather(1, labels.columns).to(dtype).masked_fill_(~labels.is_local, 0.0)
     local = torch.empty((4 if label_smoothing > 0.0 else 3, rows), dtype=dtype, device=device)
-    highest, log_sum, local[2] = local[0], local[1], label_logit.squeeze(1)
+    local[2] = label_logit.squeeze(1)
     if valid == 0:
-        highest.fill_(-torch.inf)
-        log_sum.zero_()
+        local[0].fill_(-torch.inf)
+        local[1].zero_()
         local[3:].zero_()
         if in_place:
             logits.zero_()
     else:
-        writes_here = in_place and logits.dtype == dtype and valid == shard.num_local
-        scratch = None if writes_here else scratch_block(logits, valid)
-        for block in row_blocks(rows, valid, device):
-            source = logits[block, :valid]
-            out = source if scratch is None else scratch[: block.stop - block.start]
-            if label_smoothing > 0.0:
-                local[3, block] = source.sum(-1, dtype=dtype)
-            highest[block], log_sum[block] = local_softmax(source, out)
-            if in_place and scratch is not None:
-                source.copy_(out)
+        columns = logits[:, :valid]
+        local[0], local[1] = row_softmax(
+            columns,
+            out=columns if in_place else None,
+            sums=local[3] if label_smoothing > 0.0 else None,
+        )
         if in_place and valid < shard.num_local:
             logits[:, valid:].zero_()
     return _merge(local, labels, shard, label_smoothing)

@@ -11,13 +11,23 @@ import pytest
 import torch
 
 from megatron.core.fusions import fused_bias_dropout
+from megatron.core.kernels import vocab_softmax as plain_softmax
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.gated_activation import Gate, plain_gate
 from megatron.core.kernels.norms import torch_layer_norm, torch_rms_norm
+from megatron.core.kernels.registry import Kernel, KernelTable
 from megatron.core.kernels.torch_attention import unfused
-from megatron.core.kernels.triton_kernels import attention, bias_dropout, gated_activation, norms
+from megatron.core.kernels.triton_kernels import (
+    attention,
+    bias_dropout,
+    gated_activation,
+    norms,
+    vocab_softmax,
+)
 from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.topology.group import SINGLE_RANK
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     BF16_TRUNCATED,
@@ -159,3 +169,31 @@ def check_attention(dtype, s, window, documents=False, dropout=0.0, g=2, d=16, e
 
     tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else FP16_WHOLE_MODEL
     compare(at_one_place(attention.flash_attention), at_one_place(unfused), inputs, tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize(("smoothing", "columns", "valid"), [(0.0, 5003, 5003), (0.1, 2100, 2049)])
+def test_cross_entropy(monkeypatch, smoothing, columns, valid, overwrites, dtype):
+    kernel = Kernel("triton", vocab_softmax.row_softmax)
+    monkeypatch.setattr(plain_softmax, "ROW_SOFTMAX", KernelTable("softmax", {"cpu": (kernel,)}))
+    logits = [(3 * torch.randn(7, columns)).to(dtype).requires_grad_()]
+    labels = torch.randint(valid, (7,))
+    labels[3] = -100
+
+    def by_kernel(x):
+        return vocab_parallel_cross_entropy(
+            x * 1, labels, smoothing, SINGLE_RANK, valid, overwrite_logits=overwrites
+        )
+
+    def formula(x):
+        logs = x[:, :valid].log_softmax(-1)
+        share = smoothing * valid / (valid - 1)
+        picked = logs.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        loss = -(1 - share) * picked - share * logs.mean(-1)
+        return loss.masked_fill(labels < 0, 0.0)
+
+    # Overwritten logits are rounded to the softmax, and again to the gradient.
+    is_rounded_twice = overwrites and dtype == torch.bfloat16
+    tolerance = BF16_REORDERED_SUM if is_rounded_twice else TOLERANCE_OF[dtype]
+    compare(by_kernel, formula, logits, tolerance)

@@ -21,7 +21,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core.kernels.triton_kernels import attention, bias_dropout, gated_activation, norms
+from megatron.core.kernels.triton_kernels import (
+    attention,
+    bias_dropout,
+    gated_activation,
+    norms,
+    vocab_softmax,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = {
@@ -155,6 +161,25 @@ def _dropout_cases() -> dict[str, KernelCase]:
     }
 
 
+def _vocab_cases() -> dict[str, KernelCase]:
+    constants = {"COLUMNS": vocab_softmax.COLUMNS, "num_warps": vocab_softmax.NUM_WARPS}
+    numbers = "highest_ptr log_sum_ptr"
+    return {
+        "vocabulary, denominators": KernelCase(
+            vocab_softmax.statistics_kernel,
+            arguments("logits_ptr", f"{numbers} sums_ptr", "width stride"),
+            {"HAS_SUMS": True, **constants},
+            "1 of 1",
+        ),
+        "vocabulary, softmax": KernelCase(
+            vocab_softmax.softmax_kernel,
+            arguments("logits_ptr out_ptr", f"{numbers} factors_ptr", "width stride out_stride"),
+            {"HAS_FACTORS": True, **constants},
+            "2 of 2",
+        ),
+    }
+
+
 def _attention_cases() -> dict[str, KernelCase]:
     strides = " ".join(f"{x}_{axis}" for x in ("q", "k", "v", "out") for axis in "sbn")
     sizes = " heads heads_per_group length key_width value_width left right first_head"
@@ -185,7 +210,7 @@ def _attention_cases() -> dict[str, KernelCase]:
     return cases
 
 
-CASES = _norm_cases() | _gated_cases() | _dropout_cases() | _attention_cases()
+CASES = _norm_cases() | _gated_cases() | _dropout_cases() | _vocab_cases() | _attention_cases()
 """Name -> kernel."""
 
 

@@ -22,7 +22,7 @@ from megatron.core.kernels.attention import (
 )
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
-from megatron.core.kernels.vocab_softmax import elementwise_softmax, torch_softmax
+from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX, elementwise_softmax, torch_softmax
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     SOFTCAP,
@@ -75,6 +75,7 @@ WRITTEN_IN_TRITON = [
     (norms.LAYER_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
     (BIAS_DROPOUT_ADD, ()),
+    (ROW_SOFTMAX, ()),
     (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, WIDTHS, WINDOW}),
 ]
 
