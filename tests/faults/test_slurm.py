@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from megatron.launcher import slurm as backend
 from megatron.launcher.command import main
 from tests.faults.checks import References, check_curve, newest
 from tests.faults.job import MODEL, NUM_STEPS, SCRIPT
@@ -18,6 +19,7 @@ def test_a_training_that_is_told_to_stop_and_queued_again_ends_with_the_undistur
 ):
     """Two nodes of one rank; SIGUSR1 as before the time limit after some steps."""
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(backend, "_SETTLE_S", 0)  # the steps take two seconds in all
     slurm = Slurm(tmp_path, ["127.0.0.1", "127.0.0.2"])
     for name, value in slurm.environment().items():
         monkeypatch.setenv(name, value)
