@@ -219,9 +219,12 @@ def _bad_weight(context: TrainingContext) -> str:
     for chunk in context.model:
         inner = getattr(chunk, "module", chunk)
         names = names_in_model(inner)
+        # Of a sharded parameter the rest of its memory holds anything.
+        sharded = chunk.sharded_values() if isinstance(chunk, DistributedDataParallel) else {}
         for local, parameter in inner.named_parameters():
-            if not bool(torch.isfinite(parameter.detach()).all()):
-                return names[local]
+            for values in sharded.get(parameter, [parameter.detach()]):
+                if not bool(torch.isfinite(values).all()):
+                    return names[local]
     return ""
 
 

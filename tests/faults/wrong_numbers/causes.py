@@ -5,8 +5,8 @@ Runs of `pretrain_gpt.py` on four ranks, with flags as a user would give them. I
 - a sample has a loss mask that is not finite, wherever it is computed (data);
 - one element of a random layer's output, or of its gradient, becomes NaN on a random rank, once
   (hardware, once), or whenever that rank computes from then on (hardware, again);
-- a weight becomes NaN in all replicas, or where weights are sharded a layer computes NaN on all
-  ranks from then on (model).
+- a weight becomes NaN in all replicas, or where weights are gathered in the forward pass a layer
+  computes NaN on all ranks from then on (model).
 
 What is said comes from `--result-rejected-tracker-filename`. After hardware that was wrong once the
 run must go on and end with the losses of an undisturbed run, to the bit.
@@ -71,9 +71,9 @@ class Fault:
         return random.Random(f"{self.seed} rank").randrange(4)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether no rank has whole weights."""
-        return "optim_grads_params" in self.flags
+    def gathers_weights(self) -> bool:
+        """Whether weights may still be on their way when a step begins, or are never whole."""
+        return "optim_grads_params" in self.flags or "overlap-param-gather" in self.flags
 
 
 class Faulty:
@@ -95,7 +95,7 @@ class Faulty:
             data_iterator = self._with_bad_sample(data_iterator)
         if fault.cause is Cause.MODEL and call == (fault.step - 1) * self.per_step:
             layers = [m for n, m in model.named_modules() if n.endswith("mlp.linear_fc1")]
-            if fault.is_sharded:
+            if fault.gathers_weights:
                 layers[0].register_forward_hook(lambda *given: _with_nan(given[2]))
             else:
                 layers[0].weight.data.view(-1)[5] = torch.nan
