@@ -26,6 +26,8 @@ NOT_FOR_USERS = {
     "tests/architecture/picture.py": "draws again, of no arguments",
     "tests/architecture/words.py": "lists, of no arguments",
     "tests/change_it": "follows a document",
+    "tests/cluster_schemas": "is started by tools/test_schemas.sh",
+    "tests/gpu_without_gpu/triton_kernels": "is started by tools/test_triton.sh",
     "tests/harness": "is started by the harness",
     "tests/parity/interop_deepspeed_peer.py": "is started by interop_deepspeed.py",
     "tests/parity/interop_peer.py": "is started by interop.py",
