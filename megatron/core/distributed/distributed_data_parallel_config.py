@@ -87,6 +87,8 @@ class DataParallelFlags:
         note="parameters are gathered in the dtype of the model and rounded where they multiply",
     )
     """Gather parameters in FP8."""
+    check_for_large_grads: bool = False
+    """Look for a gradient norm that is far above the recent ones, before the update."""
     use_megatron_fsdp: bool = False
     """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
 
@@ -100,8 +102,6 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
     check_for_nan_in_grad: bool = False
     """Look for NaN and infinity in the local gradients before they are reduced, so that the
     error names the rank and the parameter. One more read of the gradients."""
-    check_for_large_grads: bool = False
-    """Not supported: bound gradients by clip_grad instead."""
     reduce_scatter_with_fp32_accumulation: bool = False
     """Add half-precision gradients in fp32. On gloo this is always so; other backends would need
     grad_reduce_in_fp32."""
@@ -234,7 +234,6 @@ def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]
     unsupported = {
         "fp8_param_gather": "--fp8-param-gather",
         "fp4_param_gather": "--fp4-param-gather",
-        "check_for_large_grads": "--check-for-large-grads",
     }
     problems += [
         ConfigError(

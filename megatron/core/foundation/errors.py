@@ -143,6 +143,10 @@ class ReplicaMismatchError(MegatronError):
     """Copies of one tensor on several ranks that are not equal: a fault of hardware or program."""
 
 
+class SpikeError(MegatronError):
+    """A gradient far above the recent ones, found before it touched the weights."""
+
+
 class HardwareFaultError(MegatronError):
     """A machine that computes something else from the same numbers than others do."""
 

@@ -105,6 +105,8 @@ class ScheduleSettings:
     """Steps between barriers of host and device."""
     check_for_spiky_loss: bool = False
     """Warn when a loss is far above the recent ones."""
+    on_spike: str = flag("warn", choices=("warn", "skip", "stop"), part_of="check_for_large_grads")
+    """What happens then: a warning, no update in this step, or the end of the run."""
     check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
     """Update the weights even from a loss that is not finite."""
     check_weight_hash_across_dp_replicas_interval: int | None = None

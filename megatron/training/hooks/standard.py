@@ -14,7 +14,7 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.checks import CompareReplicas, WatchForSpikes
+from megatron.training.hooks.checks import CompareReplicas, GuardGradientNorm, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import LinesForFirstRank, LogLine
@@ -103,6 +103,9 @@ def standard_hooks(
         )
     if run.schedule.check_for_spiky_loss:
         hooks.append(WatchForSpikes(write))
+    if run.ddp.check_for_large_grads and context.optimizer is not None:
+        checks = context.optimizer.norm_checks
+        hooks.append(GuardGradientNorm(checks, run.schedule.on_spike, write))
     hooks += _profilers(context)
     if run.schedule.manual_gc:
         garbage = CollectGarbage(

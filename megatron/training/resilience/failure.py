@@ -39,6 +39,7 @@ from megatron.core.foundation.errors import (
     PeerLostError,
     ReplicaMismatchError,
     ScheduleError,
+    SpikeError,
     TopologyError,
 )
 from megatron.core.foundation.failure_file import FAILURE_FILE, write_failure
@@ -73,6 +74,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (LauncherLostError, "LAUNCHER_LOST", 18),
     (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
     (HardwareFaultError, "HARDWARE", 23),
+    (SpikeError, "SPIKE", 24),
     (standard_output.OutputClosedError, "OUTPUT_CLOSED", 141),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""

@@ -153,8 +153,6 @@ no effect: devices are not tested between steps; tools/doctor tests a machine be
 --gpu-sniff-test-interval int
 no effect: it changes what Megatron's own tests report
 --test-mode on
-no effect: --check-for-spiky-loss and a gradient that is not finite are what is looked for
---check-for-large-grads on
 refused: name the files of --valid-data-path: losses are reported by their names
 --validation-set-names str x+
 
