@@ -55,13 +55,7 @@ BIAS_DROPOUT_ADD: KernelTable[Callable[[Tensor, Tensor | None, Tensor, float], T
         {
             "cpu": (_MASKED,),
             OTHER_DEVICES: (
-                Kernel(
-                    "triton",
-                    triton_kernels.deferred("bias_dropout", "bias_dropout_add"),
-                    dtypes=triton_kernels.DTYPES,
-                    missing=triton_kernels.missing,
-                    library=True,
-                ),
+                triton_kernels.entry("bias_dropout", "bias_dropout_add"),
                 _MASKED,
             ),
         },

@@ -85,13 +85,11 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
                 dtypes=frozenset({"bfloat16", "float16", "float32"}),
                 missing=flex_attention.missing,
             ),
-            Kernel(
-                "triton",
-                triton_kernels.deferred("attention", "flash_attention"),
+            triton_kernels.entry(
+                "attention",
+                "flash_attention",
                 _POSITIONS | _DROPOUTS | {HEAD_EXCHANGE},
-                dtypes=_LIBRARY_DTYPES,
-                missing=triton_kernels.missing,
-                library=True,
+                _LIBRARY_DTYPES,
             ),
             Kernel(
                 "sdpa-mask",

@@ -133,13 +133,7 @@ GATED: KernelTable[GatedKernel] = KernelTable(
     {
         "cpu": (Kernel("fused-keeping", _with_terms(keeping_gate)), _PLAIN),
         OTHER_DEVICES: (
-            Kernel(
-                "triton",
-                triton_kernels.deferred("gated_activation", "gate_of"),
-                dtypes=triton_kernels.DTYPES,
-                missing=triton_kernels.missing,
-                library=True,
-            ),
+            triton_kernels.entry("gated_activation", "gate_of"),
             Kernel("fused-recomputing", _with_terms(recomputing_gate)),
             _PLAIN,
         ),

@@ -71,6 +71,6 @@ def needs_no_host_counts(x: Tensor, counts: Sequence[int]) -> bool:
     return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run is torch_grouped_mm
 
 
-def grouped_outer_products(grad: Tensor, x: Tensor, counts: RowCounts) -> Tensor:
+def grouped_outer_products(grad: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """Return grad.T @ x of the rows of each group: [n, o], [n, i] -> [l, o, i]."""
-    return F.grouped_mm(grad.t(), x, offs=counts.ends)
+    return F.grouped_mm(grad.t(), x, offs=ends_of_rows(counts, x.device))

@@ -25,17 +25,6 @@ _TRAINING = frozenset({TRAINING})
 _APEX = partial(why_missing, "fused_layer_norm_cuda")
 
 
-def _triton(function: str) -> Kernel[Callable[..., Tensor]]:
-    return Kernel(
-        "triton",
-        triton_kernels.deferred("norms", function),
-        ALL_NEEDS,
-        dtypes=triton_kernels.DTYPES,
-        missing=triton_kernels.missing,
-        library=True,
-    )
-
-
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return torch's RMSNorm of x [..., h]; the weight [h] is cast to its dtype."""
     return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
@@ -69,7 +58,7 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
         ),
         OTHER_DEVICES: (
             Kernel("apex", apex_rms_norm, _TRAINING, missing=_APEX, library=True),
-            _triton("rms_norm"),
+            triton_kernels.entry("norms", "rms_norm", ALL_NEEDS),
             Kernel("torch", torch_rms_norm, ALL_NEEDS),
         ),
     },
@@ -89,7 +78,7 @@ LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Ker
         ),
         OTHER_DEVICES: (
             Kernel("apex", apex_layer_norm, _TRAINING, missing=_APEX, library=True),
-            _triton("layer_norm"),
+            triton_kernels.entry("norms", "layer_norm", ALL_NEEDS),
             Kernel("torch", torch_layer_norm, ALL_NEEDS),
         ),
     },

@@ -118,13 +118,7 @@ ROW_SOFTMAX: KernelTable[RowSoftmax] = KernelTable(
     {
         "cpu": (_BY_BLOCKS,),
         OTHER_DEVICES: (
-            Kernel(
-                "triton",
-                triton_kernels.deferred("vocab_softmax", "row_softmax"),
-                dtypes=triton_kernels.DTYPES,
-                missing=triton_kernels.missing,
-                library=True,
-            ),
+            triton_kernels.entry("vocab_softmax", "row_softmax"),
             _BY_BLOCKS,
         ),
     },

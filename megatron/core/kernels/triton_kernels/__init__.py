@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.optional_imports import why_missing
+from megatron.core.kernels.registry import Kernel
 
 COMPILED_FOR = ("cuda", "xpu")
 """Device types for which Triton compiles; AMD's GPUs call themselves "cuda"."""
@@ -42,3 +43,20 @@ def deferred(module: str, function: str) -> Callable[..., Any]:
         return getattr(found, function)(*args)
 
     return run
+
+
+def entry(
+    module: str,
+    function: str,
+    supports: frozenset[str] = frozenset(),
+    dtypes: frozenset[str] = DTYPES,
+) -> Kernel[Callable[..., Any]]:
+    """Return the entry "triton" of a table of kernels, for a function of a module here."""
+    return Kernel(
+        "triton",
+        deferred(module, function),
+        supports,
+        dtypes=dtypes,
+        missing=missing,
+        library=True,
+    )

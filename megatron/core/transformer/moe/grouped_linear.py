@@ -19,7 +19,7 @@ from megatron.core.kernels.grouped_products import (
     grouped_products,
     needs_no_host_counts,
 )
-from megatron.core.kernels.row_counts import RowCounts, counts_on_device
+from megatron.core.kernels.row_counts import counts_on_device
 from megatron.core.low_precision.products import LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
@@ -168,7 +168,7 @@ def _weight_products(
     grad: Tensor, x: Tensor, counts: Sequence[int], trained: Sequence[int], fuses: bool
 ) -> list[_WeightGradient]:
     """Return what computes the gradient of each weight that is trained."""
-    if isinstance(counts, RowCounts) and needs_no_host_counts(x, counts):
+    if needs_no_host_counts(x, counts):
         of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
         return [partial(_gradient_of_all, of_all, index, fuses) for index in trained]
     pieces = list(zip(grad.split(list(counts)), x.split(list(counts)), strict=True))
