@@ -10,7 +10,8 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.main_param_shard import MainParamShard
-from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, step_together
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.update import StepResult, start_step
 
 
 def _is_sharded(optimizer: MegatronOptimizer) -> bool:
@@ -94,7 +95,7 @@ class ChainedOptimizer:
 
     def step(self) -> StepResult:
         """Update with all optimizers, or with none."""
-        return step_together(self.chained_optimizers, self.config, self.grad_scaler)
+        return start_step(self.chained_optimizers, self.config, self.grad_scaler).read()
 
     def reload_model_params(self) -> None:
         """Take the main weights from the model, in all optimizers."""

@@ -20,24 +20,25 @@ EXPERTS = (
     "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 128"
     " --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
 )
-NORM = "megatron/core/optimizer/gradient_norm.py:collect"
-"""Between the backward pass and the update: a gradient that is not finite must touch no weight."""
-ROUTERS = "megatron/core/transformer/moe/load_balancing.py:finish_router_step"
 SPLITS = "megatron/core/transformer/moe/token_dispatcher.py:of"
 """NCCL's all-to-all takes the rows of each rank from the host."""
+LATER = " --rerun-mode disabled"
+DENSE = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    " --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2"
+)
 
 
 @pytest.mark.parametrize(
     ("words", "waits", "axes"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
-         " --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2", {NORM: 1},
-         {"tp", "pp", "dp_cp", "cp"}),
-        (EXPERTS, {NORM: 2, ROUTERS: 1}, {"dp_cp"}),
-        (f"{EXPERTS} --expert-model-parallel-size 4", {NORM: 2, ROUTERS: 1, SPLITS: 4 * 2},
+        (DENSE + LATER, {}, {"tp", "pp", "dp_cp", "cp"}),
+        (DENSE, {"megatron/core/optimizer/update.py:_read": 1}, {"dp_cp"}),
+        (EXPERTS + LATER, {}, {"dp_cp"}),
+        (f"{EXPERTS} --expert-model-parallel-size 4" + LATER, {SPLITS: 4 * 2},
          {"ep", "dp_cp", "expt_dp"}),
     ],
-    ids=["dense", "experts", "experts over ranks"],
+    ids=["dense", "dense, with reruns", "experts", "experts over ranks"],
 )  # fmt: skip
 def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, waits, axes):
     command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]
@@ -58,7 +59,8 @@ from megatron.planner.tracing.imaginary import imaginary_rank
 from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger
 with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger.watching():
     x = torch.ones(4, device=NAME)
-    x.sum().item(), x.cpu(), x.tolist(), x.nonzero()
+    x.sum().item(), x.cpu(), x.tolist(), x.nonzero(), torch.ones(4).to(NAME)
+    torch.ones(4).to(NAME, non_blocking=True)
     print(sum(ledger.waits.values()))
     try:
         x + torch.ones(4)
@@ -69,7 +71,7 @@ with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger
 
 def test_reads_are_counted_and_mixed_devices_are_refused():
     done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True)
-    assert done.stdout.split() == ["4", "FakeTensorDeviceMismatchError"], done.stderr[-3000:]
+    assert done.stdout.split() == ["5", "FakeTensorDeviceMismatchError"], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} {run.num_ranks}")

@@ -49,7 +49,9 @@ class RowCounts(Sequence[int]):
 
 def counts_on_device(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the rows of each group, int64 [l] on `device`."""
-    return counts.counts if isinstance(counts, RowCounts) else torch.tensor(counts, device=device)
+    if isinstance(counts, RowCounts):
+        return counts.counts
+    return torch.tensor(counts).to(device, non_blocking=True)
 
 
 def ends_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.foundation.device import is_host_memory
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
@@ -71,6 +72,19 @@ class GradientReport:
     def is_finite(self) -> bool:
         """Whether every gradient of the model is finite. Equal on all ranks."""
         return all(math.isfinite(value) for value in self.sums_of_squares)
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What the device knows about the gradient, and the host has not read.
+
+    Attributes:
+        total: fp64 [], the sum of squares over the whole model; equal on all ranks.
+        is_bad: bool [shards], local shards whose reduced gradient is not finite.
+    """
+
+    total: Tensor
+    is_bad: Tensor
 
 
 def joint_norm(reports: Sequence[GradientReport], inv_scale: float = 1.0) -> float:
@@ -136,7 +150,31 @@ class GradientReader:
             report = self._read(exactly=True)
         return report
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host reads these gradients without waiting for a device."""
+        return is_host_memory(self._device)
+
+    def read_on_device(self) -> DeviceReport:
+        """Read all gradients once, and leave what was found on their device.
+
+        No host waits. Elements whose squares overflow in fp32 (beyond about 1e19) count as not
+        finite, for nobody can say here that a second, exact pass is needed.
+
+        Communication: as of `read`.
+        """
+        sums, is_bad = self._sums(exactly=False)
+        parts = [part.gather(sums).sum() for part in self._parts()]
+        return DeviceReport(torch.stack(parts).sum(), is_bad)
+
     def _read(self, exactly: bool) -> GradientReport:
+        sums, is_bad = self._sums(exactly)
+        values = [value for part in self._parts() for value in part.gather(sums).tolist()]
+        bad = is_bad.nonzero().flatten().tolist() if exactly else []
+        return GradientReport(values, bad)
+
+    def _sums(self, exactly: bool) -> tuple[Tensor, Tensor]:
+        """Return (sums of squares, whether they are not finite), fp64 and bool [shards]."""
         occupied = (span for span in self.spans if span.shards)
         parts = [
             torch.segment_reduce(_block_squares(span.gradients, exactly), "sum", lengths=lengths)
@@ -151,10 +189,7 @@ class GradientReader:
             sums = torch.cat(parts)
         is_bad = ~sums.isfinite()
         # A copy does not count, but a NaN in it must be seen.
-        sums = torch.where(self._counts | is_bad, sums, 0.0)
-        values = [value for part in self._parts() for value in part.collect(sums)]
-        bad = is_bad.nonzero().flatten().tolist() if exactly else []
-        return GradientReport(values, bad)
+        return torch.where(self._counts | is_bad, sums, 0.0), is_bad
 
     def count_zeros(self) -> int:
         """Count the elements of the whole model's gradient that are zero; each counts once."""
@@ -195,12 +230,12 @@ class _Part:
         self._chosen = torch.tensor(chosen, dtype=torch.int64, device=device)
         self._places = torch.tensor(offsets, dtype=torch.int64, device=device)
 
-    def collect(self, sums: Tensor) -> list[float]:
-        """Return the sums of squares of all parameters of all model-parallel ranks."""
+    def gather(self, sums: Tensor) -> Tensor:
+        """Return the sums of squares of all parameters of all model-parallel ranks, fp64 [n]."""
         vector = torch.zeros(self.length, dtype=torch.float64, device=sums.device)
         vector.index_add_(0, self._places, sums[self._chosen])
         backend.all_reduce(vector, self.shard_group)
-        return torch.cat(backend.all_gather(vector, self.across)).tolist()
+        return torch.cat(backend.all_gather(vector, self.across))
 
 
 def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:

@@ -7,17 +7,16 @@ a parameter without sharding, the owned ranges with ZeRO. Nothing here asks whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-from megatron.core.optimizer.gradient_norm import GradientReader, GradientReport, joint_norm
+from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors, factors_of_range
@@ -27,18 +26,7 @@ from megatron.core.optimizer.state_declarations import (
     settings_of_groups,
     step_count,
 )
-from megatron.core.transport import backend
-from megatron.core.transport.object_collectives import all_gather_object
-
-CLIP_EPSILON = 1e-6
-"""Added to the norm before it divides: keeps the factor finite."""
-
-NormCheck = Callable[[float], str | None]
-"""Given the gradient norm, which is the same on all ranks, returns why its update is refused; or
-raises, on all ranks."""
-
-StepResult = tuple[bool, float | None, int | None]
-"""(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
+from megatron.core.optimizer.update import NormCheck, StepOutcome, StepResult, start_step
 
 
 class MegatronOptimizer:
@@ -131,13 +119,42 @@ class MegatronOptimizer:
                 `on_nonfinite_grad="raise"`.
         Communication: see `GradientReader.read` and `DistributedDataParallel.start_param_sync`.
         """
-        return step_together([self], self.config, self.grad_scaler)
+        return self.start_step().read()
+
+    def start_step(self, is_refused: Tensor | None = None) -> StepOutcome:
+        """Update the weights as `step` does, without waiting for the device where that can be.
+
+        Args: see `update.start_step`.
+        """
+        return start_step([self], self.config, self.grad_scaler, is_refused)
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether an update is taken or refused without the host. Equal on all ranks.
+
+        The host decides where it reads the gradients without waiting, and where something needs
+        their norm, or what goes with it, before the update: checks of the norm (`norm_checks`), the
+        count of zeros, QK-Clip, and optimizers other than fused Adam and SGD over resident state.
+        """
+        return not (
+            self.reader.is_on_host
+            or self.norm_checks
+            or self.config.log_num_zeros_in_grad
+            or self.attention_logits.is_used
+        ) and all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
 
     @torch.no_grad()
-    def apply(self, factor: float, row_factors: RowFactors | None = None) -> None:
+    def apply(
+        self,
+        factor: float | Tensor,
+        row_factors: RowFactors | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
         """Update the weights from `factor` times the gradients, and publish them.
 
         Args:
+            factor: a number, or fp64 [] on the device together with `found_inf`.
+            found_inf: fp32 [], 1 where the update is refused.
             row_factors: on rows of updated weights, by the id of their parameter.
         """
         for chunk in self._replicated_chunks():
@@ -145,7 +162,7 @@ class MegatronOptimizer:
             chunk.finish_param_sync()
         self._attach_gradients()
         for optimizer in self._optimizers:
-            _update(optimizer, factor)
+            _update(optimizer, factor, found_inf)
         self.num_updates += 1
         self._detach_gradients()
         if row_factors:
@@ -190,12 +207,12 @@ class MegatronOptimizer:
             if item.shard.gradient is not None or item.is_copy:
                 item.main_param.grad = None
 
-    def nonfinite_parameters(self, report: GradientReport) -> list[tuple[int, int, int, str]]:
-        """Return (chunk, stage, number, name) of the local parameters with a bad gradient."""
+    def nonfinite_parameters(self, bad_shards: Sequence[int]) -> list[tuple[int, int, int, str]]:
+        """Return (chunk, stage, number, name) of the parameters of local shards of the reader."""
         param_index = {id(item.shard): item.param_index for item in self.shards}
         stage = self.reader.groups.pp.rank()
         found = set()
-        for shard in (self.reader.shards[i] for i in report.bad_shards):
+        for shard in (self.reader.shards[i] for i in bad_shards):
             chunk, number = param_index[id(shard)]
             found.add((chunk, stage, number, shard.name))
         return sorted(found)
@@ -264,52 +281,11 @@ class MegatronOptimizer:
         }
 
 
-def step_together(
-    optimizers: Sequence[MegatronOptimizer],
-    config: OptimizerConfig,
-    grad_scaler: ConstantGradScaler | None,
-) -> StepResult:
-    """Read all gradients, decide once, update all or none."""
-    reports = [optimizer.reader.read() for optimizer in optimizers]
-    inv_scale = 1.0 if grad_scaler is None else grad_scaler.inv_scale
-    norm = joint_norm(reports, inv_scale)
-    is_finite = all(report.is_finite for report in reports)
-    reasons = [check(norm) for optimizer in optimizers for check in optimizer.norm_checks]
-    refusal = next((reason for reason in reasons if reason is not None), None)
-    optimizers[0].nonfinite = None if is_finite else describe_nonfinite(optimizers, reports)
-    if grad_scaler is not None:
-        grad_scaler.update(not is_finite, optimizers[0].nonfinite or "")
-    if not is_finite:
-        for optimizer in optimizers:
-            optimizer.attention_logits.forget()
-        if grad_scaler is None and config.on_nonfinite_grad == "raise":
-            raise NumericsError(
-                str(optimizers[0].nonfinite),
-                rule="the update of a step whose gradient is not finite is refused",
-                flags=["--lr", "--clip-grad", "--no-check-for-nan-in-loss-and-grad"],
-                fix="no weight was touched: look at the batch of this step, or lower --lr",
-            )
-        return False, norm, None
-    if refusal is not None:
-        optimizers[0].nonfinite = refusal
-        for optimizer in optimizers:
-            optimizer.attention_logits.forget()
-        return False, norm, None
-    num_zeros = None
-    if config.log_num_zeros_in_grad:
-        num_zeros = sum(optimizer.reader.count_zeros() for optimizer in optimizers)
-    factor = inv_scale * clip_factor(norm, config.clip_grad)
-    row_factors: dict[int, Tensor] = {}
-    for optimizer in optimizers:
-        # Of several over the same chunks the first one finds what was measured, for all of them.
-        row_factors |= optimizer.attention_logits.take()
-    for optimizer in optimizers:
-        optimizer.apply(factor, row_factors)
-    return True, norm, num_zeros
-
-
-def _update(optimizer: Any, factor: float) -> None:
-    """Let one optimizer update from `factor` times the gradients."""
+def _update(optimizer: Any, factor: float | Tensor, found_inf: Tensor | None) -> None:
+    """Let one optimizer update from `factor` times the gradients, see `MegatronOptimizer.apply`."""
+    if isinstance(factor, Tensor):
+        _update_fused(optimizer, factor.reciprocal().float(), found_inf)
+        return
     if isinstance(optimizer, ChunkedStateOptimizer):
         optimizer.step(factor)
         return
@@ -323,48 +299,19 @@ def _update(optimizer: Any, factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
         optimizer.step()
         return
-    # The protocol of torch.amp.GradScaler: the fused kernel divides as it reads.
     device = next((p.device for p in tensors), None)
-    optimizer.grad_scale = torch.tensor(1.0 / factor, device=device)
-    optimizer.found_inf = torch.tensor(0.0, device=device)
+    scale, accepted = (torch.tensor(value, device=device) for value in (1.0 / factor, 0.0))
+    _update_fused(optimizer, scale, accepted)
+
+
+def _update_fused(optimizer: Any, grad_scale: Tensor, found_inf: Tensor | None) -> None:
+    """Update by the protocol of torch.amp.GradScaler: the kernel divides as it reads.
+
+    Args:
+        grad_scale, found_inf: fp32 []; the latter 1 keeps weights, moments and step counts.
+    """
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """Return what the gradient is multiplied by so that its norm is at most `max_norm`."""
-    if max_norm <= 0.0:
-        return 1.0
-    return min(1.0, max_norm / (norm + CLIP_EPSILON))
-
-
-def describe_nonfinite(
-    optimizers: Sequence[MegatronOptimizer], reports: Sequence[GradientReport]
-) -> str:
-    """Name the parameter at which backward met the first gradient that is not finite.
-
-    Backward goes from the last chunk of the last stage to the first one, so that is the bad
-    parameter nearest to the loss. Equal text on all ranks.
-
-    Communication: one all-gather of a small object over all processes.
-    """
-    bad: list[tuple[int, int, int, str]] = []
-    for optimizer, report in zip(optimizers, reports, strict=True):
-        bad += optimizer.nonfinite_parameters(report)
-    rank = backend.world().rank()
-    everyone: list[Any] = all_gather_object(bad, backend.world())
-    # Of several ranks that hold the parameter, the first one is named.
-    found = [
-        (*param_index, -r, name) for r, its in enumerate(everyone) for *param_index, name in its
-    ]
-    if not found:
-        return f"the global gradient norm is not finite (seen by rank {rank})"
-    *_, negative_rank, name = max(found)
-    rank = -negative_rank
-    num_bad = len({name for *_, name in found})
-    return (
-        f"gradient of {name} is not finite on global rank {rank}; it is the first in"
-        f" backward order of {num_bad} such parameters."
-    )

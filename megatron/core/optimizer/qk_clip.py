@@ -46,6 +46,10 @@ class AttentionLogits:
         self._is_logged = any(
             getattr(config, "log_max_attention_logit", False) for config in configs.values()
         )
+        self.is_used = any(
+            getattr(config, "records_max_logits", False) for config in configs.values()
+        )
+        """Whether the settings of the model ask for it; equal on all ranks."""
         self.largest: float | None = None
         """Over all heads and layers of the model in the last step; kept where it is logged."""
 

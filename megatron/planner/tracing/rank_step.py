@@ -29,7 +29,8 @@ from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.context import StepPlan, TrainingContext
-from megatron.training.run.step import forward_backward
+from megatron.training.run.state import TrainState
+from megatron.training.run.step import forward_backward, start_step_on_device
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
 from megatron.training.setup.initialize import configure_num_microbatches
@@ -254,11 +255,16 @@ class RankUnderTest:
         if device.is_imaginary():
             options["p2p_communicator"] = _Unheard(context.groups.pp, context.config)
         reports = forward_backward(context, context.data.train, 0, plan, **options)
-        del reports
         if trace is not None:
             trace.reduction = ledger.peak
         ledger.restart()
-        context.optimizer.step()
+        if context.optimizer.decides_on_device:
+            step = start_step_on_device(context, TrainState(), plan, reports)
+            if not context.reads_steps_later:
+                step.read()
+        else:
+            context.optimizer.step()
+        del reports
         if trace is not None:
             trace.update = ledger.peak
             trace.idle = ledger.num_bytes

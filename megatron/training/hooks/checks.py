@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from megatron.core.foundation.errors import SpikeError
-from megatron.core.optimizer.optimizer import NormCheck
 from megatron.core.optimizer.replica_check import ReplicaCheck
+from megatron.core.optimizer.update import NormCheck
 from megatron.training.hooks.base import Hook
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
@@ -105,6 +105,7 @@ class WatchForSpikes(Hook):
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Compare every loss with its own past."""
+        result = result.read()
         for name, value in result.losses.items():
             recent = self._recent.setdefault(name, RecentValues(self.window, self.limit))
             if found := recent.spike(value):

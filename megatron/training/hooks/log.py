@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron.core.foundation import device
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, union_across_ranks
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, print_rank_0
@@ -27,31 +28,90 @@ from megatron.training.run.state import StepResult, StopReason, TrainState
 
 
 class IntervalMeans:
-    """Sums over the steps since the last log line."""
+    """Steps since the last log line, whose figures are asked for when it is written."""
 
     def __init__(self) -> None:
-        self.losses: dict[str, float] = {}
+        self._steps: list[StepResult] = []
         self.seconds = 0.0
-        self.num_steps = self.num_trained = self.num_skipped = self.num_nan = 0
         self.num_samples = 0
         self.flops = 0.0
 
     def add(self, result: StepResult, seconds: float) -> None:
-        """Count one step; skipped and not-finite steps take no part in the mean loss."""
-        self.num_steps += 1
+        """Count one step."""
+        self._steps.append(result)
         self.seconds += seconds
         self.num_samples += result.num_samples
         self.flops += result.flops
-        self.num_skipped += result.was_skipped
-        self.num_nan += result.was_nan
-        if not (result.was_skipped or result.was_nan):
-            self.num_trained += 1
-            for name, value in result.losses.items():
-                self.losses[name] = self.losses.get(name, 0.0) + value
+
+    @property
+    def num_steps(self) -> int:
+        """All of them."""
+        return len(self._steps)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that did not change the weights."""
+        return sum(step.read().was_skipped for step in self._steps)
+
+    @property
+    def num_nan(self) -> int:
+        """Steps with a loss that was not finite."""
+        return sum(step.read().was_nan for step in self._steps)
 
     def mean_losses(self) -> dict[str, float]:
-        """Return name -> mean over the steps that trained."""
-        return {name: total / max(self.num_trained, 1) for name, total in self.losses.items()}
+        """Return name -> mean over the steps that trained: not skipped, and with finite losses."""
+        sums: dict[str, float] = {}
+        trained = [
+            s for s in (step.read() for step in self._steps) if not (s.was_skipped or s.was_nan)
+        ]
+        for step in trained:
+            for name, value in step.losses.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return {name: total / max(len(trained), 1) for name, total in sums.items()}
+
+
+class ReadSteps(Hook):
+    """Reads steps before anything is logged, evaluated or saved: a bad one ends the run there.
+
+    Args:
+        intervals: steps between what needs their figures.
+    """
+
+    def __init__(self, intervals: Sequence[int]) -> None:
+        self.intervals = intervals
+        self._unread: list[StepResult] = []
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Read all steps since the last time when one of the intervals ends."""
+        if not result.is_read:
+            self._unread.append(result)
+        if any(state.iteration % every == 0 for every in self.intervals):
+            self._read()
+        return state
+
+    def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
+        """Read the rest."""
+        self._read()
+        return state
+
+    def _read(self) -> None:
+        while self._unread:
+            self._unread.pop(0).read()
+
+
+def reading_intervals(run: ResolvedRun) -> list[int]:
+    """Return after how many steps each part of the run needs the figures of steps."""
+    every_step = run.schedule.check_for_spiky_loss or run.logging.log_straggler
+    found = [
+        1 if every_step else 0,
+        run.logging.log_interval,
+        run.logging.tensorboard_log_interval,
+        run.schedule.eval_interval,
+        run.checkpoint.save_interval,
+        run.checkpoint.non_persistent_save_interval,
+        run.schedule.check_weight_hash_across_dp_replicas_interval,
+    ]
+    return [every for every in found if every]
 
 
 class LogLine(Hook):
@@ -111,7 +171,7 @@ class LogLine(Hook):
         return state
 
     def _report(self, state: TrainState, result: StepResult) -> None:
-        context, means = self.context, self._means
+        context, means, result = self.context, self._means, result.read()
         norm = (
             params_norm(context.model, context.groups)
             if context.run.logging.log_params_norm

@@ -146,7 +146,7 @@ class Scalars(Hook):
         )
         if not self.sinks:
             return state
-        scalars = self._of_step(state, result, seconds)
+        scalars = self._of_step(state, result.read(), seconds)
         if run.logging.log_timers_to_tensorboard:
             scalars |= {f"{name}-time": max(values) for name, values in timers.items()}
         self.write(scalars | load_scalars(loads), state.iteration)
@@ -226,9 +226,9 @@ class ProgressBar(Hook):
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """Move the bar, and show the losses."""
         self._bar.update(1)
-        if result.losses:
+        if result.is_read and (losses := result.read().losses):
             self._bar.set_postfix(
-                {name: f"{value:.4f}" for name, value in result.losses.items()}, refresh=False
+                {name: f"{value:.4f}" for name, value in losses.items()}, refresh=False
             )
         return state
 

@@ -17,7 +17,12 @@ from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, GuardGradientNorm, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
-from megatron.training.hooks.log import LinesForFirstRank, LogLine
+from megatron.training.hooks.log import (
+    LinesForFirstRank,
+    LogLine,
+    ReadSteps,
+    reading_intervals,
+)
 from megatron.training.hooks.monitoring import monitoring_sinks
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
 from megatron.training.hooks.save import Export, SaveCheckpoints
@@ -87,7 +92,7 @@ def standard_hooks(
         write=write,
         should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
-    hooks: list[Hook] = [PublishCounters(status), times]
+    hooks: list[Hook] = [ReadSteps(reading_intervals(run)), PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(context, times, write, run.schedule.train_iters), scalars]
     if run.logging.log_straggler:

@@ -94,7 +94,7 @@ class LookForStragglers(Hook):
         """Keep the times of the step; gather and judge those of some steps together."""
         self._num_steps += 1
         last = self.times.last
-        if self._num_steps > NUM_WARM_UP and not result.was_skipped and last is not None:
+        if self._num_steps > NUM_WARM_UP and not result.read().was_skipped and last is not None:
             self._rows.append(
                 [last.step_s, last.compute_s, last.cpu_s, last.queued_s]
                 + [last.communication_s, last.bubble_s, last.data_s]

@@ -130,6 +130,20 @@ class TrainingContext:
     rerun: Rerun | None = None
     """Runs a step again that is not finite; None: such a step ends the run."""
 
+    @property
+    def reads_steps_later(self) -> bool:
+        """Whether losses and norm are read when they are logged, and not at the end of each step.
+
+        Not where the next step depends on them: a loss scale, a step that may be run again, a
+        schedule that stands still when an update is refused.
+        """
+        return (
+            self.run.schedule.rerun_mode == "disabled"
+            and self.run.schedule.check_for_nan_in_loss_and_grad
+            and not self.run.precision.fp16
+            and getattr(self.optimizer, "decides_on_device", False)
+        )
+
     @classmethod
     def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:
         """Return the context of `run`; `parts` are the fields that do not follow from it."""

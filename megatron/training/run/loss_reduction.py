@@ -21,6 +21,35 @@ Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class UnreadLosses:
+    """The reports of one rank where they were computed.
+
+    names: in the order of the reports; flat: fp32 [micro batches * names, 2] of (sum, count), or
+    None off the last stage.
+    """
+
+    num_microbatches: int
+    names: tuple[str, ...]
+    flat: Tensor | None
+
+    @staticmethod
+    def of(reports: Sequence[Report]) -> UnreadLosses:
+        """Join reports, one per micro batch on the last pipeline stage, [] elsewhere."""
+        if not reports:
+            return UnreadLosses(0, (), None)
+        names = tuple(reports[0])
+        rows = [_pair(report[name]) for report in reports for name in names]
+        return UnreadLosses(len(reports), names, torch.stack(rows))
+
+    def read(self) -> LossTable:
+        """Copy them to the host in one piece: every copy by itself would wait for the device."""
+        if self.flat is None:
+            return LossTable((), torch.empty(0, 0, 2, dtype=torch.float64))
+        pairs = self.flat.cpu().double()
+        return LossTable(self.names, pairs.reshape(self.num_microbatches, len(self.names), 2))
+
+
+@dataclass(frozen=True)
 class LossTable:
     """The reports of one rank, on the host.
 
@@ -32,17 +61,8 @@ class LossTable:
 
     @staticmethod
     def of(reports: Sequence[Report]) -> LossTable:
-        """Copy reports to the host in one piece: every copy by itself would wait for the device.
-
-        Args:
-            reports: one per micro batch on the last pipeline stage, [] elsewhere.
-        """
-        if not reports:
-            return LossTable((), torch.empty(0, 0, 2, dtype=torch.float64))
-        names = tuple(reports[0])
-        rows = [_pair(report[name]) for report in reports for name in names]
-        flat = torch.stack(rows).cpu().double()
-        return LossTable(names, flat.reshape(len(reports), len(names), 2))
+        """Return reports, one per micro batch on the last pipeline stage, [] elsewhere."""
+        return UnreadLosses.of(reports).read()
 
     def first_not_finite(self) -> tuple[int, str, float] | None:
         """Return (micro batch, name, value) of the first loss that is not a finite number."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -44,6 +44,49 @@ class StepResult:
     """Of all heads and layers, where --log-max-attention-logit asks for it."""
     flops: float = 0.0
     """Of all ranks together, in the full-square convention."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the host knows what the device found."""
+        return True
+
+    def read(self) -> StepResult:
+        """Return the result with everything known, see `UnreadStep`."""
+        return self
+
+
+class UnreadStep(StepResult):
+    """A step whose losses, norm and success are on the device still.
+
+    Nothing but `read` brings them; all ranks read together, because figures are summed over ranks.
+    """
+
+    def __init__(self, finish: Callable[[], StepResult], **known: Any) -> None:
+        """
+        Args:
+            finish: reads the device.
+            known: the fields that the host knows.
+        """
+        unread: dict[str, Any] = {"losses": {}, "grad_norm": None, "num_zeros": None}
+        unread["was_skipped"] = False
+        super().__init__(**unread, **known)
+        self.__dict__["_finish"], self.__dict__["_result"] = finish, None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `read` was called."""
+        return self.__dict__["_result"] is not None
+
+    def read(self) -> StepResult:
+        """Return what the step did.
+
+        Raises:
+            NumericsError: on all ranks; a loss or a gradient of this step was not finite.
+        """
+        if not self.is_read:
+            self.__dict__["_result"] = self.__dict__["_finish"]()
+        result: StepResult = self.__dict__["_result"]
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import NumericsError
@@ -22,8 +25,8 @@ from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
-from megatron.training.run.loss_reduction import LossTable, Report
-from megatron.training.run.state import StepResult, TrainState
+from megatron.training.run.loss_reduction import LossTable, Report, UnreadLosses
+from megatron.training.run.state import StepResult, TrainState, UnreadStep
 
 
 def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> StepResult:
@@ -40,9 +43,12 @@ def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> S
     rerun, data = context.rerun, context.data.train
     if rerun is not None:
         data = rerun.record(context, state, plan)
-    losses = compute_gradients(context, data, state.consumed_train_samples, plan)
+    reports = _compute(context, data, state.consumed_train_samples, plan)
     try:
-        return _take_step(context, state, plan, losses)
+        if getattr(context.optimizer, "decides_on_device", False):
+            step = start_step_on_device(context, state, plan, reports)
+            return step if context.reads_steps_later else step.read()
+        return _take_step(context, state, plan, loss_table(context, reports))
     except NumericsError as problem:
         if rerun is None:
             raise
@@ -64,10 +70,21 @@ def compute_gradients(
 
     Args: see `forward_backward`.
     """
+    return loss_table(context, _compute(context, data, first_sample, plan, dp_rank=dp_rank))
+
+
+def _compute(
+    context: TrainingContext,
+    data: object,
+    first_sample: int,
+    plan: StepPlan,
+    **options: Any,
+) -> list[Report]:
+    """Compute the reduced gradients of one global batch; see `forward_backward`."""
     for chunk in context.model:
         chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
     context.optimizer.zero_grad()
-    return loss_table(context, forward_backward(context, data, first_sample, plan, dp_rank=dp_rank))
+    return forward_backward(context, data, first_sample, plan, **options)
 
 
 def _take_step(
@@ -80,26 +97,105 @@ def _take_step(
 
     rates = _learning_rates(context)
     with _timed(context, "optimizer"):
-        was_updated, grad_norm, num_zeros = _update(context, state)
+        was_updated, grad_norm, num_zeros = _named(context.optimizer.step, state)
     if was_updated:
         context.scheduler.step(increment=plan.global_batch_size)
     if context.run.precision.empty_unused_memory_level >= 2:
         _return_cached_memory()
+    outcome = (was_updated, grad_norm, num_zeros)
+    return _result(context, plan, losses, outcome, rates=rates, was_nan=was_nan)
+
+
+def start_step_on_device(
+    context: TrainingContext, state: TrainState, plan: StepPlan, reports: Sequence[Report]
+) -> UnreadStep:
+    """Queue the update, which the device refuses if a loss or a gradient is not finite.
+
+    Nothing is read from the device. The weights are those of the step's end once the device is
+    there, and what it has found is in the result that `UnreadStep.read` returns.
+
+    Communication: besides that of the optimizer one all-reduce of a number over all processes, if
+    losses are checked.
+    """
+    losses = UnreadLosses.of(reports)
+    rates, scale = _learning_rates(context), _loss_scale(context)
+    with _timed(context, "optimizer"):
+        outcome = context.optimizer.start_step(_refusal(context, losses))
+    if context.reads_steps_later:
+        context.scheduler.step(increment=plan.global_batch_size)
+
+    def finish() -> StepResult:
+        problem: NumericsError | None = None
+        result: tuple[bool, float | None, float | None] = (False, None, None)
+        try:
+            result = _named(outcome.read, state)
+        except NumericsError as error:
+            problem = error
+        table = _of_last_stage(context, losses.read())
+        was_nan = False if result[0] and _stops(context) else _check_losses(
+            context, state, plan, table
+        )  # fmt: skip
+        if problem is not None:
+            raise problem
+        if result[0] and not context.reads_steps_later:
+            context.scheduler.step(increment=plan.global_batch_size)
+        later_scale = scale if context.reads_steps_later else _loss_scale(context)
+        return _result(
+            context, plan, table, result, rates=rates, was_nan=was_nan, scale=later_scale
+        )
+
+    return UnreadStep(
+        finish,
+        learning_rate=rates[0],
+        decoupled_learning_rate=rates[1],
+        loss_scale=scale,
+        num_samples=plan.global_batch_size,
+        num_microbatches=plan.num_microbatches,
+        flops=_flops(context, plan),
+    )
+
+
+def _refusal(context: TrainingContext, losses: UnreadLosses) -> Tensor | None:
+    """Return fp32 [], 1 if a loss of any rank is not finite; None if that is not asked."""
+    if not _stops(context):
+        return None
+    if losses.flat is None:
+        is_bad = torch.zeros((), device=device.current_device())
+    else:
+        is_bad = losses.flat.isfinite().all().logical_not().float().to(device.current_device())
+    return backend.all_reduce(is_bad, backend.world(), dist.ReduceOp.MAX)
+
+
+def _result(
+    context: TrainingContext,
+    plan: StepPlan,
+    losses: LossTable,
+    outcome: tuple[bool, float | None, float | None],
+    *,
+    rates: tuple[float, float | None],
+    was_nan: bool,
+    scale: float | None = None,
+) -> StepResult:
+    was_updated, grad_norm, num_zeros = outcome
     return StepResult(
         losses=losses.means(context.groups.dp_cp),
         grad_norm=grad_norm,
         num_zeros=num_zeros,
         learning_rate=rates[0],
         decoupled_learning_rate=rates[1],
-        loss_scale=_loss_scale(context),
+        loss_scale=_loss_scale(context) if scale is None else scale,
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
         was_skipped=not was_updated,
         skip_reason=None if was_updated else context.optimizer.nonfinite,
         was_nan=was_nan,
         max_attention_logit=_max_attention_logit(context) if was_updated else None,
-        flops=training_flops(context.size, plan.global_batch_size, FlopConvention.FULL_SQUARE),
+        flops=_flops(context, plan),
     )
+
+
+def _flops(context: TrainingContext, plan: StepPlan) -> float:
+    return training_flops(context.size, plan.global_batch_size, FlopConvention.FULL_SQUARE)
 
 
 def forward_backward(
@@ -147,7 +243,11 @@ def loss_table(context: TrainingContext, reports: Sequence[Report]) -> LossTable
     Communication:
         where another stage computes them (a pipeline in a V), a broadcast on the pipeline group.
     """
-    table, group = LossTable.of(reports), context.groups.pp
+    return _of_last_stage(context, LossTable.of(reports))
+
+
+def _of_last_stage(context: TrainingContext, table: LossTable) -> LossTable:
+    group = context.groups.pp
     source = loss_rank(get_model_config(context.model[0]))
     return table if source == group.size() - 1 else broadcast_object(table, source, group)
 
@@ -160,13 +260,13 @@ def _check_losses(
     Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
     """
     found = losses.first_not_finite()
-    stops = context.run.schedule.check_for_nan_in_loss_and_grad and not context.run.precision.fp16
-    if not stops:
+    if not _stops(context):
         return found is not None
     if not any_across_ranks(found is not None, backend.world()):
         return False
     problem, routers = None, ""
-    if context.run.experts.num_moe_experts:
+    # What routers have counted is that of the newest step.
+    if context.run.experts.num_moe_experts and not context.reads_steps_later:
         routers = first_bad_router(context.model, context.groups)
     if found is not None:
         microbatch, name, value = found
@@ -184,10 +284,17 @@ def _check_losses(
     return True
 
 
-def _update(context: TrainingContext, state: TrainState) -> tuple[bool, float | None, float | None]:
-    """Step the optimizer; a problem that it finds is told with the iteration."""
+def _stops(context: TrainingContext) -> bool:
+    """Return whether a loss that is not finite is an error."""
+    return context.run.schedule.check_for_nan_in_loss_and_grad and not context.run.precision.fp16
+
+
+def _named(
+    update: Callable[[], tuple[bool, float | None, float | None]], state: TrainState
+) -> tuple[bool, float | None, float | None]:
+    """Return what the optimizer says of its step; a problem that it finds names the iteration."""
     try:
-        was_updated, grad_norm, num_zeros = context.optimizer.step()
+        was_updated, grad_norm, num_zeros = update()
     except NumericsError as error:
         raise NumericsError(
             f"iteration {state.iteration + 1}: {error.found}",

@@ -89,7 +89,7 @@ def train_step(
         micro_batch_size=run.schedule.micro_batch_size,
         global_batch_size=calculator.get_current_running_global_batch_size(),
     )
-    result = step(context, state, plan)
+    result = step(context, state, plan).read()
     return (
         dict(result.losses),
         int(result.was_skipped),

@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from megatron.core.foundation import device
 from megatron.core.kernels.registry import KernelTable
+from megatron.core.optimizer.definitions import adam
 
 NAME = "imaginary"
 
@@ -55,6 +56,7 @@ def as_a_gpu_computes() -> Iterator[None]:
         ),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(device, "synchronize"),  # of the schedule's recorder
+        mock.patch.object(adam, "has_fused_kernel", return_value=True),
     ):
         yield
 

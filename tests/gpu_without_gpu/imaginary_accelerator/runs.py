@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BF16 = "--bf16 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer"
+LATER = "--rerun-mode disabled"
+"""Losses and norms are read when they are logged."""
+BF16 = f"--bf16 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer {LATER}"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 EXPERTS = "examples/mixture_of_experts"
 
@@ -26,7 +28,7 @@ def _dense(preset: str, num_ranks: int, layout: str, **more: int) -> LargeRun:
 
 
 def _sparse(name: str, num_ranks: int, layout: str) -> LargeRun:
-    words = f"--yaml-cfg {EXPERTS}/{name}.yaml --micro-batch-size 1 {layout}"
+    words = f"--yaml-cfg {EXPERTS}/{name}.yaml --micro-batch-size 1 {LATER} {layout}"
     return LargeRun(name, num_ranks, words)
 
 

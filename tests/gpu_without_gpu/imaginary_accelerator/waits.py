@@ -19,6 +19,8 @@ from megatron.planner.tracing.imaginary import HostAnswers
 from megatron.planner.tracing.ledger import StorageLedger, tensors_in
 
 READS = ("tolist", "_item", "_nonzero")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+"""Between host and device they wait, in either direction, unless they are told not to."""
 AXES = ("tp", "cp", "ep", "expt_tp", "tp_ep", "pp", "dp_cp", "expt_dp", "embd", "mp", "tp_ep_pp")
 
 
@@ -61,9 +63,9 @@ class AcceleratorLedger(StorageLedger):
         if func.namespace == "c10d":
             self._exchanged(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+        if func in COPIES and not (kwargs or {}).get("non_blocking", len(args) > 2 and args[2]):
             source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if source.device.type != "cpu" and result.device.type == "cpu":
+            if (source.device.type == "cpu") != (result.device.type == "cpu"):
                 self.waits[place_in_project()] += 1
         return result
 
@@ -78,7 +80,8 @@ class AcceleratorLedger(StorageLedger):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, reads of values are counted."""
-        patches = [
+        patches: list[Any] = [mock.patch.object(torch, "tensor", self._copied(torch.tensor))]
+        patches += [
             mock.patch.object(HostAnswers, name, self._counted(getattr(HostAnswers, name)))
             for name in READS
         ]
@@ -89,6 +92,14 @@ class AcceleratorLedger(StorageLedger):
         finally:
             for patch in patches:
                 patch.stop()
+
+    def _copied(self, make: Any) -> Any:
+        def counted(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+            if device is not None and torch.device(device).type != "cpu":
+                self.waits[place_in_project()] += 1
+            return make(data, *args, device=device, **kwargs)
+
+        return counted
 
     def _counted(self, answer: Any) -> Any:
         def counted(answers: HostAnswers, x: Tensor) -> Any:

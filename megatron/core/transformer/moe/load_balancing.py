@@ -13,7 +13,8 @@ Legend: s sequence, b micro batch, e experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,20 +77,38 @@ class ExpertLoad:
         step_assignments, step_dropped, step_losses: the same of all ranks, after `finish_step`;
             losses are means over micro batches.
         step_is_finite: whether all logits of the last step were finite numbers, on all ranks.
+
+    What the host asks of the last step is read from the device when it asks.
     """
 
     def __init__(self, num_experts: int, layer_number: int) -> None:
         self.num_experts = num_experts
         self.layer_number = layer_number
         self.step_assignments: Tensor | None = None
-        self.step_dropped = 0
-        self.step_losses: dict[str, float] = {}
-        self.step_is_finite = True
+        self._step = _StepFigures.none()
         self._bad_batches: Tensor | None = None
         self._assignments: Tensor | None = None
         self._dropped: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
         self.num_microbatches = 0
+
+    @property
+    def step_dropped(self) -> int:
+        """Choices beyond an expert's capacity in the last step."""
+        return int(self._step.values[0])
+
+    @property
+    def step_is_finite(self) -> bool:
+        """Whether all logits of the last step were finite numbers."""
+        return self._step.values[1] == 0
+
+    @property
+    def step_losses(self) -> dict[str, float]:
+        """Name -> balance loss of the last step, the mean over micro batches."""
+        _, _, count, *losses = self._step.values
+        num_microbatches = max(count / self._step.ranks_per_sample, 1)
+        pairs = zip(self._step.names, losses, strict=True)
+        return {name: value / num_microbatches for name, value in pairs}
 
     def count(
         self, routing_map: Tensor, dropped: Tensor | None = None, *, is_finite: Tensor
@@ -122,23 +141,41 @@ class ExpertLoad:
         dropped = self._dropped if self._dropped is not None else zero
         losses = [self._losses.get(name, zero) for name in names]
         bad = self._bad_batches if self._bad_batches is not None else zero
-        count = torch.tensor(self.num_microbatches, device=device)
+        count = torch.full((), self.num_microbatches, device=device)
         self._assignments, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
         self._bad_batches = None
         rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
         return torch.cat([assignments.double(), rest])
 
-    def finish_step(self, packed: Tensor, names: Sequence[str], ranks_per_sample: int) -> None:
-        """Take the sums over all ranks of what `packed` returned."""
-        assignments, rest = packed[: self.num_experts], packed[self.num_experts :].tolist()
-        self.step_assignments = assignments.clone()
-        self.step_dropped = int(rest[0])
-        self.step_is_finite = rest[1] == 0
-        num_microbatches = rest[2] / ranks_per_sample
-        self.step_losses = {
-            name: value / max(num_microbatches, 1)
-            for name, value in zip(names, rest[3:], strict=True)
-        }
+    def finish_step(self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str],
+                    ranks_per_sample: int) -> None:  # fmt: skip
+        """Take the sums over all ranks of what `packed` returned.
+
+        Args:
+            read: returns the same on the host.
+        """
+        self.step_assignments = packed[: self.num_experts].clone()
+        first = self.num_experts
+        self._step = _StepFigures(lambda: read()[first:].tolist(), names, ranks_per_sample)
+
+
+@dataclass(frozen=True)
+class _StepFigures:
+    """What the host may ask of a step."""
+
+    read: Callable[[], list[float]]
+    names: Sequence[str]
+    ranks_per_sample: int
+
+    @staticmethod
+    def none() -> _StepFigures:
+        """Return those of no step."""
+        return _StepFigures(lambda: [0.0, 0.0, 0.0], (), 1)
+
+    @functools.cached_property
+    def values(self) -> list[float]:
+        """Dropped choices, micro batches that were not finite, all micro batches, and losses."""
+        return self.read()
 
 
 @dataclass(frozen=True)
@@ -201,8 +238,11 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
     backend.all_reduce(everything, groups.tp_dp_cp)
-    # One wait for the device, not several for each router.
-    parts = everything.cpu().split([part.numel() for part in packed])
-    for router, own, part in zip(routers, names, parts, strict=True):
-        router.load.finish_step(part, own, groups.tp.size() * groups.cp.size())
+    # One wait for the device, not several for each router, and only when somebody asks.
+    sizes = [part.numel() for part in packed]
+    on_host = functools.cache(lambda: everything.cpu().split(sizes))
+    ranks_per_sample = groups.tp.size() * groups.cp.size()
+    for index, (router, part) in enumerate(zip(routers, everything.split(sizes), strict=True)):
+        read = functools.partial(lambda index: on_host()[index], index)
+        router.load.finish_step(part, read, names[index], ranks_per_sample)
         router.apply_load()

@@ -138,13 +138,15 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     def apply_load(self) -> None:
         """Move the bias towards the experts with too few tokens; remember the shares."""
         assignments = self.load.step_assignments
-        if assignments is None or not float(assignments.sum()):
+        if assignments is None:
             return
+        total = assignments.sum()  # zero without tokens, which moves nothing
         if self.expert_bias is not None:
             direction = torch.sign(assignments.mean() - assignments).to(self.expert_bias)
             self.expert_bias += self.config.moe_router_bias_update_rate * direction
         if self.global_shares is not None:
-            self.global_shares.copy_(assignments / assignments.sum())
+            shares = (assignments / total).to(self.global_shares)
+            self.global_shares.copy_(torch.where(total > 0, shares, self.global_shares))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move and convert the module, leaving its fp32 state fp32: a bias moves by tiny steps."""

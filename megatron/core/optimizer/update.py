@@ -1,0 +1,261 @@
+"""One decision for all parameters: is the update of this step taken, and with what factor?
+
+Where reading a gradient costs the host nothing it decides. On an accelerator the decision is made
+there: the norm, the factor of clipping and whether the update is refused are tensors that the
+fused update takes (`grad_scale` and `found_inf` of torch's optimizers), so that the host queues the
+update without knowing the gradient, and reads what has become of it when somebody asks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.foundation.errors import NumericsError
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.optimizer.gradient_norm import DeviceReport, GradientReader, joint_norm
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import all_gather_object
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before it divides: keeps the factor finite."""
+
+NormCheck = Callable[[float], str | None]
+"""Given the gradient norm, which is the same on all ranks, returns why its update is refused; or
+raises, on all ranks."""
+
+StepResult = tuple[bool, float | None, int | None]
+"""(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
+
+
+class Updatable(Protocol):
+    """What a decision asks of an optimizer over shards."""
+
+    reader: GradientReader
+    attention_logits: AttentionLogits
+    norm_checks: list[NormCheck]
+    nonfinite: str | None
+    num_updates: int
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the host need not know the gradient."""
+        ...
+
+    def apply(
+        self,
+        factor: float | Tensor,
+        row_factors: RowFactors | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update the weights."""
+        ...
+
+    def nonfinite_parameters(self, bad_shards: Sequence[int]) -> list[tuple[int, int, int, str]]:
+        """Return (chunk, stage, number, name) of the parameters of local shards."""
+        ...
+
+
+class StepOutcome:
+    """What has become of an update that was queued; read at most once from the device."""
+
+    def __init__(self, finish: Callable[[], StepResult]) -> None:
+        self._finish: Callable[[], StepResult] | None = finish
+        self._result: StepResult = (False, None, None)
+
+    def read(self) -> StepResult:
+        """Return the result of the step. All ranks read together.
+
+        Raises:
+            NumericsError: see `MegatronOptimizer.step`.
+        """
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+def start_step(
+    optimizers: Sequence[Updatable],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+    is_refused: Tensor | None = None,
+) -> StepOutcome:
+    """Read all gradients, decide once, update all or none.
+
+    Args:
+        is_refused: fp32 [], equal on all ranks, 1 where the update is refused whatever the gradient
+            is. Only where all of the optimizers decide on the device.
+    """
+    if all(optimizer.decides_on_device for optimizer in optimizers):
+        return _start_on_device(optimizers, config, grad_scaler, is_refused)
+    if is_refused is not None:
+        raise TypeError("is_refused is for optimizers that decide on the device")
+    result = _step_on_host(optimizers, config, grad_scaler)
+    return StepOutcome(lambda: result)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the device has decided, [] each: norm and found_inf fp32, factor fp64."""
+
+    norm: Tensor
+    factor: Tensor
+    found_inf: Tensor
+
+
+@torch.no_grad()
+def _decide(
+    reports: Sequence[DeviceReport], inv_scale: float, max_norm: float, is_refused: Tensor | None
+) -> _Decision:
+    """Return the norm, what gradients are multiplied by, and 1 where the update is refused."""
+    norm = (torch.stack([report.total for report in reports]).sum().sqrt() * inv_scale).float()
+    found_inf = norm.isfinite().logical_not().float()
+    if is_refused is not None:
+        found_inf = torch.maximum(found_inf, is_refused)
+    # As the host computes it: `clip_factor` of the norm in fp32, in fp64.
+    factor = torch.full_like(norm, inv_scale, dtype=torch.float64)
+    if max_norm > 0.0:
+        factor = factor * (max_norm / (norm.double() + CLIP_EPSILON)).clamp_max(1.0)
+    return _Decision(norm, factor, found_inf)
+
+
+def _start_on_device(
+    optimizers: Sequence[Updatable],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+    is_refused: Tensor | None,
+) -> StepOutcome:
+    reports = [optimizer.reader.read_on_device() for optimizer in optimizers]
+    inv_scale = 1.0 if grad_scaler is None else grad_scaler.inv_scale
+    decision = _decide(reports, inv_scale, config.clip_grad, is_refused)
+    for optimizer in optimizers:
+        optimizer.apply(decision.factor, found_inf=decision.found_inf)
+    return StepOutcome(partial(_read, optimizers, config, grad_scaler, reports, decision))
+
+
+def _read(
+    optimizers: Sequence[Updatable],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+    reports: Sequence[DeviceReport],
+    decision: _Decision,
+) -> StepResult:
+    """Let the host know what the device has decided."""
+    norm, is_taken = torch.stack([decision.norm, 1.0 - decision.found_inf]).tolist()
+    if is_taken:
+        optimizers[0].nonfinite = None
+        if grad_scaler is not None:
+            grad_scaler.update(False)
+        return True, norm, None
+    for optimizer in optimizers:
+        optimizer.num_updates -= 1
+    if math.isfinite(norm):  # the caller has refused the update
+        optimizers[0].nonfinite = None
+        return False, norm, None
+    bad = [report.is_bad.nonzero().flatten().tolist() for report in reports]
+    return _refused(optimizers, config, grad_scaler, bad, norm)
+
+
+def _step_on_host(
+    optimizers: Sequence[Updatable],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+) -> StepResult:
+    reports = [optimizer.reader.read() for optimizer in optimizers]
+    inv_scale = 1.0 if grad_scaler is None else grad_scaler.inv_scale
+    norm = joint_norm(reports, inv_scale)
+    reasons = [check(norm) for optimizer in optimizers for check in optimizer.norm_checks]
+    refusal = next((reason for reason in reasons if reason is not None), None)
+    if not all(report.is_finite for report in reports):
+        bad = [report.bad_shards for report in reports]
+        return _refused(optimizers, config, grad_scaler, bad, norm)
+    optimizers[0].nonfinite = refusal
+    if grad_scaler is not None:
+        grad_scaler.update(False)
+    if refusal is not None:
+        for optimizer in optimizers:
+            optimizer.attention_logits.forget()
+        return False, norm, None
+    num_zeros = None
+    if config.log_num_zeros_in_grad:
+        num_zeros = sum(optimizer.reader.count_zeros() for optimizer in optimizers)
+    factor = inv_scale * clip_factor(norm, config.clip_grad)
+    row_factors: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        # Of several over the same chunks the first one finds what was measured, for all of them.
+        row_factors |= optimizer.attention_logits.take()
+    for optimizer in optimizers:
+        optimizer.apply(factor, row_factors)
+    return True, norm, num_zeros
+
+
+def _refused(
+    optimizers: Sequence[Updatable],
+    config: OptimizerConfig,
+    grad_scaler: ConstantGradScaler | None,
+    bad_shards: Sequence[Sequence[int]],
+    norm: float,
+) -> StepResult:
+    """Say what was not finite.
+
+    Raises:
+        NumericsError: on all ranks, if that is not allowed.
+    """
+    found = describe_nonfinite(optimizers, bad_shards)
+    optimizers[0].nonfinite = found
+    if grad_scaler is not None:
+        grad_scaler.update(True, found)
+    for optimizer in optimizers:
+        optimizer.attention_logits.forget()
+    if grad_scaler is None and config.on_nonfinite_grad == "raise":
+        raise NumericsError(
+            found,
+            rule="the update of a step whose gradient is not finite is refused",
+            flags=["--lr", "--clip-grad", "--no-check-for-nan-in-loss-and-grad"],
+            fix="no weight was touched: look at the batch of this step, or lower --lr",
+        )
+    return False, norm, None
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return what the gradient is multiplied by so that its norm is at most `max_norm`."""
+    if max_norm <= 0.0:
+        return 1.0
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+def describe_nonfinite(optimizers: Sequence[Updatable], bad_shards: Sequence[Sequence[int]]) -> str:
+    """Name the parameter at which backward met the first gradient that is not finite.
+
+    Backward goes from the last chunk of the last stage to the first one, so that is the bad
+    parameter nearest to the loss. Equal text on all ranks.
+
+    Communication: one all-gather of a small object over all processes.
+    """
+    bad: list[tuple[int, int, int, str]] = []
+    for optimizer, shards in zip(optimizers, bad_shards, strict=True):
+        bad += optimizer.nonfinite_parameters(shards)
+    rank = backend.world().rank()
+    everyone: list[Any] = all_gather_object(bad, backend.world())
+    # Of several ranks that hold the parameter, the first one is named.
+    found = [
+        (*param_index, -r, name) for r, its in enumerate(everyone) for *param_index, name in its
+    ]
+    if not found:
+        return f"the global gradient norm is not finite (seen by rank {rank})"
+    *_, negative_rank, name = max(found)
+    rank = -negative_rank
+    num_bad = len({name for *_, name in found})
+    return (
+        f"gradient of {name} is not finite on global rank {rank}; it is the first in"
+        f" backward order of {num_bad} such parameters."
+    )
