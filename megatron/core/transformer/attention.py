@@ -372,6 +372,7 @@ class SelfAttention(Attention):
             cos.unsqueeze(2),
             sin.unsqueeze(2),
             self.config.rotary_interleaved,
+            fuses=self.config.apply_rope_fusion,
         )
         query = rotated.narrow(3, 0, r).reshape(s, b, -1, d)
         return query, rotated.select(3, r), grouped.select(3, r + 1)
@@ -426,8 +427,11 @@ class SelfAttention(Attention):
                 rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
             )
             cos, sin = cos_sin(rotary_pos_emb, query.dtype)
-        interleaved = self.config.rotary_interleaved
-        return rotate(query, cos, sin, interleaved), rotate(key, cos, sin, interleaved)
+        how = {
+            "interleaved": self.config.rotary_interleaved,
+            "fuses": self.config.apply_rope_fusion,
+        }
+        return rotate(query, cos, sin, **how), rotate(key, cos, sin, **how)
 
 
 def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:

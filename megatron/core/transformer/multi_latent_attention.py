@@ -23,6 +23,8 @@ from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
+from megatron.core.kernels.registry import Request
+from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
 from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -30,7 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_of_config
@@ -164,11 +166,9 @@ class MLASelfAttention(Attention):
                 s, cp=self.pg_collection.cp, sp=SINGLE_RANK
             ).positions(query.device)[:, None]
         cos, sin = self._cos_sin(positions, query)
-        interleaved = config.rotary_interleaved
-        rotated = rotate(query[..., d:], cos, sin, interleaved)
-        shared_key = rotate(shared_key.unsqueeze(2), cos, sin, interleaved)
-        query = torch.cat((query[..., :d], rotated), -1)
-        key = torch.cat((key, shared_key.expand(s, b, heads, p)), -1)
+        asked = () if config.apply_rope_fusion else UNFUSED
+        kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
+        query, key = kernel.run(query, key, shared_key, cos, sin, config.rotary_interleaved)
         # A piece of a larger tensor could not be freed by itself.
         return query, key, value.contiguous() if self.recomputes_up_projection else value
 

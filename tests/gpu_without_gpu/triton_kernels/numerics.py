@@ -5,8 +5,6 @@ TRITON_INTERPRET=1 python -m pytest tests/gpu_without_gpu/triton_kernels/numeric
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -28,43 +26,15 @@ from megatron.core.kernels.triton_kernels import (
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK
+from tests.gpu_without_gpu.triton_kernels.comparing import TOLERANCE_OF, compare
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     BF16_TRUNCATED,
     FP16_WHOLE_MODEL,
     FP32_REORDERED_SUM,
-    assert_close,
 )
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "these run in Triton's interpreter"
 ONES = torch.ones(5)
-TOLERANCE_OF = {torch.float32: FP32_REORDERED_SUM, torch.bfloat16: BF16_TRUNCATED}
-
-
-@pytest.fixture(autouse=True)
-def fixed():
-    torch.manual_seed(0)
-    rng_state().__init__()
-    rng_state().counts_on_cpu = True
-
-
-def compare(run, reference, inputs, tolerance, bias=None):
-    """Compare the output, and the gradients of all inputs; the reference computes in fp64.
-
-    bias: index of the input whose gradient is a sum of rounded gradients.
-    """
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    out, expected = run(*inputs), reference(*exact)
-    weight = torch.randn(expected.shape).to(out.dtype)
-    found = torch.autograd.grad((out * weight).sum(), inputs)
-    wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
-    assert_close(out, expected, tolerance, "output")
-    for index, (a, e) in enumerate(zip(found, wanted, strict=True)):
-        assert a.dtype == inputs[index].dtype
-        is_sum = index == bias and tolerance is BF16_TRUNCATED
-        allowed = BF16_REORDERED_SUM if is_sum else tolerance
-        assert_close(a, e, allowed, f"gradient of input {index}")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE_OF)
@@ -102,7 +72,7 @@ def test_gated_activation(act, with_terms, dtype):
         return plain_gate(packed + bias, Gate(act)) * weights.unsqueeze(-1)
 
     compare(lambda *x: gated_activation.gate_of(x[0], Gate(act), *x[1:]), formula, inputs,
-            TOLERANCE_OF[dtype], bias=1)  # fmt: skip
+            TOLERANCE_OF[dtype], sums=(1,))  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [4, 36, 1027])
@@ -127,7 +97,7 @@ def test_dropout_drops_what_the_plain_form_drops(width, with_bias, residual_dtyp
         at_one_place(lambda *x: fused_bias_dropout.bias_dropout_add(*x, 0.3, True)),
         inputs,
         TOLERANCE_OF[residual_dtype],
-        bias=2,
+        sums=(2,),
     )
 
 

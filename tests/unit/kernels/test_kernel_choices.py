@@ -64,6 +64,10 @@ def test_the_report_names_the_kernels_that_run(monkeypatch, name, has_documents)
         "softmax of whole rows",
         "sums into rows",
         "bias, dropout and residual",
+        "rotary embedding",
+        "rotary embedding of latent attention",
+        "permutation of tokens",
+        "rows at given places",
     }
 
 

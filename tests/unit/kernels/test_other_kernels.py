@@ -22,6 +22,7 @@ from megatron.core.kernels.attention import (
 )
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.registry import Request
+from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX, elementwise_softmax, torch_softmax
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
@@ -75,6 +76,8 @@ WRITTEN_IN_TRITON = [
     (norms.LAYER_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
     (BIAS_DROPOUT_ADD, ()),
+    (ROTARY, ()),
+    (LATENT_ROTARY, ()),
     (ROW_SOFTMAX, ()),
     (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, WIDTHS, WINDOW}),
 ]
@@ -98,6 +101,13 @@ def test_kernels_in_triton_are_taken_on_an_accelerator_that_it_compiles_for(
         assert (choice.kernel.name == "triton") == is_taken
         assert is_taken == ("triton" not in choice.reasons)
     assert "triton" not in {kernel.name for kernel in table.of_device("cpu")}
+
+
+def test_no_rope_fusion_asks_for_plain_operations():
+    here = Request("cuda", "bfloat16", is_planned=True)
+    for table in (ROTARY, LATENT_ROTARY):
+        assert table.choose(here).name == "triton if installed, else passes"
+        assert table.choose(here, UNFUSED).name == "passes"
 
 
 def test_what_keeps_kernels_in_triton_from_running_is_said(monkeypatch):

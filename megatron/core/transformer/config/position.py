@@ -23,6 +23,5 @@ class PositionConfig:
         "--no-rope-fusion",
         cli_default=True,
         help="Rotary embedding from plain operations.",
-        note="rotary embedding has one implementation",
     )
     """Use a fused rotary kernel where a backend offers one."""

@@ -171,4 +171,4 @@ def apply_rotary_pos_emb(
     cos, sin = cos_sin(freqs, t.dtype)
     if mscale != 1.0:
         cos, sin = cos * mscale, sin * mscale
-    return rotate(t, cos, sin, config.rotary_interleaved)
+    return rotate(t, cos, sin, config.rotary_interleaved, fuses=config.apply_rope_fusion)
