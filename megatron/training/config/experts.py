@@ -29,7 +29,7 @@ class ExpertSettings(ExpertConfig, SettingsGroup):
     moe_router_padding_for_quantization: bool = flag(False, part_of="num_experts", note=_NO_PADDING)
     """The same for all number formats below 16 bits."""
     moe_permute_fusion: bool = flag(
-        False, part_of="num_experts", note="there is one way to permute tokens"
+        False, part_of="num_experts", note="the fused kernel is taken where it runs"
     )
     """Fuse the permutation of tokens."""
     moe_router_fusion: bool = flag(

@@ -8,6 +8,7 @@ from megatron.core.kernels.triton_kernels import (
     bias_dropout,
     gated_activation,
     norms,
+    permutation,
     rotary,
     vocab_softmax,
 )
@@ -159,5 +160,32 @@ def _rotary_cases() -> dict[str, KernelCase]:
     return cases
 
 
-LAYER_CASES = _norm_cases() | _gated_cases() | _dropout_cases() | _vocab_cases() | _rotary_cases()
+def _permutation_cases() -> dict[str, KernelCase]:
+    constants = {"COLUMNS": permutation.COLUMNS, "num_warps": permutation.NUM_WARPS}
+    rows = arguments("x_ptr out_ptr", "", "width")
+    source = {"source_ptr": "*i64"}
+    return {
+        "rows to experts": KernelCase(
+            permutation.gather_kernel, rows | source, {"HAS_GAPS": False, **constants}, "2 of 2"
+        ),
+        "rows to places": KernelCase(
+            permutation.gather_kernel, rows | source, {"HAS_GAPS": True, **constants}, "2 of 2"
+        ),
+        "sums of rows": KernelCase(
+            permutation.sum_kernel,
+            rows | {"order_ptr": "*i64", "begins_ptr": "*i64"},
+            constants,
+            "2 of 2",
+        ),
+    }
+
+
+LAYER_CASES = (
+    _norm_cases()
+    | _gated_cases()
+    | _dropout_cases()
+    | _vocab_cases()
+    | _rotary_cases()
+    | _permutation_cases()
+)
 """Name -> kernel."""

@@ -21,6 +21,7 @@ from megatron.core.kernels.attention import (
     WINDOW,
 )
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
+from megatron.core.kernels.permutation import PERMUTATION, PLACES
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX, elementwise_softmax, torch_softmax
@@ -78,6 +79,8 @@ WRITTEN_IN_TRITON = [
     (BIAS_DROPOUT_ADD, ()),
     (ROTARY, ()),
     (LATENT_ROTARY, ()),
+    (PERMUTATION, ()),
+    (PLACES, ()),
     (ROW_SOFTMAX, ()),
     (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, WIDTHS, WINDOW}),
 ]

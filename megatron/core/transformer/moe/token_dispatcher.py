@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import is_host_memory
+from megatron.core.kernels.permutation import PERMUTATION, PLACES, Permutation
+from megatron.core.kernels.registry import Request
 from megatron.core.kernels.row_counts import RowCounts, counts_on_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
@@ -85,11 +87,12 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     shift = begins.repeat_interleave(counts, output_size=sent.tokens.shape[0])
     position = shift + torch.arange(sent.tokens.shape[0], device=counts.device)
     total = len(sent.tokens_per_expert) * capacity
+    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total)
     return DispatchedTokens(
-        sent.tokens.new_zeros((total, sent.tokens.shape[1])).index_copy(0, position, sent.tokens),
+        places.put(sent.tokens),
         sent.probs.new_zeros(total).index_copy(0, position, sent.probs),
         [capacity] * len(sent.tokens_per_expert),
-        lambda output, overlap_fn=None: sent.combine(output.index_select(0, position), overlap_fn),
+        lambda output, overlap_fn=None: sent.combine(places.take(output), overlap_fn),
     )
 
 
@@ -107,9 +110,16 @@ def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[
     return assignments[:, 0], assignments[:, 1]
 
 
-def unpermute(rows: Tensor, token_of_row: Tensor, num_tokens: int) -> Tensor:
-    """Add rows [n, h] of the same token: [t, h], zeros where a token has none."""
-    return rows.new_zeros((num_tokens, rows.shape[1])).index_add(0, token_of_row, rows)
+def permutation_of(
+    tokens: Tensor, routing_map: Tensor, num_assignments: int | None = None
+) -> Permutation:
+    """Return the order of the rows of tokens [t, h] by a map bool [t, e].
+
+    Args:
+        num_assignments: how many are True in the map, where the host knows.
+    """
+    expert, token = expert_assignments(routing_map, num_assignments)
+    return PERMUTATION.choose(Request.of(tokens)).kernel.run(expert, token, len(tokens))
 
 
 class _Dispatcher:
@@ -157,18 +167,17 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
             routing_map = marks.bool()
         first = self.local_expert_indices[0]
         local_map = routing_map[:, first : first + self.num_local_experts]
-        expert, token = expert_assignments(local_map)
-        num_tokens = tokens.shape[0]
+        permutation = permutation_of(tokens, local_map)
 
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
             if overlap_fn is not None:
                 overlap_fn()
-            summed = unpermute(output, token, num_tokens)
+            summed = permutation.unpermute(output)
             return mappings.reduce_scatter_to_sequence_parallel_region(summed, group)
 
         return DispatchedTokens(
-            tokens.index_select(0, token),
-            probs[token, expert + first],
+            permutation.permute(tokens),
+            permutation.weights(probs, first),
             local_map.sum(0).tolist(),
             combine,
         )
@@ -190,8 +199,7 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
         num_assignments: int | None = None,
     ) -> DispatchedTokens:
         """See `TokenDispatcher`."""
-        expert, token = expert_assignments(routing_map, num_assignments)
-        num_tokens = tokens.shape[0]
+        permutation = permutation_of(tokens, routing_map, num_assignments)
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
         def send_to_experts(values: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
@@ -201,16 +209,16 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
             summed = plan.scatter(plan.by_source(output), self.expt_tp)
             back = plan.send_back(summed, self.ep, overlap_fn)
-            return unpermute(back, token, num_tokens)
+            return permutation.unpermute(back)
 
         weights: list[Tensor] = []
 
         def overlapped() -> None:
-            weights.append(send_to_experts(probs[token, expert]))
+            weights.append(send_to_experts(permutation.weights(probs)))
             if overlap_fn is not None:
                 overlap_fn()
 
-        rows = send_to_experts(tokens.index_select(0, token), overlapped)
+        rows = send_to_experts(permutation.permute(tokens), overlapped)
         return DispatchedTokens(rows, weights[0], plan.tokens_per_expert, combine)
 
 

@@ -1,0 +1,181 @@
+"""Rows of tokens in the order of their experts, and sums of them, without atomic additions.
+
+The rows of a token are listed once for each permutation, by a sort on the device. Forward and
+backward then gather one row for each row, or sum the rows of a list in fp32 and in a fixed order.
+The host learns no count.
+
+Legend: t tokens, h hidden, e experts, n rows: one for each expert of each token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024
+"""Columns of a program: eight elements per thread."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def gather_kernel(x_ptr, source_ptr, out_ptr, width, HAS_GAPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy some columns of the source of a row; a source of -1 is a row of zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    source = tl.load(source_ptr + row).to(tl.int64)
+    reads = inside & (source >= 0) if HAS_GAPS else inside
+    x = tl.load(x_ptr + source * width + columns, mask=reads, other=0.0)
+    tl.store(out_ptr + row * width + columns, x, mask=inside)
+
+
+@triton.jit
+def sum_kernel(x_ptr, order_ptr, begins_ptr, out_ptr, width, COLUMNS: tl.constexpr):
+    """Sum some columns of the rows that a token has."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for place in range(tl.load(begins_ptr + token), tl.load(begins_ptr + token + 1)):
+        row = tl.load(order_ptr + place).to(tl.int64)
+        total += tl.load(x_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gather(x: Tensor, source: Tensor, *, has_gaps: bool = False) -> Tensor:
+    """Return row source[i] of x [., h] as row i, zeros where it is -1."""
+    x = x.contiguous()
+    out = x.new_empty((len(source), x.shape[1]))
+    gather_kernel[(len(source), triton.cdiv(x.shape[1], COLUMNS))](
+        x, source, out, x.shape[1], HAS_GAPS=has_gaps, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+    )
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    """tokens [t, h] -> rows [n, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, permutation: SortedPermutation) -> Tensor:
+        ctx.permutation = permutation
+        return gather(tokens, permutation.token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.permutation.sums(grad), None
+
+
+class _Unpermute(torch.autograd.Function):
+    """rows [n, h] -> sums [t, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, permutation: SortedPermutation) -> Tensor:
+        ctx.permutation = permutation
+        return permutation.sums(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gather(grad, ctx.permutation.token), None
+
+
+class _Weights(torch.autograd.Function):
+    """probs [t, e] -> [n]; no element is taken twice, so gradients are stored, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, token: Tensor, expert: Tensor) -> Tensor:
+        ctx.save_for_backward(token, expert)
+        ctx.shape = probs.shape
+        return probs[token, expert]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.new_zeros(ctx.shape).index_put_(ctx.saved_tensors, grad), None, None
+
+
+class SortedPermutation:
+    """See `kernels.permutation.Permutation`.
+
+    Args:
+        expert, token: int64 [n], of each row; num_tokens: t.
+    """
+
+    def __init__(self, expert: Tensor, token: Tensor, num_tokens: int) -> None:
+        self.expert, self.token, self.num_tokens = expert, token, num_tokens
+        of_rows, self.order = token.sort(stable=True)
+        tokens = torch.arange(num_tokens + 1, device=token.device)
+        self.begins = torch.searchsorted(of_rows, tokens)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Return [t, h], the sums of rows [n, h], without autograd."""
+        rows = rows.contiguous()
+        out = rows.new_empty((self.num_tokens, rows.shape[1]))
+        sum_kernel[(self.num_tokens, triton.cdiv(rows.shape[1], COLUMNS))](
+            rows, self.order, self.begins, out, rows.shape[1], COLUMNS=COLUMNS, num_warps=NUM_WARPS
+        )
+        return out
+
+    def permute(self, tokens: Tensor) -> Tensor:
+        """Return [n, h] of [t, h]."""
+        return _Permute.apply(tokens, self)
+
+    def weights(self, probs: Tensor, first_expert: int = 0) -> Tensor:
+        """Return [n] of [t, e]."""
+        return _Weights.apply(probs, self.token, self.expert + first_expert)
+
+    def unpermute(self, rows: Tensor) -> Tensor:
+        """Return [t, h] of [n, h]."""
+        return _Unpermute.apply(rows, self)
+
+
+class _Put(torch.autograd.Function):
+    """rows [n, h] -> [total, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: RowPlaces) -> Tensor:
+        ctx.places = places
+        return gather(rows, places.row_at, has_gaps=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gather(grad, ctx.places.position), None
+
+
+class _Take(torch.autograd.Function):
+    """padded [total, h] -> rows [n, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, places: RowPlaces) -> Tensor:
+        ctx.places = places
+        return gather(padded, places.position)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gather(grad, ctx.places.row_at, has_gaps=True), None
+
+
+class RowPlaces:
+    """See `kernels.permutation.Places`.
+
+    Args:
+        position: int64 [n], no place twice; total: places.
+    """
+
+    def __init__(self, position: Tensor, total: int) -> None:
+        self.position = position
+        rows = torch.arange(len(position), device=position.device)
+        self.row_at = torch.full((total,), -1, device=position.device).index_copy_(
+            0, position, rows
+        )
+        """int64 [total], the row at each place, -1 where there is none."""
+
+    def put(self, rows: Tensor) -> Tensor:
+        """Return [total, h] of [n, h]."""
+        return _Put.apply(rows, self)
+
+    def take(self, padded: Tensor) -> Tensor:
+        """Return [n, h] of [total, h]."""
+        return _Take.apply(padded, self)
