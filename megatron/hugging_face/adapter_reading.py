@@ -3,39 +3,49 @@
 Several projections of Hugging Face are one of Megatron (queries, keys and values; gate and up), and
 each may have an A of its own. Then Megatron's is those A concatenated, and each B has the columns
 of its own: the product is the same, of a rank as large as all of them together. An adapter that
-`adapters.write_adapters` wrote has one A for all, and comes back as it was.
+`adapters.write_adapters` wrote has one A for all, and comes back as it was. Of layers with another
+rank or strength than the rest (`rank_pattern`, `alpha_pattern`) A and B get zeros up to the common
+rank, and B is scaled.
+
+Adapters of routed experts are those of Transformers' parameters of all experts (`adapters` says in
+which form), or, of older versions, of a layer for each expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
-from megatron.core.foundation.errors import CheckpointError
+from megatron.core.distributed.adapter_parameters import frozen_row_norms, write_parameter
 from megatron.core.parameters.initialization import canonical_names
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.low_rank_adapter import TARGETS, adapter_parameters
+from megatron.core.transformer.low_rank_adapter import (
+    EXPERT_TARGETS,
+    TARGETS,
+    LowRankAdapter,
+    adapter_parameters,
+)
 from megatron.core.utils import unwrap_model
-from megatron.hugging_face.adapters import CONFIG_NAME, PREFIX, WEIGHTS_NAME
-from megatron.hugging_face.model_directory import ModelDirectory, read_json, tensors_of_file
+from megatron.hugging_face.adapter_config import PeftConfig, problem, read_config
+from megatron.hugging_face.adapters import (
+    CONFIG_NAME,
+    EXPERT_PARAMETERS,
+    PREFIX,
+    WEIGHTS_NAME,
+    experts_module,
+)
+from megatron.hugging_face.model_directory import ModelDirectory, tensors_of_file
 from megatron.hugging_face.reading import full_name
-from megatron.hugging_face.weight_map import RowRange
+from megatron.hugging_face.weight_map import RowRange, WeightRule
 
-_WITHOUT_EFFECT = frozenset({
-    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode",
-    "init_lora_weights", "layers_pattern", "layers_to_transform", "peft_version", "revision",
-    "target_modules", "exclude_modules", "task_type", "megatron_config", "megatron_core",
-    "runtime_config", "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config",
-    "corda_config", "lora_ga_config",
-})  # fmt: skip
-"""Fields that the tensors say already, or that matter before training only."""
+_MAGNITUDES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,19 @@ class _Source:
 
     down: StoredView
     up: StoredView
+    magnitude: StoredView | None
     rows: tuple[RowRange, ...]
+    factor: float
+    """Its strength, where that of the directory is 1."""
+    expert: int | None = None
+    """Of which expert, where A and B are those of all."""
+    num_experts: int = 1
+    num_blocks: int = 1
+    """Blocks whose rows alternate."""
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0] // self.num_experts
 
 
 @dataclass(frozen=True)
@@ -56,33 +78,81 @@ class PeftAdapter:
     """PEFT's rank times the number of different A that one layer of Megatron needs."""
     alpha: float
     dropout: float
+    use_dora: bool
     adapted: Mapping[str, tuple[_Source, ...]]
-    """Our name of a weight -> the adapters of their layers in it."""
+    """Our name of a weight, in a model of experts one after the other -> adapters in it."""
 
     @property
     def targets(self) -> list[str]:
         """Names of our layers that have one."""
-        found = {name.split(".")[-2] for name in self.adapted}
-        return [name for name in TARGETS if name in found]
+        found = {_target_of(name) for name in self.adapted}
+        return [name for name in (*TARGETS, *EXPERT_TARGETS) if name in found]
 
-    def pair(self, megatron_name: str, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Return A [r, width] and B [height, r] beside a weight; zeros where there is none."""
-        down, up = torch.zeros(self.rank, width), torch.zeros(height, self.rank)
+    @contextmanager
+    def opened(self) -> Iterator[AdapterReader]:
+        """Open the file of tensors."""
         with ViewReader() as reader:
-            columns: list[tuple[Tensor, slice]] = []
-            for source in self.adapted.get(megatron_name, ()):
-                hf_down = reader.read_full(source.down).float()
-                place = next((where for known, where in columns if known.equal(hf_down)), None)
-                if place is None:
-                    begin = sum(len(known) for known, _ in columns)
-                    place = slice(begin, begin + len(hf_down))
-                    columns.append((hf_down, place))
-                    down[place] = hf_down
-                wide = reader.read_full(source.up).float()
-                for rows in source.rows:
-                    part = wide[rows.begin : rows.begin + rows.length]
-                    up[rows.megatron_begin : rows.megatron_begin + rows.length, place] = part
+            yield AdapterReader(self, reader)
+
+
+class AdapterReader:
+    """Reads the adapters of single layers."""
+
+    def __init__(self, adapter: PeftAdapter, reader: ViewReader) -> None:
+        self.adapter, self._reader = adapter, reader
+        self._held: dict[str, tuple[StoredView, Tensor]] = {}
+        """The last ones: those of all experts are read once."""
+
+    def layer(self, megatron_name: str, height: int, width: int) -> dict[str, Tensor]:
+        """Return `down` A [r, width], `up` B [height, r] and `magnitude` [height] beside a weight.
+
+        A and B are zero where there is none; magnitudes are NaN, of rows that keep their norm.
+        """
+        rank = self.adapter.rank
+        down, up = torch.zeros(rank, width), torch.zeros(height, rank)
+        magnitude = torch.full((height,), torch.nan)
+        columns: list[tuple[Tensor, slice]] = []
+        for source in self.adapter.adapted.get(megatron_name, ()):
+            hf_down, wide = self._factors(source)
+            if hf_down.shape[1] != width or sum(r.length for r in source.rows) != len(wide):
+                raise problem(
+                    self.adapter.path,
+                    f"{megatron_name} is [{height}, {width}], and its adapter has"
+                    f" {hf_down.shape[1]} inputs and {len(wide)} outputs",
+                )
+            place = next((where for known, where in columns if known.equal(hf_down)), None)
+            if place is None:
+                begin = sum(len(known) for known, _ in columns)
+                place = slice(begin, begin + len(hf_down))
+                columns.append((hf_down, place))
+                down[place] = hf_down
+            if source.factor != 1.0:
+                wide = wide * source.factor
+            norms = None
+            if source.magnitude is not None:
+                norms = self._full("magnitude", source.magnitude)
+            for rows in source.rows:
+                here = slice(rows.megatron_begin, rows.megatron_begin + rows.length)
+                there = slice(rows.begin, rows.begin + rows.length)
+                up[here, place] = wide[there]
+                if norms is not None:
+                    magnitude[here] = norms[there]
+        return {"down": down, "up": up, "magnitude": magnitude}
+
+    def _factors(self, source: _Source) -> tuple[Tensor, Tensor]:
+        down, up = self._full("down", source.down), self._full("up", source.up)
+        if source.expert is not None:
+            down = down.unflatten(0, (source.num_experts, -1))[source.expert]
+            up = up.unflatten(1, (-1, source.num_experts))[..., source.expert]
+            up = up.unflatten(0, (-1, source.num_blocks)).transpose(0, 1).flatten(0, 1)
         return down, up
+
+    def _full(self, part: str, view: StoredView) -> Tensor:
+        held = self._held.get(part)
+        if held is None or held[0] is not view:
+            held = (view, self._reader.read_full(view).to(torch.get_default_dtype()))
+            self._held[part] = held
+        return held[1]
 
 
 def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
@@ -91,61 +161,187 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
     Args:
         model: the model that it belongs to.
     Raises:
-        CheckpointError: it is not there, not a plain LoRA, or not of this model.
+        CheckpointError: it is not there, is more than LoRA or DoRA, or not of this model.
     """
     if not (path / CONFIG_NAME).is_file() or not (path / WEIGHTS_NAME).is_file():
-        raise _problem(path, f"it holds no {CONFIG_NAME} with {WEIGHTS_NAME}")
-    fields = read_json(path / CONFIG_NAME)
-    rank, scale, dropout = _strength(path, fields)
-    stored, used = tensors_of_file(path / WEIGHTS_NAME), set()
+        raise problem(path, f"it holds no {CONFIG_NAME} with {WEIGHTS_NAME}")
+    config = read_config(path, path / CONFIG_NAME)
+    finder = _Finder(path, config, tensors_of_file(path / WEIGHTS_NAME))
     geometry, prefix = model.settings.geometry, model.family.prefixes[0]
-    adapted, needed = {}, rank
+    adapted: dict[str, tuple[_Source, ...]] = {}
     for rule in model.family.rules(model.settings):
         for megatron_name, hf_names in rule.names(geometry):
-            if not megatron_name.endswith(".weight") or megatron_name.split(".")[-2] not in TARGETS:
+            if not megatron_name.endswith(".weight"):
                 continue
-            found: dict[int, tuple[StoredView, StoredView]] = {}
-            for index, name in enumerate(hf_names):
-                layer = PREFIX + full_name(name, prefix).removesuffix(".weight")
-                names = [f"{layer}.lora_{part}.weight" for part in "AB"]
-                if all(name in stored for name in names):
-                    found[index] = (stored[names[0]], stored[names[1]])
-                    used.update(names)
-            if not found:
+            if _target_of(megatron_name) not in (*TARGETS, *EXPERT_TARGETS):
                 continue
-            height = next(iter(found.values()))[1].shape[0]
-            heights = [found[i][1].shape[0] if i in found else height for i in range(len(hf_names))]
-            rows = rule.row_map(geometry, heights)
-            adapted[megatron_name] = tuple(
-                _Source(down, up, tuple(r for r in rows if r.source == index))
-                for index, (down, up) in found.items()
+            names = [full_name(name, prefix).removesuffix(".weight") for name in hf_names]
+            if rule.num_experts is None:
+                found = finder.of_layers(names)
+                heights = finder.heights(found, len(names))
+                if found:
+                    rows = rule.row_map(geometry, heights)
+                    adapted[megatron_name] = finder.sources(found, rows)
+                continue
+            before, after = megatron_name.split("experts.experts.")
+            for expert in range(rule.num_experts):
+                sources = finder.of_expert(names, rule, after.split(".")[0], expert)
+                if sources:
+                    adapted[f"{before}experts.local_experts.{expert}.{after}"] = sources
+    finder.all_were_used()
+    needed = max((finder.num_columns(sources) for sources in adapted.values()), default=config.rank)
+    needed = max(needed, config.rank)
+    return PeftAdapter(
+        path, needed, config.scale * needed, config.dropout, config.use_dora, adapted
+    )
+
+
+_Found = Mapping[int, tuple[str, StoredView, StoredView, StoredView | None]]
+"""Number of a layer of theirs -> its name, A, B and m."""
+
+
+class _Finder:
+    """Finds tensors, and notes which were used."""
+
+    def __init__(self, path: Path, config: PeftConfig, stored: Mapping[str, StoredView]) -> None:
+        self.path, self.config, self.stored = path, config, stored
+        self.used: set[str] = set()
+        self._numbers: dict[str, int] = {}
+
+    def of_layers(self, layers: list[str]) -> _Found:
+        """Return those that have A and B."""
+        found = {}
+        for index, layer in enumerate(layers):
+            names = [f"{PREFIX}{layer}.lora_{part}.weight" for part in "AB"]
+            if not all(name in self.stored for name in names):
+                continue
+            down, up = (self.stored[name] for name in names)
+            if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
+                raise problem(
+                    self.path, f"A and B of {layer!r} have the shapes {down.shape} and {up.shape}"
+                )
+            self.used.update(names)
+            magnitudes = [f"{PREFIX}{layer}.{name}" for name in _MAGNITUDES]
+            known = next((name for name in magnitudes if name in self.stored), None)
+            if known is None and self.config.use_dora:
+                raise problem(self.path, f"use_dora = True, without {magnitudes[0]!r}")
+            if known is not None and self.config.use_dora:
+                self.used.add(known)
+            found[index] = (layer, down, up, self.stored[known] if known is not None else None)
+        return found
+
+    def heights(self, found: _Found, count: int) -> list[int]:
+        """Return the outputs of each layer; of one without an adapter those of another."""
+        some = next((up.shape[0] for *_, up, _ in found.values()), 0)
+        return [found[i][2].shape[0] if i in found else some for i in range(count)]
+
+    def sources(self, found: _Found, rows: list[RowRange]) -> tuple[_Source, ...]:
+        return tuple(
+            _Source(
+                down,
+                up,
+                magnitude,
+                tuple(r for r in rows if r.source == index),
+                self.config.relative_scale(name, down.shape[0]),
             )
-            needed = max(needed, rank * _num_different([down for down, _ in found.values()]))
-    unknown = sorted(set(stored) - used)
-    if unknown:
-        raise _problem(path, f"{unknown[0]!r} is no adapter of a layer here ({len(unknown)} such)")
-    return PeftAdapter(path, needed, scale * needed, dropout, adapted)
+            for index, (name, down, up, magnitude) in found.items()
+        )
+
+    def of_expert(
+        self, names: list[str], rule: WeightRule, layer: str, expert: int
+    ) -> tuple[_Source, ...]:
+        """Return what adapts a layer of one expert."""
+        count = rule.num_experts
+        assert count
+        module, parameter = experts_module(names[0]), EXPERT_PARAMETERS[layer]
+        where = self._module_of(module, parameter)
+        found = self.of_layers([where]) if where is not None else {}
+        if found:
+            _, down, up, _ = found[0]
+            if down.shape[0] % count:
+                raise problem(self.path, f"{where!r} has A {down.shape} for {count} experts")
+            rows = (RowRange(0, 0, 0, up.shape[0]),)
+            rank = down.shape[0] // count
+            factor = self.config.relative_scale(f"{module}.{parameter}", rank)
+            blocks = rule.num_blocks or 1
+            return (_Source(down, up, None, rows, factor, expert, count, blocks),)
+        if rule.num_blocks is not None:
+            return ()
+        each = len(names) // count
+        own = self.of_layers(names[expert * each : (expert + 1) * each])
+        heights, rows_of, begin = self.heights(own, each), [], 0
+        for index, height in enumerate(heights):
+            rows_of.append(RowRange(index, 0, begin, height))
+            begin += height
+        return self.sources(own, rows_of)
+
+    def _module_of(self, module: str, parameter: str) -> str | None:
+        """Return the name under which PEFT keeps the adapter of a parameter of all experts."""
+        inner = f"{module}.base_layer"
+        if f"{PREFIX}{inner}.lora_A.weight" in self.stored:
+            return inner if parameter == "gate_up_proj" else module
+        named = {name.split(".")[-1] for name in self.config.target_parameters}
+        return module if parameter in named else None
+
+    def num_columns(self, sources: tuple[_Source, ...]) -> int:
+        """Return the rank of all different A of one layer together."""
+        if len(sources) == 1:
+            return sources[0].rank
+        with ViewReader() as reader:
+            tensors = [reader.read_full(source.down) for source in sources]
+        kept = [t for i, t in enumerate(tensors) if not any(t.equal(x) for x in tensors[:i])]
+        return sum(len(t) for t in kept)
+
+    def all_were_used(self) -> None:
+        """Raise CheckpointError if a tensor belongs to no layer here."""
+        unknown = sorted(set(self.stored) - self.used)
+        if unknown:
+            what = f"{unknown[0]!r} is no adapter of a layer here ({len(unknown)} such)"
+            raise problem(self.path, what)
+
+
+def _target_of(megatron_name: str) -> str:
+    """Return the word of --lora-target-modules for a weight."""
+    is_expert = ".experts.experts." in megatron_name or ".local_experts." in megatron_name
+    return "experts." * is_expert + megatron_name.split(".")[-2]
 
 
 def load_adapters(
     adapter: PeftAdapter, chunks: list[nn.Module], groups: ProcessGroupCollection
 ) -> None:
-    """Fill the adapters of this rank's part of a model; those without a file become zero."""
-    rank, size = groups.tp.rank(), groups.tp.size()
+    """Fill the adapters of this rank's part of a model; those without a file become zero.
+
+    All ranks call it, after the frozen weights were loaded.
+    """
     for chunk in chunks:
         model = unwrap_model(chunk)
         names = canonical_names(model)
-        pairs: dict[str, dict[str, Any]] = {}
+        layers: dict[str, dict[str, tuple[str, nn.Parameter]]] = {}
         for name, parameter in adapter_parameters(model):
             layer, _, part = names[name].rpartition(".adapter.")
-            pairs.setdefault(layer, {})[part] = parameter
-        for layer, parts in pairs.items():
-            whole = {part: _full_shape(p, size) for part, p in parts.items()}
-            full = adapter.pair(f"{layer}.weight", whole["up"][0], whole["down"][1])
-            for part, tensor in zip(("down", "up"), full, strict=True):
-                local = shard_of(tensor, get_param_meta(parts[part]), rank, size)
-                with torch.no_grad():
-                    parts[part].copy_(local)
+            layers.setdefault(layer, {})[part] = name, parameter
+        with adapter.opened() as reader, torch.no_grad():
+            for layer, parts in layers.items():
+                is_expert = get_param_meta(parts["up"][1]).is_expert
+                tp = groups.expt_tp if is_expert else groups.tp
+                height = _full_shape(parts["up"][1], tp.size())[0]
+                width = _full_shape(parts["down"][1], tp.size())[1]
+                full = reader.layer(f"{layer}.weight", height, width)
+                for part, (name, parameter) in parts.items():
+                    meta = get_param_meta(parameter)
+                    value = shard_of(full[part], meta, tp.rank(), tp.size())
+                    if part == "magnitude":
+                        value = _with_norms(value, model, name)
+                    write_parameter(chunk, parameter, value)
+
+
+def _with_norms(magnitude: Tensor, model: nn.Module, name: str) -> Tensor:
+    """Return magnitudes [o/tp], or [o], with the norm of the frozen row where they are NaN."""
+    layer = model.get_submodule(name.rpartition(".adapter.")[0])
+    adapter = layer.get_submodule("adapter")
+    assert isinstance(adapter, LowRankAdapter)
+    norms = frozen_row_norms(layer, adapter)
+    return torch.where(magnitude.isnan().to(norms.device), norms, magnitude.to(norms))
 
 
 def _full_shape(parameter: Tensor, size: int) -> tuple[int, ...]:
@@ -153,35 +349,4 @@ def _full_shape(parameter: Tensor, size: int) -> tuple[int, ...]:
     return tuple(n * size if dim == split else n for dim, n in enumerate(parameter.shape))
 
 
-def _num_different(views: list[StoredView]) -> int:
-    with ViewReader() as reader:
-        tensors = [reader.read_full(view) for view in views]
-    return sum(not any(t.equal(other) for other in tensors[:i]) for i, t in enumerate(tensors))
-
-
-def _strength(path: Path, fields: Mapping[str, Any]) -> tuple[int, float, float]:
-    """Return rank, factor on the product, and dropout; refuse what is more than a plain LoRA."""
-    rest = {k: v for k, v in fields.items() if k not in _WITHOUT_EFFECT}
-    kind, rank = rest.pop("peft_type", "LORA"), rest.pop("r", None)
-    alpha, dropout = rest.pop("lora_alpha", None), rest.pop("lora_dropout", 0.0)
-    is_by_root, bias = rest.pop("use_rslora", False), rest.pop("bias", "none")
-    odd = sorted(name for name, value in rest.items() if value)
-    if kind != "LORA" or bias != "none" or odd:
-        what = f"{odd[0]} = {rest[odd[0]]!r}" if odd else f"peft_type {kind}, bias {bias}"
-        raise _problem(path, f"{what} is more than a product beside frozen layers")
-    numbers = (int, float)
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, numbers):
-        raise _problem(path, f"r = {rank!r}, lora_alpha = {alpha!r}")
-    return rank, alpha / (rank**0.5 if is_by_root else rank), float(dropout)
-
-
-def _problem(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be loaded as an adapter: {what}.",
-        rule="an adapter of PEFT's is a plain LoRA of linear layers, of the model of --load-hf",
-        flags=["--load-adapter", "--load-hf"],
-        fix="merge it with merge_and_unload() of PEFT, save the model, and give that as --load-hf",
-    )
-
-
-__all__ = ["PeftAdapter", "load_adapters", "read_adapters"]
+__all__ = ["AdapterReader", "PeftAdapter", "load_adapters", "read_adapters"]

@@ -2,11 +2,17 @@
 
 One projection of Megatron is several of Hugging Face (queries, keys and values; gate and up). These
 get the same A, and their own rows of B, by the rules of the family: the product has the same bits.
+
+Transformers holds the routed experts of a layer in two parameters, `gate_up_proj` and `down_proj`
+of `mlp.experts`, and PEFT their adapters in one A [e*r, i], expert by expert, and one B [o, r*e],
+the experts of one column of B after each other. Of two parameters of one module PEFT names the
+adapter of the first `base_layer`, because it is inside that of the second.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from torch import Tensor
@@ -14,15 +20,30 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import dtype_name
+from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.reading import full_name
-from megatron.hugging_face.stored import stored_adapters, stored_values
+from megatron.hugging_face.stored import Factors, stored_adapters, stored_values
+from megatron.hugging_face.weight_map import WeightRule
 from megatron.hugging_face.writing import new_directory, write_tensors
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Our layer of routed experts -> Transformers' parameter of all of them."""
+_EXPERTS = re.compile(r"(.*layers\.\d+)\.(?:block_sparse_moe|mlp)\.experts\..*", re.ASCII)
+_RENAMED = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Layers that PEFT takes for routed experts in a model that has some, if `target_modules` names
+them: those of dense layers and of shared experts are named as parameters instead."""
+
+
+def experts_module(hf_name: str) -> str:
+    """Return Transformers' module of all experts, given the file's name of a weight of one."""
+    found = _EXPERTS.fullmatch(hf_name)
+    assert found, hf_name
+    return f"{found[1]}.mlp.experts"
 
 
 def write_adapters(contents: Contents, target: Path, *, base: str | None) -> None:
@@ -34,49 +55,99 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
         base: the model that they belong to, as PEFT will look for it.
     Raises:
         CheckpointError: the checkpoint has none, or the directory cannot be written.
-        ConfigError: no family can express this model.
+        ConfigError: no family can express this model, or PEFT cannot hold these adapters.
     """
     settings = ModelDescription.from_values(stored_values(contents))
     family, geometry = family_of_settings(settings), settings.geometry
     adapters = stored_adapters(contents)
     tensors: dict[str, Tensor] = {}
     target_modules: set[str] = set()
+    target_parameters: set[str] = set()
     is_transposed = False
+    of_experts: dict[str, dict[str, tuple[WeightRule, Factors]]] = {}
     for rule in family.rules(settings):
         for megatron_name, hf_names in rule.names(geometry):
-            pair = adapters.of(megatron_name)
-            if pair is None:
+            found = adapters.of(megatron_name)
+            if found is None:
                 continue
-            down, up = pair
+            names = [full_name(name, family.prefixes[0]) for name in hf_names]
+            if rule.num_experts is not None:
+                part = EXPERT_PARAMETERS[megatron_name.split(".")[-2]]
+                of_experts.setdefault(experts_module(names[0]), {})[part] = rule, found
+                continue
             is_transposed |= rule.is_transposed
-            heights = [up.shape[0] // len(hf_names)] * len(hf_names)
+            heights = [found.up.shape[0] // len(names)] * len(names)
             row_map = rule.row_map(geometry, heights)
-            for index, name in enumerate(hf_names):
+            for index, name in enumerate(names):
                 rows = sorted((r for r in row_map if r.source == index), key=lambda r: r.begin)
-                height = sum(r.length for r in rows)
-                part = up.new_empty(height, up.shape[1])
-                for r in rows:
-                    part[r.begin : r.begin + r.length] = up[
-                        r.megatron_begin : r.megatron_begin + r.length
-                    ]
-                layer = full_name(name, family.prefixes[0]).removesuffix(".weight")
-                tensors[f"{PREFIX}{layer}.lora_A.weight"] = down.contiguous()
-                tensors[f"{PREFIX}{layer}.lora_B.weight"] = part
+                layer = name.removesuffix(".weight")
+                tensors[f"{PREFIX}{layer}.lora_A.weight"] = found.down.contiguous()
+                places = [(r.begin, r.megatron_begin, r.length) for r in rows]
+                tensors[f"{PREFIX}{layer}.lora_B.weight"] = _rows(found.up, places)
+                if found.magnitude is not None:
+                    key = f"{PREFIX}{layer}.lora_magnitude_vector"
+                    tensors[key] = _rows(found.magnitude, places)
                 # Two words: some families have layers of one name in attention and MLP.
-                target_modules.add(".".join(layer.split(".")[-2:]))
+                place = ".".join(layer.split(".")[-2:])
+                if settings.num_experts and place.split(".")[-1] in _RENAMED:
+                    target_parameters.add(f"{place}.weight")
+                else:
+                    target_modules.add(place)
+    for module, parts in of_experts.items():
+        for part, (rule, found) in parts.items():
+            is_inner = part == "gate_up_proj" and len(parts) == 2
+            layer = PREFIX + module + ".base_layer" * is_inner
+            tensors[f"{layer}.lora_A.weight"] = found.down.flatten(0, 1)
+            up = found.up if rule.num_blocks is None else _alternating(found.up, rule.num_blocks)
+            tensors[f"{layer}.lora_B.weight"] = up.permute(1, 2, 0).flatten(1).contiguous()
+            target_parameters.add(f"mlp.experts.{part}")
+    if adapters.use_dora and target_parameters:
+        raise peft_has_no_magnitudes_of_parameters(sorted(target_parameters)[0])
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "lora_dropout": adapters.dropout,
+        # PEFT has no dropout of the input where it adapts a parameter.
+        "lora_dropout": 0.0 if target_parameters else adapters.dropout,
         "target_modules": sorted(target_modules),
         "fan_in_fan_out": is_transposed,
         "bias": "none",
+        "use_dora": adapters.use_dora,
         "inference_mode": True,
     }
+    if target_parameters:
+        config["target_parameters"] = sorted(target_parameters)
     described = [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
     with new_directory(target) as draft:
         write_tensors(draft / WEIGHTS_NAME, described, iter(tensors.values()))
         write_durably(draft / CONFIG_NAME, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def peft_has_no_magnitudes_of_parameters(where: str) -> ConfigError:
+    """Return what to raise where DoRA's adapters cannot be written for PEFT."""
+    return ConfigError(
+        f"adapters with --use-dora beside {where} cannot be written for PEFT.",
+        rule="in a model with experts PEFT adapts gate_proj, up_proj and down_proj as parameters,"
+        " of which it learns no magnitudes",
+        flags=["--save-adapter", "--use-dora", "--lora-target-modules"],
+        fix="merge them with --save-hf, or name the layers of attention in --lora-target-modules",
+    )
+
+
+def _rows(values: Tensor, places: list[tuple[int, int, int]]) -> Tensor:
+    """Return rows of Megatron's [o, ...] in the order of Hugging Face's.
+
+    Args:
+        places: (begin there, begin here, length).
+    """
+    part = values.new_empty(sum(length for *_, length in places), *values.shape[1:])
+    for begin, megatron_begin, length in places:
+        part[begin : begin + length] = values[megatron_begin : megatron_begin + length]
+    return part
+
+
+def _alternating(up: Tensor, num_blocks: int) -> Tensor:
+    """Return B of all experts [e, o, r] with a row of each block in turn."""
+    return up.unflatten(1, (num_blocks, -1)).transpose(1, 2).flatten(1, 2)

@@ -63,6 +63,18 @@ def read_box(source: Source, reader: SliceReader, box: Box, into: Tensor) -> Non
 
 
 @dataclass(frozen=True)
+class Factors:
+    """The adapter of one layer; of routed experts all have the axis e of experts first."""
+
+    down: Tensor
+    """A, [r, i]."""
+    up: Tensor
+    """B, [o, r]."""
+    magnitude: Tensor | None
+    """[o]; None without DoRA."""
+
+
+@dataclass(frozen=True)
 class StoredAdapters:
     """The low-rank adapters of a checkpoint; see `megatron.core.transformer.low_rank_adapter`."""
 
@@ -70,28 +82,40 @@ class StoredAdapters:
     rank: int
     alpha: float
     dropout: float
+    use_dora: bool
 
-    def of(self, megatron_name: str) -> tuple[Tensor, Tensor] | None:
-        """Return A [r, i] and B [o, r] beside a weight; None if it has none."""
-        names = [
-            f"{megatron_name.removesuffix('.weight')}.adapter.{part}" for part in ("down", "up")
-        ]
+    def of(self, megatron_name: str) -> Factors | None:
+        """Return the adapter beside a weight; None if it has none."""
+        parts = ("down", "up", "magnitude") if self.use_dora else ("down", "up")
+        names = [f"{megatron_name.removesuffix('.weight')}.adapter.{part}" for part in parts]
         stored = self.contents.manifest.tensors
         stack = _LAYER.sub(r"\1.\3", names[0])
         if not megatron_name.endswith(".weight") or not (names[0] in stored or stack in stored):
             return None
         with self.contents.open_reader() as reader:
-            down, up = (read_source(find_source(self.contents, name), reader) for name in names)
-        return down, up
+            found = [read_source(find_source(self.contents, name), reader) for name in names]
+        down, up, *magnitude = found
+        return Factors(down, up, magnitude[0] if magnitude else None)
 
     def merged(self, megatron_name: str, weight: Tensor) -> Tensor:
-        """Return the weight with its adapter's product added, formed in fp32."""
-        pair = self.of(megatron_name)
-        if pair is None:
+        """Return the weight [o, i], or [e, o, i], with its adapter in it, computed in fp32."""
+        found = self.of(megatron_name)
+        if found is None:
             return weight
-        down, up = (part.float() for part in pair)
-        product = torch.addmm(weight.float(), up, down, alpha=self.alpha / self.rank)
-        return product.to(weight.dtype)
+        if weight.dim() == 2:
+            return self._merged(weight, found.down, found.up, found.magnitude)
+        out = torch.empty_like(weight)
+        for expert, (down, up) in enumerate(zip(found.down, found.up, strict=True)):
+            out[expert] = self._merged(weight[expert], down, up, None)
+        return out
+
+    def _merged(self, weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        scale = self.alpha / self.rank
+        rows = torch.addmm(weight.to(dtype), up.to(dtype), down.to(dtype), alpha=scale)
+        if magnitude is not None:
+            rows *= (magnitude.to(dtype) / torch.linalg.vector_norm(rows, dim=1))[:, None]
+        return rows.to(weight.dtype)
 
 
 def stored_values(contents: Contents) -> Mapping[str, Any]:
@@ -116,4 +140,5 @@ def stored_adapters(contents: Contents) -> StoredAdapters:
             fix="give a checkpoint of such a run",
         )
     alpha = settings.lora_alpha or rank
-    return StoredAdapters(contents, int(rank), float(alpha), settings.lora_dropout or 0.0)
+    dropout, use_dora = settings.lora_dropout or 0.0, bool(settings.use_dora)
+    return StoredAdapters(contents, int(rank), float(alpha), dropout, use_dora)

@@ -212,8 +212,8 @@ def tensors(
             whole = None
             if reads_whole:
                 whole = read_source(group.source, reader, contents.device)
-                whole = whole if group.rule.num_experts is None else whole.flatten(0, 1)
                 whole = whole if merge is None else merge.merged(group.megatron_name, whole)
+                whole = whole if group.rule.num_experts is None else whole.flatten(0, 1)
             for index, shape in enumerate(group.shapes):
                 run = _one_run(group, index, shape)
                 stored = DTYPES[group.source.tensor.dtype] if whole is None else whole.dtype

@@ -27,6 +27,7 @@ from megatron.core.distributed.sharded_state import (
     declare_replicated,
     declare_shards,
     load_full_state,
+    write_shard,
 )
 from megatron.core.distributed.zero.build_stages import build_stages
 from megatron.core.distributed.zero.parameter_units import ParameterUnits
@@ -400,6 +401,14 @@ class DistributedDataParallel(nn.Module):
         for parameter in parameters:
             buffer, index = self._param_index[parameter]
             buffer.finish_gathers([index])
+
+    def write_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter, of which this rank may hold a part, to `value`, of its full shape."""
+        if parameter in (sharded := self._sharded()):
+            for shard in sharded[parameter]:
+                write_shard(shard, value)
+        else:
+            parameter.data.copy_(value)
 
     def broadcast_params(self) -> None:
         """Copy the parameters of the first replica to all others (of a shard, all its copies)."""

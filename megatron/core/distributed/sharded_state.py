@@ -63,7 +63,7 @@ def load_full_state(
             pieces = value if isinstance(value, list) else [value] * len(sharded[parameter])
             for shard, piece in zip(sharded[parameter], pieces, strict=True):
                 if isinstance(piece, Tensor):
-                    _take_over(shard, piece)
+                    write_shard(shard, piece)
     result = inner.load_state_dict(rest, strict=False)
     missing = [name for name in result.missing_keys if name not in ours]
     if strict and (missing or result.unexpected_keys):
@@ -72,7 +72,8 @@ def load_full_state(
 
 
 @torch.no_grad()
-def _take_over(shard: ParameterShard, value: Tensor) -> None:
+def write_shard(shard: ParameterShard, value: Tensor) -> None:
+    """Set a shard to `value`, which is that of the full parameter or of the shard."""
     if value.data_ptr() == shard.values.data_ptr():
         return  # loaded in place
     flat = value.reshape(-1)

@@ -135,9 +135,9 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         """Describe the local rows of each parameter as a range of the flattened parameter."""
         names = names_in_model(self.module)
         self._shards_of = {}
+        self._frozen: dict[nn.Parameter, list[ParameterShard]] = {}
+        """Shards that are loaded, and never updated."""
         for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
             mesh = self.mesh(get_param_meta(parameter).is_expert)
             values: Tensor = parameter
             begin, end = 0, parameter.numel()
@@ -150,7 +150,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                 is_full = local.numel() == parameter.numel()
                 values = local.detach().view(parameter.shape if is_full else -1)
             shard = ParameterShard(names[name], parameter, begin, end, values, None, mesh)
-            self._shards_of[parameter] = [shard] if begin < end else []
+            of_kind = self._shards_of if parameter.requires_grad else self._frozen
+            of_kind[parameter] = [shard] if begin < end else []
 
     def mesh(self, is_expert: bool = False) -> Mesh:
         """Return the ranks over which the dense or the expert parameters are sharded."""
@@ -162,7 +163,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return [shard for shards in self._shards_of.values() for shard in shards]
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
-        return {p: shards for p, shards in self._shards_of.items() if isinstance(p, DTensor)}
+        known = {**self._shards_of, **self._frozen}
+        return {p: shards for p, shards in known.items() if isinstance(p, DTensor)}
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the wrapped module; without gradients, free what torch keeps for a backward."""

@@ -4,23 +4,32 @@ E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1,
 y = W x + (alpha / r) B A dropout(x), with A drawn at random and B zero, so training begins at the
 frozen model.
 
+With `use_dora` a vector m of magnitudes is learned, too (S. Liu et al., "DoRA: Weight-Decomposed
+Low-Rank Adaptation", arXiv 2402.09353), for W' = W + (alpha / r) B A:
+y = m / |W'| * (W x + (alpha / r) B A dropout(x)), where |W'| are the norms of the rows of W', one
+for each output, and no gradient goes through them (section 4.3). m begins with those of W.
+
 Tensor parallelism follows the layer's own. Of a column-parallel layer A is replicated and B has
 the rows of W; of a row-parallel one A has the columns of W and B is replicated; of a replicated
 layer, as latent attention has, both are. What is communicated is r wide: the projection of the
-sequence shards is gathered, partial projections are summed. Names, initial values and dropout do
-not depend on the layout. Of a mixture of experts the routed ones stay as they are.
+sequence shards is gathered, partial projections are summed. Each routed expert has a pair A and B
+of its own; its token dispatcher communicates, so the adapter does not. Names, initial values and
+dropout do not depend on the layout.
 
-Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank.
+Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank; n rows of
+tokens, ordered by expert.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -40,15 +49,22 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.grouped_linear import GroupedLinear, grouped_linear
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 
 TARGETS = (
     "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
     "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2",
 )  # fmt: skip
-"""Layers that can have an adapter; a model has either linear_qkv or those of latent attention."""
+"""Layers that have an adapter unless others are named; a model has either linear_qkv or those of
+latent attention. An MLP is a dense one or that of the shared experts."""
+EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
+"""Layers of routed experts, which have one where they are named."""
 ATTRIBUTE = "adapter"
-"""Name of an adapter in its layer; parameters are `<layer>.adapter.down` and `.up`."""
+"""Name of an adapter in its layer; parameters are `<layer>.adapter.down`, `.up` and, of DoRA,
+`.magnitude`, numbered by expert (`.down0`) where the products of experts are grouped."""
+_PARAMETER = re.compile(rf"(?:.*\.)?{ATTRIBUTE}\.(?:down|up|magnitude)\d*")
 
 
 class WeightSplit(Enum):
@@ -83,9 +99,12 @@ class LoraConfig:
     lora_dropout: float = flag(0.0, part_of="lora_rank")
     """Dropout of an adapter's input."""
     lora_target_modules: list[str] = flag(
-        list(TARGETS), nargs="+", choices=TARGETS, part_of="lora_rank"
+        list(TARGETS), nargs="+", choices=(*TARGETS, *EXPERT_TARGETS), part_of="lora_rank"
     )
-    """Layers that get one; all of them means those that the model has."""
+    """Layers that get one; the default means those that the model has. Routed experts get one each
+    where experts.linear_fc1 or experts.linear_fc2 is named."""
+    use_dora: bool = flag(False, part_of="lora_rank")
+    """Learn the norm of each row of the adapted weights beside them (DoRA, arXiv 2402.09353)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +117,8 @@ class AdapterSettings:
     dropout: float = 0.0
     """Of the adapter's input, in training."""
     target_modules: tuple[str, ...] = TARGETS
+    use_dora: bool = False
+    """Train a magnitude of each output, too."""
 
     @property
     def scale(self) -> float:
@@ -111,6 +132,8 @@ class LowRankAdapter(nn.Module):
     Attributes:
         down: A, [r, i] ([r, i/tp] beside a row-parallel layer).
         up: B, [o/tp, r] ([o, r] beside a row-parallel or replicated layer).
+        magnitude: of DoRA m, [o/tp] or [o] like the rows of B; else None. It is zero until
+            `set_magnitudes` has seen the frozen weights.
     """
 
     def __init__(
@@ -124,7 +147,7 @@ class LowRankAdapter(nn.Module):
         self.settings, self.name, self.groups = settings, name, groups
         weight = layer.weight
         assert weight is not None
-        self.tp = layer.tp_group
+        self.is_expert, self.tp = layer.is_expert, layer.tp_group
         if isinstance(layer, ReplicatedLinear):
             self.split, self.input_size = WeightSplit.REPLICATED, weight.shape[1]
             self.sequence_parallel = bool(get_param_meta(weight).partial_grad_axes)
@@ -134,31 +157,29 @@ class LowRankAdapter(nn.Module):
             self.input_size, self.sequence_parallel = layer.input_size, layer.sequence_parallel
         self.down = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_zeros(weight.shape[0], settings.rank))
-        meta = get_param_meta(weight)
-        # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
-        draw = UniformInit(1.0 / math.sqrt(self.input_size))
-        # The replicated one sees this rank's part of the sequence, under sequence parallelism.
-        partial_axes: tuple[str, ...] = ("tp",) if self.sequence_parallel else ()
-        down = ParamMeta(init_method=draw, partial_grad_axes=partial_axes)
-        up = ParamMeta(partial_grad_axes=partial_axes)
-        if self.split is WeightSplit.COLUMN:
-            up = ParamMeta(split_dim=0, split_axis="tp", stride=meta.stride)
-        elif self.split is WeightSplit.ROW:
-            down = ParamMeta(split_dim=1, split_axis="tp", init_method=draw)
+        # A replicated factor sees this rank's part of the sequence, under sequence parallelism, and
+        # inside an expert this rank's part of the product.
+        is_partial = self.tp.size() > 1 if self.is_expert else self.sequence_parallel
+        down, up = _factor_metas(get_param_meta(weight), self.input_size, is_partial=is_partial)
         set_param_meta(self.down, down)
         set_param_meta(self.up, up)
+        self.register_parameter("magnitude", None)
+        if settings.use_dora:
+            self.magnitude = nn.Parameter(weight.new_zeros(weight.shape[0]))
+            set_param_meta(self.magnitude, up)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output, in its shape.
+        """Return (alpha / r) B A x, of the shape of the layer's output.
 
         Args:
             x: the layer's input.
         Communication:
             of [s, b, r]: an all-gather of rows or a copy (column), a reduce-scatter or an
-            all-reduce (row), none (replicated); in backward their conjugates.
+            all-reduce (row), none (replicated, or in a routed expert); in backward their
+            conjugates.
         """
         narrow = F.linear(self._dropped(x), self.down) * self.settings.scale
-        if self.split is WeightSplit.REPLICATED:
+        if self.split is WeightSplit.REPLICATED or self.is_expert:
             return F.linear(narrow, self.up)
         if self.split is WeightSplit.COLUMN:
             enter = (
@@ -173,6 +194,40 @@ class LowRankAdapter(nn.Module):
             else reduce_from_tensor_model_parallel_region
         )
         return F.linear(leave(narrow, group=self.tp), self.up)
+
+    def adapted(self, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer with its adapter.
+
+        Args:
+            x: the layer's input; out: its output.
+            weight: its weight [o/tp, i], or [o, i/tp]; bias: what `out` has of a bias already.
+        Communication:
+            that of `forward`; with magnitudes an all-reduce of [o] beside a row-parallel layer.
+        """
+        added = self(x)
+        if self.magnitude is None:
+            return out + added
+        gain = self.magnitude / self.row_norms(weight, self.up, self.down)
+        linear = out if bias is None else out - bias
+        return out + (gain - 1.0) * linear + gain * added
+
+    @torch.no_grad()
+    def row_norms(
+        self, weight: Tensor, up: Tensor | None = None, down: Tensor | None = None
+    ) -> Tensor:
+        """Return the norm of each row of W, or of W + (alpha / r) B A: [o/tp], or [o].
+
+        Communication: an all-reduce of [o] beside a row-parallel layer.
+        """
+        # Accumulated in fp32: bf16 squares lose the small ones of a long row.
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        rows = weight.to(dtype)
+        if up is not None and down is not None:
+            rows = torch.addmm(rows, up.to(dtype), down.to(dtype), alpha=self.settings.scale)
+        if self.split is not WeightSplit.ROW or self.tp.size() == 1:
+            return torch.linalg.vector_norm(rows, dim=1).to(weight.dtype)
+        squares = reduce_from_tensor_model_parallel_region(rows.square().sum(1), group=self.tp)
+        return squares.sqrt().to(weight.dtype)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop inputs; a place of its own for the draws leaves those of the model as they are."""
@@ -209,10 +264,79 @@ class LowRankAdapter(nn.Module):
         return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)
 
 
+class GroupedLowRankAdapter(nn.Module):
+    """The learned products beside the grouped linear maps of routed experts: two grouped products.
+
+    Attributes:
+        down0, down1, ...: A of each local expert, [r, i] ([r, i/tp] where the inputs are split over
+            the expert-tensor-parallel ranks).
+        up0, up1, ...: B, [o/tp, r] ([o, r] where the inputs are split).
+    """
+
+    def __init__(self, layer: GroupedLinear, settings: AdapterSettings) -> None:
+        super().__init__()
+        self.settings, self.num_gemms = settings, layer.num_gemms
+        self.fuses_main_grad = layer.config.gradient_accumulation_fusion
+        for index, weight in enumerate(layer.weights()):
+            meta = get_param_meta(weight)
+            input_size = weight.shape[1] * (layer.tp_size if meta.split_dim == 1 else 1)
+            down, up = _factor_metas(meta, input_size, is_partial=layer.tp_size > 1)
+            factors = (
+                ("down", weight.new_empty(settings.rank, weight.shape[1]), down),
+                ("up", weight.new_zeros(weight.shape[0], settings.rank), up),
+            )
+            for kind, values, meta in factors:
+                parameter = nn.Parameter(values)
+                set_param_meta(parameter, meta)
+                self.register_parameter(f"{kind}{index}", parameter)
+
+    def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
+        """Return (alpha / r) B A x of each expert's rows: [n, i] -> [n, o].
+
+        No communication: of split factors each rank has a part of the sum, as of the layer.
+        """
+        down, up = (
+            [self.get_parameter(f"{kind}{index}") for index in range(self.num_gemms)]
+            for kind in ("down", "up")
+        )
+        narrow = grouped_linear(x, tokens_per_expert, down, self.fuses_main_grad)
+        narrow = narrow * self.settings.scale
+        return grouped_linear(narrow, tokens_per_expert, up, self.fuses_main_grad)
+
+
+def _factor_metas(
+    weight: ParamMeta, input_size: int, *, is_partial: bool
+) -> tuple[ParamMeta, ParamMeta]:
+    """Return the metadata of A and of B beside a weight.
+
+    Args:
+        is_partial: the gradient of a factor that is not split is a part of the sum on each rank.
+    """
+    # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
+    draw = UniformInit(1.0 / math.sqrt(input_size))
+    axis = "expt_tp" if weight.is_expert else "tp"
+    axes: tuple[str, ...] = (axis,) if is_partial else ()
+    down = ParamMeta(init_method=draw, partial_grad_axes=axes, is_expert=weight.is_expert)
+    up = ParamMeta(partial_grad_axes=axes, is_expert=weight.is_expert)
+    if weight.split_dim == 0:
+        up = ParamMeta(
+            split_dim=0, split_axis=axis, stride=weight.stride, is_expert=weight.is_expert
+        )
+    elif weight.split_dim == 1:
+        down = ParamMeta(split_dim=1, split_axis=axis, init_method=draw, is_expert=weight.is_expert)
+    return down, up
+
+
 def _add_adapter_output(layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:
     """Forward hook of a layer with an adapter."""
     out, bias = output
-    return out + layer.adapter(arguments[0]), bias
+    added_bias = layer.bias if bias is None else None
+    return layer.adapter.adapted(arguments[0], out, layer.weight, added_bias), bias
+
+
+def _add_grouped_output(layer: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Forward hook of grouped linear maps with adapters."""
+    return output + layer.adapter(*arguments)
 
 
 def add_adapters(
@@ -232,41 +356,72 @@ def add_adapters(
     present = set()
     for path, layer in list(model.named_modules()):
         name = path.rpartition(".")[2]
-        if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+        is_grouped = isinstance(layer, GroupedLinear)
+        linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+        if not is_grouped and not isinstance(layer, linear):
             continue
-        if getattr(layer, "is_expert", False):
-            continue  # frozen, as all routed experts are where products are grouped
+        if layer.is_expert:
+            name = f"experts.{name}"
         present.add(name)
-        if name in settings.target_modules:
+        if name not in settings.target_modules:
+            continue
+        if layer.is_expert and (settings.use_dora or settings.dropout):
+            raise _is_more_than_experts_have(settings)
+        if is_grouped:
+            layer.add_module(ATTRIBUTE, GroupedLowRankAdapter(layer, settings))
+            layer.register_forward_hook(_add_grouped_output)
+        else:
             layer.add_module(ATTRIBUTE, LowRankAdapter(layer, settings, name, groups))
             layer.register_forward_hook(_add_adapter_output)
+    for experts in model.modules():
+        if isinstance(experts, (GroupedMLP, SequentialMLP)):
+            experts.number_experts()
     wanted = set(settings.target_modules)
     missing = sorted(wanted - present)
     # A stage may hold no layers at all, and all names are never in one model.
-    if missing and wanted != set(TARGETS) and present & set(TARGETS):
+    if missing and wanted != set(TARGETS) and present & {*TARGETS, *EXPERT_TARGETS}:
         raise ConfigError(
             f"the model has no layer called {', '.join(missing)}.",
-            rule=f"adapters are added to the layers {', '.join(TARGETS)} of the local backend",
+            rule=f"adapters are added to the layers {', '.join(TARGETS)}, and of routed experts"
+            f" {', '.join(EXPERT_TARGETS)}, of the local backend",
             flags=["--lora-target-modules", "--transformer-impl"],
             fix="name layers that the model has, with --transformer-impl local",
         )
     names = canonical_names(model)
-    tp_rank, tp_size = groups.tp.rank(), groups.tp.size()
     trained = 0
     for name, parameter in adapter_parameters(model):
         trained += parameter.numel()
         meta = get_param_meta(parameter)
         if meta.init_method is not None:
+            tp = groups.expt_tp if meta.is_expert else groups.tp
             draw_parameter(
                 parameter,
                 meta,
                 meta.init_method,
                 seed=rng_state().seed,
                 name=names[name],
-                axis_rank=tp_rank,
-                axis_size=tp_size,
+                axis_rank=tp.rank(),
+                axis_size=tp.size(),
             )
     return trained
+
+
+def _is_more_than_experts_have(settings: AdapterSettings) -> ConfigError:
+    what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
+    return ConfigError(
+        f"{what} with adapters of routed experts.",
+        rule="the adapter of an expert is the product of two matrices, as PEFT's of a parameter is",
+        flags=[what.split()[0], "--lora-target-modules"],
+        fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
+    )
+
+
+def magnitude_adapters(model: nn.Module) -> Iterable[tuple[Any, LowRankAdapter]]:
+    """Yield (layer, its adapter) where magnitudes are learned."""
+    for layer in model.modules():
+        adapter = getattr(layer, ATTRIBUTE, None)
+        if isinstance(adapter, LowRankAdapter) and adapter.magnitude is not None:
+            yield layer, adapter
 
 
 def adapter_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
@@ -278,4 +433,4 @@ def adapter_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 def is_of_adapter(name: str) -> bool:
     """Return whether a parameter's name is that of an adapter's."""
-    return name.endswith((f".{ATTRIBUTE}.down", f".{ATTRIBUTE}.up"))
+    return _PARAMETER.fullmatch(name) is not None

@@ -9,6 +9,7 @@ from megatron.core.dist_checkpointing.collective import print_once, run_on_coord
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
+from megatron.core.distributed.adapter_parameters import set_magnitudes
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.hugging_face import (
@@ -18,7 +19,7 @@ from megatron.training.checkpointing.hugging_face import (
 )
 from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing.restore import Restored, Restorer
-from megatron.training.checkpointing.run_state import CheckpointContext
+from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer
 from megatron.training.checkpointing.selection import (
     Selection,
     missing,
@@ -62,6 +63,7 @@ class ResumeSource:
             if restored is not None:
                 return restored
         if base is not None:
+            set_magnitudes(self.context.model)
             if settings.load_adapter is not None and settings.load_hf is not None:
                 load_adapters_collectively(
                     Path(settings.load_adapter), Path(settings.load_hf), self.context, self.peers
@@ -69,6 +71,7 @@ class ResumeSource:
                 print_once(
                     self.peers, f"  successfully loaded adapters from {settings.load_adapter}"
                 )
+            apply_optimizer(self.context, {}, was_loaded=False)
             return base
         if settings.load_hf is not None:
             return self._load_model(Path(settings.load_hf))

@@ -65,6 +65,7 @@ def adapter_values(
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
         "lora_target_modules": adapter.targets,
+        "use_dora": adapter.use_dora,
     }
     what = f"the adapter in {adapter_directory}"
     problems += _contradictions(values, given, {"lora_dropout"}, what, "--load-adapter")

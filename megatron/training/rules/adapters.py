@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.foundation.errors import MegatronError
+from megatron.core.transformer.low_rank_adapter import EXPERT_TARGETS
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
@@ -45,7 +46,6 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
         )
     wrong = {
         "--transformer-impl": (run.model.transformer_impl, run.model.transformer_impl != "local"),
-        "--use-torch-fsdp2": (run.ddp.use_torch_fsdp2, run.ddp.use_torch_fsdp2),
         "--qk-clip": (run.model.qk_clip, run.model.qk_clip),
     }
     for flag, (value, is_wrong) in wrong.items():
@@ -56,6 +56,35 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
                 "--lora-rank",
                 flag,
                 fix=f"use {flag} local" if flag == "--transformer-impl" else f"drop {flag}",
+            )
+
+
+@rule
+def experts_have_plain_adapters(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Those of routed experts are two matrices, and are there if the model has experts."""
+    named = [name for name in run.lora.lora_target_modules if name in EXPERT_TARGETS]
+    if run.lora.lora_rank is None or not named:
+        return
+    if not run.experts.num_moe_experts:
+        yield problem(
+            f"--lora-target-modules {' '.join(named)} of a model without experts.",
+            "these are the layers of routed experts",
+            "--lora-target-modules",
+            "--num-experts",
+            fix=f"drop {' and '.join(named)}",
+        )
+    for flag, value in (
+        ("--use-dora", run.lora.use_dora),
+        ("--lora-dropout", run.lora.lora_dropout),
+    ):
+        if value:
+            yield problem(
+                f"{flag} with adapters of routed experts.",
+                "the adapter of an expert is the product of two matrices, as in PEFT, which adapts"
+                " parameters of all experts without dropout and magnitudes",
+                flag,
+                "--lora-target-modules",
+                fix=f"drop {flag}, or {' and '.join(named)}",
             )
 
 
@@ -85,6 +114,24 @@ def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save-adapter",
             "--save",
             fix="add --save DIRECTORY",
+        )
+    mlp = {"linear_fc1", "linear_fc2"} & set(run.lora.lora_target_modules)
+    if (
+        run.lora.save_adapter is not None
+        and run.lora.use_dora
+        and run.experts.num_moe_experts
+        and mlp
+    ):
+        yield problem(
+            f"--save-adapter with --use-dora beside {' and '.join(sorted(mlp))} of a model with"
+            " experts.",
+            "there PEFT adapts gate_proj, up_proj and down_proj as parameters, of which it learns"
+            " no magnitudes",
+            "--save-adapter",
+            "--use-dora",
+            "--lora-target-modules",
+            fix="name the layers of attention in --lora-target-modules, or merge the adapters with"
+            " --save-hf",
         )
     if checkpoint.save_hf is not None and checkpoint.load_hf is None:
         yield problem(

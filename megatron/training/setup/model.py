@@ -57,6 +57,7 @@ def adapter_settings(lora: LoraSettings) -> AdapterSettings | None:
         alpha=lora.lora_alpha or lora.lora_rank,
         dropout=lora.lora_dropout,
         target_modules=tuple(lora.lora_target_modules),
+        use_dora=lora.use_dora,
     )
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.low_rank_adapter import (
-    AdapterSettings,
-    LowRankAdapter,
-    add_adapters,
-)
+from megatron.core.transformer.low_rank_adapter import add_adapters
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
-from megatron.hugging_face.adapter_reading import load_adapters
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
@@ -28,10 +24,13 @@ from megatron.training.rules import resolve_and_check
 from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
+from tests.parity.adapters import compare, problems
 from tests.unit.hugging_face.models import VOCAB, flags_for, our_model, saved
 from tools.checkpoint.__main__ import main as convert
 
-LORA = "--lora-rank 4 --lora-alpha 64 --lora-dropout 0.1"
+PLAIN = "--lora-rank 4 --lora-alpha 64"
+LORA = f"{PLAIN} --lora-dropout 0.1"
+EXPERTS = "experts.linear_fc1 experts.linear_fc2"
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 PIPELINE = {"tp": 2, "pp": 2}
 ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -47,21 +46,26 @@ def with_peft(base, adapter):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of Transformers, as PEFT uses it
 @pytest.mark.parametrize(
-    ("case", "flags", "sizes", "targets"),
+    ("case", "flags", "sizes", "adapters"),
     [
-        ("llama 3.1, tied", f"{LAYOUT} --sequence-parallel", PIPELINE, ""),
-        ("gpt2", LAYOUT, PIPELINE, "--lora-target-modules linear_qkv linear_proj"),
-        ("qwen2 with experts", f"--expert-model-parallel-size 2 {ZERO_3}", {"ep": 2}, ""),
+        ("llama 3.1, tied", f"{LAYOUT} --sequence-parallel", PIPELINE, f"{LORA} --use-dora"),
+        ("gpt2", f"{LAYOUT} --sequence-parallel", PIPELINE,
+         f"{LORA} --lora-target-modules linear_qkv linear_proj"),
+        ("qwen2 with experts", f"--expert-model-parallel-size 2 {ZERO_3}", {"ep": 2},
+         f"{PLAIN} --lora-target-modules linear_qkv linear_fc1 linear_fc2 {EXPERTS}"),
+        ("mixtral", "--expert-model-parallel-size 2 --use-torch-fsdp2", {"ep": 2},
+         f"{PLAIN} --lora-target-modules linear_proj {EXPERTS}"),
     ],
-)
+    ids=["llama, DoRA", "gpt2", "qwen2 with experts", "mixtral, FSDP2"],
+)  # fmt: skip
 def test_adapters_do_not_depend_on_the_layout_and_peft_computes_the_same(
-    case, flags, sizes, targets, tmp_path
+    case, flags, sizes, adapters, tmp_path
 ):
     base = tmp_path / "base"
     saved(case, base)
     runs = {}
     for name, world, layout, axes in (("one", 1, "", {}), ("many", 4, flags, sizes)):
-        words = f"{LORA} {targets} {layout} --save-adapter {tmp_path / name}"
+        words = f"{adapters} {layout} --save-adapter {tmp_path / name}"
         runs[name] = train(base, tmp_path, f"{name}-run", world, words, **axes)
     (expected, _), (losses, merged) = runs["one"], runs["many"]
     assert_close(losses, expected, FP32_REORDERED_SUM, "losses")
@@ -87,7 +91,9 @@ def test_adapters_do_not_depend_on_the_layout_and_peft_computes_the_same(
     assert (beside - frozen).abs().max() > 0.01
     # Written with one A for the parts of a layer, it comes back in the rank it was trained with.
     assert read_adapters(tmp_path / "many", read_model_directory(base)).rank == 4
-    places = json.loads((tmp_path / "many" / "adapter_config.json").read_text())["target_modules"]
+    config = json.loads((tmp_path / "many" / "adapter_config.json").read_text())
+    places = [*config["target_modules"], *config.get("target_parameters", ())]
+    places = [re.sub("^(mlp.experts).*|.weight$", r"\1", place) for place in places]
     assert all(any(place in name for place in places) for name in one)
 
 
@@ -173,66 +179,92 @@ def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewh
     assert_close(found, expected, FP32_REORDERED_SUM, "logits")
 
 
-TARGETS = {
-    "deepseek v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-    "deepseek v2 lite, tied": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-    "qwen2 with experts": ["q_proj", "o_proj"],
-    "mixtral": ["v_proj", "o_proj"],
-    "qwen3 with experts": ["k_proj", "o_proj"],
-    "llama": ["q_proj", "o_proj", "up_proj", "down_proj"],
-    "gemma3": ["v_proj", "o_proj", "gate_proj", "down_proj"],
-}
-"""Of the projections that one layer here joins, at most one: then there is one A."""
+CASES = [
+    ("llama", False, "tp2"),
+    ("gemma3", True, "dp2 fsdp2"),
+    ("mixtral", False, "ep2 zero3"),
+    ("deepseek v3", True, "one process"),
+    ("deepseek v2 lite, tied", False, "ep2 expt_tp2"),
+    ("gpt_oss", False, "one process"),
+]
 
 
-@pytest.mark.parametrize("case", TARGETS)
+@pytest.mark.parametrize(("case", "is_dora", "layout"), CASES)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_adapters_have_the_logits_and_gradients_of_peft(case, is_dora, layout, tmp_path):
+    ((_, found),) = compare(case, is_dora, [layout], tmp_path)
+    assert problems(found) == []
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_adapters_have_the_logits_and_gradients_of_peft(case, tmp_path):
+def test_layers_may_have_ranks_and_strengths_of_their_own(base, tmp_path):
     import peft
 
-    base, beside, of_gradients = tmp_path / "base", tmp_path / "beside", tmp_path / "gradients"
-    saved(case, base)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=TARGETS[case])
-    torch.manual_seed(5)
-    theirs = peft.get_peft_model(theirs, config)
-    trained = [p for n, p in theirs.named_parameters() if "lora_" in n]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=12, target_modules=["q_proj", "up_proj", "o_proj"],
+        rank_pattern={"up_proj": 6},
+        alpha_pattern={r"layers\.1\.self_attn\.q_proj": 5, "o_proj": 7},
+    )  # fmt: skip
+    model = peft.get_peft_model(model, config)
     with torch.no_grad():
-        for parameter in trained:
-            parameter.normal_(0, 0.1)
-    theirs.save_pretrained(beside)
-    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
-    expected = theirs.eval()(ids).logits
-    expected.square().mean().backward()
-    with torch.no_grad():
-        for parameter in trained:  # so that gradients are read by the names and rows of weights
-            parameter.copy_(parameter.grad)
-    theirs.save_pretrained(of_gradients)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    words = f"--load-adapter {tmp_path / 'adapter'} --lr 0 --min-lr 0 --train-iters 1 {ZERO_3}"
+    _, found = train(base, tmp_path, "run", 2, words)
+    merged = model.merge_and_unload().state_dict()
+    for name, tensor in found.items():
+        assert_close(tensor, merged[name], FP32_REORDERED_SUM, name)
 
-    groups, directory = ProcessGroupCollection.single(), read_model_directory(base)
-    model, _ = our_model(base)
-    read, gradients = read_adapters(beside, directory), read_adapters(of_gradients, directory)
-    places = tuple(read.targets)
-    settings = AdapterSettings(rank=read.rank, alpha=read.alpha, target_modules=places)
-    add_adapters(model, settings, groups)
-    load_adapters(read, [model], groups)
-    found = model.eval()(ids, None, None)[..., :VOCAB]
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::RuntimeWarning")
+def test_adapters_of_older_experts_are_read(tmp_path):
+    """Transformers 4 had a layer for each projection of each expert."""
+    import peft
+
+    base, old = tmp_path / "base", tmp_path / "old"
+    saved("mixtral", base)
+    old.mkdir()
+    generator = torch.Generator().manual_seed(5)
+    tensors, model = {}, load_file(base / "model.safetensors")
+    experts = [name for name in model if ".experts." in name and name.endswith("w2.weight")]
+    assert experts
+    for name in experts:
+        for projection in ("w1", "w2", "w3"):
+            layer = name.replace("w2.weight", projection)
+            height, width = model[f"{layer}.weight"].shape
+            for part, shape in (("A", (3, width)), ("B", (height, 3))):
+                key = f"base_model.model.{layer}.lora_{part}.weight"
+                tensors[key] = torch.randn(shape, generator=generator) / 8
+    save_file(tensors, old / "adapter_model.safetensors")
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["w1", "w2", "w3"], task_type=None)
+    config.save_pretrained(old)
+    assert read_adapters(old, read_model_directory(base)).rank == 6
+    words = f"--load-adapter {old} --lr 0 --min-lr 0 --train-iters 1"
+    train(base, tmp_path, "run", 2, f"{words} --expert-model-parallel-size 2", ep=2)
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "run-out", attn_implementation="eager"
+        )(ids).logits
+        expected = with_peft(base, old)(ids).logits
     assert_close(found, expected, FP32_REORDERED_SUM, "logits")
-    found.square().mean().backward()
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, LowRankAdapter)]
-    assert len(layers) * 2 == len(trained)
-    for name, layer in layers:
-        weight = name.removesuffix("adapter") + "weight"
-        pair = gradients.pair(weight, len(layer.up), layer.down.shape[1])
-        for part, theirs_grad in zip((layer.down, layer.up), pair, strict=True):
-            # Rows of the projections that are joined to it have a gradient here alone.
-            found = torch.where(theirs_grad != 0, part.grad, 0.0)
-            assert_close(found, theirs_grad, FP32_REORDERED_SUM, name)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "named"),
-    [("use_dora", True, "use_dora"), ("bias", "all", "bias all"), ("r", 0, "r = 0")],
+    [
+        ("use_dora", True, "use_dora"),
+        ("bias", "all", "bias = 'all'"),
+        ("r", 0, "r = 0"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights = 'pissa_niter_4'"),
+        ("lora_bias", True, "lora_bias"),
+        ("modules_to_save", ["lm_head"], "modules_to_save"),
+        ("peft_type", "LOHA", "peft_type = 'LOHA'"),
+        ("alpha_pattern", {"(": 1}, "alpha_pattern"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_is_more_than_a_plain_adapter_is_refused(
@@ -254,6 +286,10 @@ def test_what_is_more_than_a_plain_adapter_is_refused(
         ("--lora-rank 4 --lora-dropout 1.0", "--lora-dropout 1.0"),
         ("--lora-rank 4 --save-adapter there", "--save-adapter without --save"),
         ("--lora-rank 4 --lora-target-modules q_proj", "linear_qkv"),
+        (f"--lora-rank 4 --lora-target-modules {EXPERTS}", "of a model without experts"),
+        (f"--lora-rank 4 --use-dora --lora-target-modules {EXPERTS}", "--use-dora with adapters"),
+        (f"{LORA} --lora-target-modules {EXPERTS}", "--lora-dropout with adapters"),
+        ("--lora-rank 4 --use-dora --num-experts 4 --save-adapter there", "learns no magnitudes"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_are_refused(base, words, named):

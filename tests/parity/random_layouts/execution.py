@@ -87,7 +87,8 @@ class Execution:
 
 def base_of(case: Case) -> Case:
     """Return the case that trains, for one step in one process, what adapters are put beside."""
-    names = [n for n in case.settings if n.startswith("lora") or n == "pretrained-checkpoint"]
+    names = [n for n in case.settings if n.startswith("lora")]
+    names += ["pretrained-checkpoint", "use-dora"]
     names += ["load", "iterations-to-skip", "eval-interval", "lr-warmup-iters", "rampup-batch-size"]
     return case.serial.without(*names).with_value("train-iters", 1).with_value("eval-iters", 0)
 

@@ -127,13 +127,10 @@ TENSOR = (
 REPLICATION = (
     Option("", {None: 4, "use-distributed-optimizer": 3, "use-megatron-fsdp": 1,
                 "use-torch-fsdp2": 1.5},
-           lambda s: _has_replicas(s) and size(s, PP) == 1 and "lora-rank" not in s),
+           lambda s: _has_replicas(s) and size(s, PP) == 1),
     Option("data-parallel-sharding-strategy",
            {None: 2, "optim": 1, "optim_grads": 2, "optim_grads_params": 2},
-           lambda s: _has_replicas(s) and not _is_sharded(s) and "use-torch-fsdp2" not in s
-           and "lora-rank" not in s),
-    Option("data-parallel-sharding-strategy", {None: 1, "optim": 1, "optim_grads": 1},
-           given("lora-rank")),
+           lambda s: _has_replicas(s) and not _is_sharded(s) and "use-torch-fsdp2" not in s),
     Option("num-distributed-optimizer-instances", {None: 2, 2: 1},
            lambda s: _is_sharded(s) and _splits_evenly(s, 2)),
     switch("overlap-grad-reduce", 0.4, _has_replicas),

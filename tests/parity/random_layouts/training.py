@@ -137,6 +137,7 @@ ADAPTERS = (
     Option("pretrained-checkpoint", {BASE: 1}, given("lora-rank")),
     Option("lora-alpha", {None: 1, 8: 1}, given("lora-rank")),
     Option("lora-dropout", {None: 1, 0.1: 1}, given("lora-rank")),
+    switch("use-dora", 0.4, given("lora-rank")),
     Option(
         "lora-target-modules",
         {None: 1, ("linear_qkv", "linear_fc1"): 1},

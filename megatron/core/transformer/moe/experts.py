@@ -55,7 +55,8 @@ class _Experts(MegatronModule):
         """Split a parameter's name into the expert's local number and the name inside it."""
         raise NotImplementedError
 
-    def _number_experts(self) -> None:
+    def number_experts(self) -> None:
+        """Name all parameters as those of the one-device model: again where some were added."""
         for name, _ in self.named_parameters():
             index, kind = self.expert_and_kind(name)
             self.names_in_model[name] = f"local_experts.{self.first_expert + index}.{kind}"
@@ -108,7 +109,7 @@ class SequentialMLP(_Experts):
             )
             for _ in range(num_local_experts)
         )
-        self._number_experts()
+        self.number_experts()
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
         """local_experts.3.linear_fc1.weight -> (3, linear_fc1.weight)."""
@@ -185,7 +186,7 @@ class GroupedMLP(_Experts):
             split_dim=1,
             expt_tp=self.pg_collection.expt_tp,
         )
-        self._number_experts()
+        self.number_experts()
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
         """linear_fc1.weight3 -> (3, linear_fc1.weight)."""
