@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.cli.parser import ParsedCommand
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import is_dataset_built_on_rank
@@ -129,6 +130,15 @@ def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
     return search_command(words, Cluster(gpu, num_gpus), script="pretrain_gpt.py").text
 
 
+def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> Any:
+    """Return what the planner says of a step of this run; the log line shows it."""
+    from megatron.planner.step_command import prediction_for_log
+    from megatron.planner.tracing.rank_step import ModelScript
+
+    script = ModelScript(model_provider, forward_step)
+    return prediction_for_log(command, num_ranks, script, is_shown=is_shown)
+
+
 if __name__ == "__main__":
     pretrain(
         datasets_provider,
@@ -136,4 +146,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         layout_search=layout_search,
+        step_prediction=step_prediction,
     )

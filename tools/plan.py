@@ -5,6 +5,7 @@
     python tools/plan.py calibrate ROWS.csv ...            # fit the constants to measured rows
     python tools/plan.py search --gpu H100 --num-gpus 64 --preset llama3-8b --bf16 \\
         --seq-length 8192 --global-batch-size 256          # the fastest layout, and its flags
+    python tools/plan.py step --gpu H100 --num-gpus 64 FLAGS   # one layout, by its parts
     python tools/plan.py memory --num-gpus 64 FLAGS        # each stage, traced from the program
     python tools/plan.py scaling --gpu H100 --output CURVES.csv   # from 8 to 16,384 GPUs
 
@@ -75,8 +76,28 @@ class SearchFlags:
     """GPUs that NVLink joins."""
     nic_gbytes_per_s: float | None = None
     """Of one GPU, each way."""
+    calibrate: tuple[Path, ...] = flag((), metavar="RUN")
+    """Directories of runs that were measured on this cluster, each with --metrics-jsonl and
+    --save in it."""
     pictures: Path | None = flag(None, metavar="DIR")
     """Write search.png, step.png, roofline.png, and search.html that opens offline."""
+    flags_of_training: tuple[str, ...] = unknown_words()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags:
+    """Predict a step of the flags of pretrain_gpt.py that follow."""
+
+    gpu: str | None = flag(None, metavar="KIND")
+    """A100, H100, H200, B200 ...; without it gloo on this machine, calibrated by --calibrate."""
+    num_gpus: int
+    """Ranks."""
+    nvlink_domain: int | None = None
+    """GPUs that NVLink joins."""
+    nic_gbytes_per_s: float | None = None
+    """Of one GPU, each way."""
+    calibrate: tuple[Path, ...] = flag((), metavar="RUN")
+    """Directories of runs that were measured there, each with --metrics-jsonl and --save in it."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -146,13 +167,31 @@ def search(flags: SearchFlags) -> int:
     from megatron.planner.search_command import Cluster, search_command
 
     prepare_pictures(flags.pictures)
-    cluster = Cluster(flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s)
+    cluster = Cluster(
+        flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s, flags.calibrate
+    )
     searched = search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py")
     print(searched.text)
     if flags.pictures is not None:
         from megatron.planner.pictures.commands import draw_search
 
         draw_search(searched, flags.pictures)
+    return ExitStatus.DONE
+
+
+def step(flags: StepFlags) -> int:
+    """Print the seconds of a step, its parts, and the memory of a rank."""
+    import pretrain_gpt
+    from megatron.planner.search_command import Cluster
+    from megatron.planner.step_command import step_text
+    from megatron.planner.tracing.rank_step import ModelScript
+
+    script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    cluster = None
+    if flags.gpu is not None:
+        cluster = Cluster(flags.gpu, flags.num_gpus, flags.nvlink_domain, flags.nic_gbytes_per_s)
+    words = flags.flags_of_training
+    print(step_text(words, cluster, flags.num_gpus, script, flags.calibrate))
     return ExitStatus.DONE
 
 
@@ -203,6 +242,7 @@ COMMANDS: Mapping[str, Subcommand[Any]] = {
     "evaluate": Subcommand(EvaluateFlags, evaluate),
     "calibrate": Subcommand(CalibrateFlags, calibrate),
     "search": Subcommand(SearchFlags, search),
+    "step": Subcommand(StepFlags, step),
     "memory": Subcommand(MemoryFlags, memory),
     "scaling": Subcommand(ScalingFlags, scaling),
 }

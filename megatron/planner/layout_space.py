@@ -77,7 +77,7 @@ def layout_space(model: Workloads, choices: Choices) -> LayoutSpace:
     return LayoutSpace(_table(model, found), refused)
 
 
-_COLUMNS = (
+LAYOUT_COLUMNS = (
     "tensor_size", "pipeline_size", "context_size", "expert_size", "expert_tensor_size",
     "data_size", "micro_batch_size", "num_chunks", "sharding_stage", "recompute", "recompute_share",
 )  # fmt: skip
@@ -89,7 +89,7 @@ def _table(model: Workloads, found: Sequence[tuple[float | str, ...]]) -> Worklo
         return rows
     columns = {
         name: np.array(values, dtype=str if name == "recompute" else np.float64)
-        for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)
+        for name, values in zip(LAYOUT_COLUMNS, zip(*found, strict=True), strict=True)
     }
     columns["sequence_parallel"] = np.where(columns["tensor_size"] > 1, 1.0, 0.0)
     columns["may_interleave"] = columns["must_interleave"] = np.where(

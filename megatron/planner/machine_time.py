@@ -8,10 +8,8 @@ share the cores: a step takes the pipeline's makespan, or all work over the core
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +17,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import plan_report
+from megatron.planner.predictor import NINE_TENTHS
 from megatron.planner.program_memory import work_of_rank
 from megatron.planner.tracing.rank_step import ModelScript
 from megatron.planner.tracing.work import WorkOfRank
@@ -89,39 +88,25 @@ class MachineTime:
     deviation: float
 
     def seconds(self, terms: FloatArray) -> float:
-        """Return the seconds of a step that waits for this work, [terms]."""
+        """Return the seconds of a step that waits for this work, [terms].
+
+        Raises:
+            ConfigError: it sends messages, and the measured runs have not.
+        """
+        messages = TERMS.index("num_messages")
+        if terms[messages] and not self.seconds_of[messages]:
+            raise ConfigError(
+                "the measured runs sent no messages, and this one does.",
+                rule="what a message takes here is known from runs that sent some",
+                flags=["--calibrate"],
+                fix="measure a run of several ranks as well",
+            )
         return float(terms @ self.seconds_of)
 
     def interval(self, terms: FloatArray) -> tuple[float, float]:
         """Return what nine of ten steps are between, by the residuals of the calibration."""
-        middle, factor = self.seconds(terms), float(np.exp(1.645 * self.deviation))
+        middle, factor = self.seconds(terms), float(np.exp(NINE_TENTHS * self.deviation))
         return middle / factor, middle * factor
-
-    def save(self, path: Path) -> None:
-        """Write the file that `load_machine_time` reads."""
-        content = {
-            "seconds_of": dict(zip(TERMS, self.seconds_of.tolist(), strict=True)),
-            "deviation": self.deviation,
-        }
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def load_machine_time(path: Path) -> MachineTime:
-    """Read a calibration.
-
-    Raises:
-        ConfigError: the file is not one.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        seconds = np.array([float(content["seconds_of"][name]) for name in TERMS])
-        return MachineTime(seconds, float(content["deviation"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is no calibration of a machine: {error!r}.",
-            rule="a calibration has seconds_of each kind of work and deviation",
-            fix="measure the machine again",
-        ) from error
 
 
 def fit_machine_time(works: Sequence[FloatArray], seconds: Sequence[float]) -> MachineTime:
@@ -145,6 +130,8 @@ def fit_machine_time(works: Sequence[FloatArray], seconds: Sequence[float]) -> M
         predicted = scaled @ factors
         # Robust: a step that was disturbed counts less.
         weight = 1 / (1 + ((predicted - 1) / 0.1) ** 2)
-        factors *= (scaled.T @ (weight * ones)) / (scaled.T @ (weight * predicted))
+        # Of work that no run has done nothing is known: it keeps the price 0.
+        wanted = np.maximum(scaled.T @ (weight * predicted), 1e-300)
+        factors *= (scaled.T @ (weight * ones)) / wanted
     residuals = -np.log(scaled @ factors)
     return MachineTime(factors / scale, float(np.sqrt(np.mean(residuals**2))))

@@ -13,6 +13,9 @@ from megatron.planner.hardware import Hardware, load_hardware
 from megatron.planner.step_time import predict_step
 from megatron.planner.workload import FloatArray, Workloads
 
+NINE_TENTHS = 1.645
+"""Standard deviations on either side that hold nine tenths of a normal distribution."""
+
 
 @dataclass(frozen=True)
 class Predictor:
@@ -20,6 +23,8 @@ class Predictor:
 
     hardware: Hardware
     correction: Correction
+    deviation: float | None = None
+    """Of the logarithm of the error, where runs of this cluster were measured."""
 
     def modelled_seconds(self, workloads: Workloads) -> FloatArray:
         """Return what the terms of the time model add up to."""
@@ -35,8 +40,10 @@ class Predictor:
         """Return by what factor nine of ten measured steps are off at most, in either direction.
 
         Rows like measured ones are known better than others; both limits are those of
-        cross-validation.
+        cross-validation. Where runs of this cluster were measured, their residuals say it.
         """
+        if self.deviation is not None:
+            return np.full(len(workloads), np.exp(NINE_TENTHS * self.deviation))
         filled = fill_blanks(workloads, self.hardware)
         near, far = (self.hardware.constant(f"interval.{name}") for name in ("near", "far"))
         like = self.correction.likeness(filled, self.hardware)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.planner.cluster_calibration import calibrate_to_runs
 from megatron.planner.hardware import Gpu, Hardware, gpu_named
 from megatron.planner.layout_search import SearchResult, search_layouts
+from megatron.planner.measured_run import measured_runs
 from megatron.planner.predictor import load_predictor
 from megatron.planner.run_workload import (
     FREE_LAYOUT,
@@ -46,7 +49,7 @@ WITHOUT_A_RUN: Mapping[str, Any] = {"train_iters": 1000, "lr": 3e-4}
 NUM_SHOWN = 5
 MOST_CHECKED = 64
 """Layouts that are held against the rules of a run."""
-_NOT_OF_A_RUN = ("auto_parallel", "dry_run", "dry_run_world_size")
+_NOT_OF_A_RUN = ("auto_parallel", "dry_run", "dry_run_world_size", "calibrate_planner")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Cluster:
     world_size: int
     nvlink_domain: int | None = None
     nic_gbytes_per_s: float | None = None
+    calibration: Sequence[Path] = ()
+    """Directories of runs that were measured on it."""
 
     def build(self, hardware: Hardware) -> Gpu:
         """Return the GPU with its network.
@@ -108,6 +113,8 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Se
     command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
     predictor = load_predictor()
     gpu = cluster.build(predictor.hardware)
+    if cluster.calibration:
+        predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
     run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
     found = search_layouts(model, choices, predictor)
@@ -134,7 +141,9 @@ def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
     Raises:
         MegatronError: a rule of a run is broken.
     """
-    return _resolved(parse_command_line(list(words), args_defaults=WITHOUT_A_RUN), {}, world_size)
+    return resolved_for(
+        parse_command_line(list(words), args_defaults=WITHOUT_A_RUN), {}, world_size
+    )
 
 
 def model_of_command(
@@ -154,13 +163,19 @@ def model_of_command(
             fix="add it, for example --global-batch-size 1024",
         )
     alone = {**FREE_LAYOUT, "global_batch_size": 1, "rampup_batch_size": None}
-    run = _resolved(command, alone, 1)
+    run = resolved_for(command, alone, 1)
     model = workload_of_run(run, gpu, world_size)
     return run, model.replace(global_batch_size=np.array([float(batch)]))
 
 
-def _resolved(command: ParsedCommand, settings: Mapping[str, Any], world_size: int) -> ResolvedRun:
-    """Resolve and check the command with other settings."""
+def resolved_for(
+    command: ParsedCommand, settings: Mapping[str, Any], world_size: int
+) -> ResolvedRun:
+    """Resolve and check a command with other settings for so many ranks.
+
+    Raises:
+        MegatronError: a rule of a run is broken.
+    """
     values = {**command.config.flat(), **settings}
     config = RunConfig.from_values({n: v for n, v in values.items() if n not in _NOT_OF_A_RUN})
     changed = ParsedCommand(config=config, given=command.given | frozenset(settings))
@@ -187,7 +202,7 @@ def _allowed(
             row, has_dispatcher="moe_token_dispatcher_type" in command.given
         )
         try:
-            _resolved(command, settings, world_size)
+            resolved_for(command, settings, world_size)
         except MegatronError as error:
             broken.append(error)
         else:
@@ -213,7 +228,7 @@ def command_line(
         launcher += f" --nnodes {world_size // per_node} --rdzv-backend c10d --rdzv-endpoint $HOST"
     kept = _without(words, {*settings, *FREE_LAYOUT, *_NOT_OF_A_RUN})
     values = {**{name: WITHOUT_A_RUN[name] for name in _without_length(command)}, **settings}
-    flags = [word for name, value in values.items() for word in _flag(name, value)]
+    flags = [word for name, value in values.items() for word in words_of_flag(name, value)]
     return f"{launcher} {script} {shlex.join([*kept, *flags])}"
 
 
@@ -241,7 +256,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
     return kept
 
 
-def _flag(name: str, value: Any) -> list[str]:
+def words_of_flag(name: str, value: Any) -> list[str]:
     """Return the words that set a flag; none where the value is its default."""
     spec = all_flags()[name]
     if value is None or value == spec.default:

@@ -19,6 +19,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
 from megatron.training.launch import rank_info
 from megatron.training.launch.printing import is_rank_0, print_rank_0
+from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.loop import train
@@ -50,6 +51,9 @@ __all__ = [
 LayoutSearch = Callable[[Sequence[str], str, int], str]
 """Takes a command line, a kind of GPU and their number; returns a report."""
 
+PredictStep = Callable[[ParsedCommand, int, bool], StepPrediction | None]
+"""Takes settings, the number of ranks, and whether this one writes the log."""
+
 
 def pretrain(*given: Any, **named: Any) -> None:
     """Pretrain a model: settings, processes, model, data, loop, checkpoints.
@@ -73,6 +77,8 @@ def pretrain(*given: Any, **named: Any) -> None:
             after an evaluation.
         non_loss_data_func: `(model)` -> such data, instead of a forward step.
         layout_search: `(words, GPU, number of ranks)` -> report of --auto-parallel.
+        step_prediction: `(settings, number of ranks, is_shown)` -> what a step is predicted to
+            cost, for the log line; called before the ranks meet.
         extra_args_provider: adds a script's own flags to the parser.
         args_defaults: a script's defaults for flags that are not given.
     Raises:
@@ -91,6 +97,8 @@ def pretrain(*given: Any, **named: Any) -> None:
             if is_rank_0():
                 print(call.searched_layout(), flush=True)
             return
+        status.activity = "predicting a step"
+        prediction = call.predicted_step()
         session = start_session(
             call.read,
             status,
@@ -100,7 +108,7 @@ def pretrain(*given: Any, **named: Any) -> None:
             store=call.options.get("store"),
             claims_save_directory=True,
         )
-        run_session(session, call)
+        run_session(session, call, prediction)
         shut_down()
 
 
@@ -111,12 +119,13 @@ class PretrainCall:
         "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
         "process_non_loss_data_func", "extra_args_provider", "args_defaults",
         "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store",
-        "layout_search",
+        "layout_search", "step_prediction",
     )  # fmt: skip
     CONFIG_FIRST = (
         "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func",
         "model_provider", "process_non_loss_data_func", "get_embedding_ranks",
         "get_position_embedding_ranks", "non_loss_data_func", "store", "layout_search",
+        "step_prediction",
     )  # fmt: skip
     NEEDED = ("train_valid_test_dataset_provider", "model_provider", "forward_step_func")
 
@@ -165,6 +174,23 @@ class PretrainCall:
         """Return whether a layout shall be searched instead of trained with."""
         return self.read().config.launch.auto_parallel is not None
 
+    def predicted_step(self) -> StepPrediction | None:
+        """Return what the script's planner says of a step; None on ranks that write no log.
+
+        Raises:
+            ConfigError: a run that --calibrate-planner names cannot be read.
+        """
+        predict: PredictStep | None = self.options.get("step_prediction")
+        info = rank_info.read_rank_info()
+        if predict is None:
+            return None
+        try:
+            command = self.read()
+        except UnreadableCommandError:
+            return None  # reported where the run starts
+        world_size = info.world_size if info.is_launched else 1
+        return predict(command, world_size, info.rank == world_size - 1)
+
     def searched_layout(self) -> str:
         """Return the report of --auto-parallel.
 
@@ -185,8 +211,14 @@ class PretrainCall:
         return search(sys.argv[1:], launch.auto_parallel, launch.dry_run_world_size or launched)
 
 
-def run_session(session: Session, call: PretrainCall) -> None:
-    """Build what is trained, train it, and evaluate at the end."""
+def run_session(
+    session: Session, call: PretrainCall, prediction: StepPrediction | None = None
+) -> None:
+    """Build what is trained, train it, and evaluate at the end.
+
+    Args:
+        prediction: what a step is predicted to cost, on the rank that writes the log.
+    """
     run, status = session.run, session.status
     with nullcontext() if session.signal is None else session.signal.paused():
         status.activity = "building the model"
@@ -205,6 +237,7 @@ def run_session(session: Session, call: PretrainCall) -> None:
         signal=session.signal,
         tensorboard=session.tensorboard,
         wandb=session.wandb,
+        prediction=prediction,
     )
     if status.watch is not None:
         status.watch.answer_term()

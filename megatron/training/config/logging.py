@@ -110,6 +110,10 @@ class LoggingSettings:
     each rank, if a rank is stopped, locked, or waits in a circle with others. 0 watches nothing."""
     inprocess_restart: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Restart inside the process after a failure."""
+    calibrate_planner: list[str] | None = flag(None, nargs="+", metavar="RUN")
+    """Directories of runs that were measured on these machines, each with --metrics-jsonl and
+    --save in it: the log line shows the time of a step that is predicted from them. On GPUs that
+    the planner knows it shows one without."""
     logging_level: int | None = None
     """Level of Python's logging from which messages are shown, for example 20 for information."""
     enable_experimental: bool = flag(False, note="there are no hidden features")

@@ -23,8 +23,12 @@ from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
 from megatron.training.metrics.peak_flops import peak_flops
+from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
+
+_SLOW_LINES = 2
+"""Log lines in a row after which slow steps are no accident."""
 
 
 class IntervalMeans:
@@ -127,11 +131,14 @@ class LogLine(Hook):
         times: MeasureTimes,
         write: Callable[[str], None],
         train_iters: int,
+        prediction: StepPrediction | None = None,
     ) -> None:
         self.context = context
         self.times = times
         self.write = write
         self.train_iters = train_iters
+        self.prediction = prediction
+        self._num_slow = 0
         self.interval = context.run.logging.log_interval
         self._means = IntervalMeans()
         self._started_at = time.perf_counter()
@@ -140,7 +147,9 @@ class LogLine(Hook):
         self._peak: float | None = None
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Find the peak rate of the device, if throughput is to be shown."""
+        """Find the peak rate of the device, if throughput is to be shown; say what is expected."""
+        if self.prediction is not None:
+            self.write(f" > predicted: {self.prediction}")
         if self.context.run.logging.log_throughput and is_last_rank():
             self._peak = peak_flops(self.context.run.precision.params_dtype)
         return state
@@ -184,6 +193,7 @@ class LogLine(Hook):
         )
         if is_last_rank():
             self.write(training_line(self._line(state, result, norm, balance_losses(loads))))
+            self._judge(state)
             if loads:
                 self.write(load_line(state.iteration, loads))
             for line in (
@@ -198,6 +208,17 @@ class LogLine(Hook):
             names = union_across_ranks(context.timers.names, backend.world())
             context.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
+
+    def _judge(self, state: TrainState) -> None:
+        """Say once that steps are slower than predicted, after two such lines in a row."""
+        if self.prediction is None or self._num_slow >= _SLOW_LINES:
+            return
+        unusual = self.prediction.judge(self._means.seconds / self._means.num_steps)
+        # The first line has the steps that allocate and compile.
+        is_first = not self._has_reported_memory
+        self._num_slow = self._num_slow + 1 if unusual and not is_first else 0
+        if self._num_slow == _SLOW_LINES:
+            self.write(f" > slower than predicted at iteration {state.iteration}: {unusual}")
 
     def _line(
         self, state: TrainState, result: StepResult, norm: float | None, balance: dict[str, float]
@@ -228,6 +249,7 @@ class LogLine(Hook):
             tokens_per_second_per_device=tokens_per_s,
             mfu=tokens_per_s * causal / self._peak if self._peak else None,
             time_shares=self.times.shares,
+            prediction=self.prediction,
         )
 
 

@@ -43,6 +43,7 @@ from megatron.training.hooks.stop import (
 from megatron.training.hooks.stragglers import LookForStragglers
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, is_rank_0
+from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.resilience.signals import SignalFlag
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import StepPlan, TrainingContext
@@ -64,6 +65,7 @@ def standard_hooks(
     signal: SignalFlag | None = None,
     tensorboard: ScalarWriter | None = None,
     wandb: WandbRun | None = None,
+    prediction: StepPrediction | None = None,
 ) -> StandardHooks:
     """Return the hooks that the settings of the run ask for.
 
@@ -94,7 +96,7 @@ def standard_hooks(
     )
     hooks: list[Hook] = [ReadSteps(reading_intervals(run)), PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
-    hooks += [LogLine(context, times, write, run.schedule.train_iters), scalars]
+    hooks += [LogLine(context, times, write, run.schedule.train_iters, prediction), scalars]
     if run.logging.log_straggler:
         hooks.append(LookForStragglers(context, times, scalars, write))
     if run.schedule.check_weight_hash_across_dp_replicas_interval:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from megatron.training.metrics.prediction import StepPrediction
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLine:
@@ -38,6 +40,8 @@ class TrainingLine:
     """Share of the peak, in the causal convention."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
     """What the time since the last line went into, on the mean of all ranks."""
+    prediction: StepPrediction | None = None
+    """What the planner had said of a step."""
 
 
 def training_line(line: TrainingLine, now: datetime | None = None) -> str:
@@ -70,6 +74,8 @@ def training_line(line: TrainingLine, now: datetime | None = None) -> str:
         cells.append(f"tokens/s/device: {line.tokens_per_second_per_device:.1f}")
     if line.mfu is not None:
         cells.append(f"MFU (causal): {100.0 * line.mfu:.1f}%")
+    if line.prediction is not None:
+        cells.append(line.prediction.cell())
     left_s = line.seconds_per_step * max(line.train_iters - line.iteration, 0)
     cells.append(f"ETA: {duration(left_s)}")
     cells += [f"{part}: {100.0 * share:.1f}%" for part, share in line.time_shares.items()]

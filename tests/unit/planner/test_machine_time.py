@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from megatron.planner.machine_time import (
     TERMS,
     StepWork,
     fit_machine_time,
-    load_machine_time,
     work_of_step,
 )
 from tests.harness.resolved_run import run_of
@@ -58,14 +55,11 @@ def test_the_work_is_that_of_the_program() -> None:
     assert (one.stretch, two.stretch) == (1.0, 1.25)
 
 
-def test_a_calibration_is_saved_and_something_else_is_refused(tmp_path: Path) -> None:
-    works = list(np.random.default_rng(1).uniform(1, 2, (8, len(TERMS))))
-    fitted = fit_machine_time(works, [1.0] * 8)
-    fitted.save(tmp_path / "machine.json")
-    loaded = load_machine_time(tmp_path / "machine.json")
-    assert loaded.seconds(works[0]) == fitted.seconds(works[0])
-    low, high = loaded.interval(works[0])
-    assert low < loaded.seconds(works[0]) < high
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no calibration"):
-        load_machine_time(tmp_path / "other.json")
+def test_messages_that_no_measured_run_has_sent_are_refused() -> None:
+    works = np.random.default_rng(1).uniform(1, 2, (8, len(TERMS)))
+    works[:, TERMS.index("num_messages")] = works[:, TERMS.index("message_bytes")] = 0
+    machine = fit_machine_time(list(works), [1.0] * 8)
+    low, high = machine.interval(works[0])
+    assert low < machine.seconds(works[0]) < high
+    with pytest.raises(ConfigError, match="sent no messages"):
+        machine.seconds(np.ones(len(TERMS)))

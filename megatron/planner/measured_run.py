@@ -1,0 +1,89 @@
+"""Runs that were measured: what they trained, and how long their steps took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.settings.flags import FlagSpec
+from megatron.training.checkpointing.stored_settings import stored_args
+from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import RunConfig, all_flags
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.reports.run_record import read_run
+from megatron.training.reports.scalar_files import STEP_TIME
+from megatron.training.rules import resolve_and_check
+
+WARM_UP_STEPS = 2
+"""First steps, which also allocate and compile."""
+
+_NOT_TAKEN = {
+    "load", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path", "split",
+    "train_samples", "lr_decay_samples", "lr_warmup_samples",
+}  # fmt: skip
+"""Settings that name files of another machine, or that others are derived to."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run and the median seconds of its steps."""
+
+    run: ResolvedRun
+    step_s: float
+
+
+def measured_runs(paths: Sequence[Path]) -> list[MeasuredRun]:
+    """Read runs, see `measured_run`."""
+    return [measured_run(path) for path in paths]
+
+
+def measured_run(path: Path) -> MeasuredRun:
+    """Read what a run left in its directory: scalars, and a checkpoint with its settings.
+
+    Args:
+        path: directory with the file of `--metrics-jsonl` (or TensorBoard's) and the checkpoint, or
+            one above both.
+    Raises:
+        DataError: there are no scalars of one run.
+        ConfigError: no settings, or too few steps.
+    """
+    record = read_run(path)
+    times = record.series.get(STEP_TIME)
+    seconds = [] if times is None else [s for s in times.values[WARM_UP_STEPS:] if s > 0]
+    if not seconds:
+        raise ConfigError(
+            f"{path} has no step after the first {WARM_UP_STEPS}.",
+            rule="a calibration is the median time of the steps after those that warm up",
+            flags=["--metrics-jsonl", "--train-iters"],
+            fix=f"train {WARM_UP_STEPS + 5} steps or more with --metrics-jsonl FILE",
+        )
+    stored = stored_args(str(record.checkpoints[-1].path.parent)) if record.checkpoints else None
+    if stored is None:
+        raise ConfigError(
+            f"{path} has no checkpoint.",
+            rule="the settings of a measured run are those in its checkpoint",
+            flags=["--save"],
+            fix="train it with --save in the same directory",
+        )
+    known = {
+        name: _value(all_flags()[name], value)
+        for name, value in vars(stored).items()
+        if name in all_flags() and name not in _NOT_TAKEN and not all_flags()[name].metadata.refuse
+    }
+    config = RunConfig.from_values(known | {"mock_data": True})
+    command = ParsedCommand(config=config, given=frozenset(known))
+    run = resolve_and_check(lambda: command, lambda _: record.num_ranks or 1)
+    rows = int(vars(stored)["unpadded_vocab_size"])
+    return MeasuredRun(resolve_vocabulary(run, rows), statistics.median(seconds))
+
+
+def _value(spec: FlagSpec, stored: object) -> object:
+    """Return a stored value as the flag has it: enums are stored by their names."""
+    if isinstance(stored, str) and issubclass(spec.element, Enum):
+        return spec.element.__members__[stored]
+    return stored

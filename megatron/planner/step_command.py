@@ -1,0 +1,154 @@
+"""What one step of one run will cost, on GPUs or on this machine.
+
+`tools/plan.py step`, and the prediction in the log of a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.planner.cluster_calibration import calibrate_to_machine, calibrate_to_runs
+from megatron.planner.hardware import Gpu, gpu_named
+from megatron.planner.machine_time import work_of_step
+from megatron.planner.measured_run import measured_runs
+from megatron.planner.memory import predict_memory
+from megatron.planner.predictor import Predictor, load_predictor
+from megatron.planner.run_layout import row_of_run
+from megatron.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
+from megatron.planner.step_time import Parts, predict_step
+from megatron.planner.tracing.rank_step import ModelScript
+from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.metrics.prediction import StepPrediction
+
+
+def step_text(
+    words: Sequence[str],
+    cluster: Cluster | None,
+    world_size: int,
+    script: ModelScript,
+    calibration: Sequence[Path],
+) -> str:
+    """Return what a step of `pretrain_gpt.py WORDS` costs.
+
+    Args:
+        cluster: its GPUs; None for gloo on this machine.
+        calibration: directories of runs that were measured there.
+    Raises:
+        MegatronError: a rule of a run is broken, or a step cannot be predicted.
+    """
+    command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
+    run = resolved_for(command, {}, world_size)
+    if cluster is None:
+        return str(predicted_step_of_machine(run, script, calibration, os.cpu_count() or 1))
+    gpu = cluster.build(load_predictor().hardware)
+    prediction, parts = predicted_step(run, gpu, calibration)
+    return f"{prediction}\n{parts}"
+
+
+def prediction_for_log(
+    command: ParsedCommand, world_size: int, script: ModelScript, *, is_shown: bool
+) -> StepPrediction | None:
+    """Return what the log of a run shows beside the time of its steps.
+
+    On GPUs that the planner knows, by its constants; on other machines where --calibrate-planner
+    names runs that were measured there. To be asked before the ranks meet.
+
+    Args:
+        is_shown: whether this rank writes the log; the others only check the measured runs.
+    Raises:
+        ConfigError: a measured run cannot be read.
+    """
+    calibration = [Path(name) for name in command.config.logging.calibrate_planner or ()]
+    is_gpu = device.device_type() == "cuda"
+    if not calibration and not is_gpu:
+        return None
+    measured_runs(calibration)
+    if not is_shown:
+        return None
+    try:
+        run = resolved_for(command, {}, world_size)
+        if is_gpu:
+            return predicted_step(run, _gpu_of_this_machine(), calibration)[0]
+    except MegatronError:
+        # Mistakes of the command are reported where it is resolved for training; what the planner
+        # has no constants for is not predicted.
+        return None
+    return predicted_step_of_machine(run, script, calibration, os.cpu_count() or 1)
+
+
+def _gpu_of_this_machine() -> Gpu:
+    hardware, name = load_predictor().hardware, device.device_name()
+    known = [kind for kind in hardware.gpus if kind in name]
+    return gpu_named(max(known, key=len, default=name), hardware)
+
+
+def predicted_step(
+    run: ResolvedRun, gpu: Gpu, calibration: Sequence[Path] = ()
+) -> tuple[StepPrediction, str]:
+    """Predict a step on GPUs; return it, and its parts as text.
+
+    Args:
+        run: resolved for all of its ranks, with its vocabulary.
+        gpu: with its network.
+        calibration: directories of runs that were measured on this cluster.
+    Raises:
+        ConfigError: the planner has no constants for the precision, or a run cannot be read.
+    """
+    predictor = _calibrated(load_predictor(), gpu, calibration)
+    row = row_of_run(run, gpu)
+    seconds = predictor.seconds(row)
+    off = float(predictor.interval(row)[0])
+    parts = Parts.of(predict_step(row, predictor.hardware), seconds)
+    lines = [f"  {1e3 * column[0]:>10.1f} ms  {name}" for name, column in parts.columns.items()]
+    prediction = StepPrediction(
+        seconds=float(seconds[0]),
+        low_s=float(seconds[0]) / off,
+        high_s=float(seconds[0]) * off,
+        memory_bytes=float(predict_memory(row, predictor.hardware).total[0]),
+        basis=_basis(calibration, "published steps"),
+    )
+    return prediction, "\n".join(lines)
+
+
+def predicted_step_of_machine(
+    run: ResolvedRun, script: ModelScript, calibration: Sequence[Path], cores: int
+) -> StepPrediction:
+    """Predict a step on gloo of the machine on which the runs of the calibration were measured.
+
+    Raises:
+        ConfigError: there are none, or one cannot be read.
+        TopologyError: this process is a rank of a run.
+    """
+    if not calibration:
+        raise ConfigError(
+            "no measured run of this machine.",
+            rule="the constants of a machine without GPUs come from steps that it has taken",
+            flags=["--calibrate"],
+            fix="train a few steps with --metrics-jsonl RUN/metrics.jsonl --save RUN, and name RUN",
+        )
+    machine = calibrate_to_machine(measured_runs(calibration), script, cores)
+    work = work_of_step(run, script, cores).shared()
+    low, high = machine.interval(work)
+    return StepPrediction(
+        seconds=machine.seconds(work),
+        low_s=low,
+        high_s=high,
+        memory_bytes=None,
+        basis=_basis(calibration, ""),
+    )
+
+
+def _calibrated(predictor: Predictor, gpu: Gpu, calibration: Sequence[Path]) -> Predictor:
+    return (
+        calibrate_to_runs(predictor, measured_runs(calibration), gpu) if calibration else predictor
+    )
+
+
+def _basis(calibration: Sequence[Path], otherwise: str) -> str:
+    names = ", ".join(map(str, calibration))
+    return f"calibrated to {names}" if calibration else f"calibrated to {otherwise}"
