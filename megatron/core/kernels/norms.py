@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -85,11 +86,39 @@ LAYER_NORM: KernelTable[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Ker
 )
 
 
-def norm_request(x: Tensor, weight: Tensor, training: bool) -> Request:
-    """Return what the norm of x [..., h] by a weight [h] needs."""
+NormFunction: TypeAlias = Callable[[Tensor], Tensor]
+AddedNorm: TypeAlias = Callable[
+    [NormFunction, Tensor, Tensor | None, Tensor, tuple[Tensor, ...], float], tuple[Tensor, Tensor]
+]
+"""(norm, x [..., h], bias [h] or None, residual [..., h], parameters of the norm, eps) ->
+residual + x + bias, and the norm of it. All dtypes are one."""
+
+
+def added_norm_apart(
+    norm: NormFunction, x: Tensor, bias: Tensor | None, residual: Tensor,
+    _parameters: tuple[Tensor, ...], _eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add x [..., h] to the residual and norm the sum, one after the other; see `AddedNorm`."""
+    total = residual + (x if bias is None else x + bias)
+    return total, norm(total)
+
+
+_APART = Kernel("apart", added_norm_apart, ALL_NEEDS)
+
+ADDED_NORM: KernelTable[AddedNorm] = KernelTable(
+    "residual and norm",
+    {
+        "cpu": (_APART,),
+        OTHER_DEVICES: (triton_kernels.entry("norms", "added_norm", ALL_NEEDS), _APART),
+    },
+)
+
+
+def norm_request(x: Tensor, weight_dtype: torch.dtype, training: bool) -> Request:
+    """Return what the norm of x [..., h] by a weight of a dtype needs."""
     needs = set()
     if training or torch.is_grad_enabled():
         needs.add(TRAINING)
-    if weight.dtype != x.dtype:
+    if weight_dtype != x.dtype:
         needs.add(WEIGHT_DTYPE)
     return Request.of(x, needs)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.kernels import triton_kernels
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.offload.host_state_store import StateStore
+from megatron.core.optimizer.chunk_updates import (
+    ADAM,
+    ADAMW,
+    OTHER_UPDATE,
+    StoredSegment,
+    storage_kind,
+    update_segments,
+)
 from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.state_codec import (
@@ -119,29 +129,78 @@ class ChunkedState:
         Args:
             gradient_of, settings_of: by the id of the main tensor; without gradient: no update.
         """
+        request = Request(self.store.device.type, "float32", frozenset({update.kind}))
+        run = CHUNK_UPDATES.choose(request).kernel.run
         for number, columns in self.store.sweep():
-            begin, end = self.store.chunks[number]
-            works = self._decode(number, columns)
-            by_group: dict[int, list[_Segment]] = {}
-            for segment in self._segments[number]:
-                if id(segment.item.main_param) in gradient_of:
-                    group = settings_of[id(segment.item.main_param)]
-                    by_group.setdefault(id(group), []).append(segment)
-            for segments in by_group.values():
-                self._update_segments(
-                    update, segments, works, gradient_of, settings_of, step, factor
+            run(self, number, columns, update, gradient_of, settings_of, step, factor)
+
+    def update_decoded(
+        self,
+        number: int,
+        columns: Sequence[Tensor],
+        update: ElementwiseUpdate,
+        gradient_of: Mapping[int, Tensor],
+        settings_of: Mapping[int, Mapping[str, object]],
+        step: int,
+        factor: float,
+    ) -> None:
+        """Update one chunk: decode state, update fp32 tensors, encode them."""
+        begin, end = self.store.chunks[number]
+        works = self._decode(number, columns)
+        by_group: dict[int, list[_Segment]] = {}
+        for segment in self._segments[number]:
+            if id(segment.item.main_param) in gradient_of:
+                group = settings_of[id(segment.item.main_param)]
+                by_group.setdefault(id(group), []).append(segment)
+        for segments in by_group.values():
+            self._update_segments(update, segments, works, gradient_of, settings_of, step, factor)
+        noise: Tensor | None = None
+        for field_index, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
+            if field.is_remainder:
+                self._write_remainder(number, works[field.name], column)
+            elif not field.codec.is_exact:
+                noise = self._noise(begin, end, step) if noise is None else noise
+                field.codec.encode(works[field.name], column, noise >> NOISE_SHIFTS[field_index])
+        if self.has_main:
+            self._publish(number, works[MAIN])
+
+    def update_stored(
+        self,
+        number: int,
+        columns: Sequence[Tensor],
+        update: ElementwiseUpdate,
+        gradient_of: Mapping[int, Tensor],
+        settings_of: Mapping[int, Mapping[str, object]],
+        step: int,
+        factor: float,
+    ) -> None:
+        """Update one chunk by a kernel that reads and writes state as it is stored."""
+        begin, _ = self.store.chunks[number]
+        segments = []
+        for segment in self._segments[number]:
+            key, item = id(segment.item.main_param), segment.item
+            if key not in gradient_of:
+                continue
+            block = segment.offset // BLOCK
+            weight = item.shard.values if self.has_main else item.main_param
+            segments.append(
+                StoredSegment(
+                    segment.of_shard(gradient_of[key]),
+                    segment.of_shard(weight.detach()),
+                    settings_of[key],
+                    block,
+                    int(self._places[begin + block]),
                 )
-            noise: Tensor | None = None
-            for field_index, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
-                if field.is_remainder:
-                    self._write_remainder(number, works[field.name], column)
-                elif not field.codec.is_exact:
-                    noise = self._noise(begin, end, step) if noise is None else noise
-                    field.codec.encode(
-                        works[field.name], column, noise >> NOISE_SHIFTS[field_index]
-                    )
-            if self.has_main:
-                self._publish(number, works[MAIN])
+            )
+        update_segments(
+            segments,
+            {field.name: column for field, column in zip(self.fields, columns, strict=True)},
+            {f.name: storage_kind(f.codec, is_remainder=f.is_remainder) for f in self.fields},
+            MAIN,
+            step,
+            factor,
+            decouples_decay=update.kind == ADAMW,
+        )
 
     def _update_segments(
         self,
@@ -274,3 +333,24 @@ class ChunkedState:
         return (
             field.codec.decode(rows).view(-1)[: item.main_param.numel()].view(item.main_param.shape)
         )
+
+
+_DECODED = Kernel("decoded", ChunkedState.update_decoded, frozenset({ADAM, ADAMW, OTHER_UPDATE}))
+
+CHUNK_UPDATES: KernelTable[Callable[..., None]] = KernelTable(
+    "update of state in few bytes",
+    {
+        "cpu": (_DECODED,),
+        OTHER_DEVICES: (
+            Kernel(
+                "triton",
+                ChunkedState.update_stored,
+                frozenset({ADAM, ADAMW}),
+                missing=triton_kernels.missing,
+                library=True,
+            ),
+            _DECODED,
+        ),
+    },
+)
+"""Methods that update one chunk."""

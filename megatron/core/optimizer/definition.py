@@ -9,7 +9,7 @@ chunks of state that is kept in few bytes, in host memory or in files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.optimizer.chunk_updates import OTHER_UPDATE
 
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
@@ -71,6 +72,8 @@ class ElementwiseUpdate:
     state_names: tuple[str, ...]
     update: Update
     constants: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = OTHER_UPDATE
+    """What a kernel that updates state as it is stored must support."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class OptimizerDefinition:
     update: Callable[[OptimizerConfig], Update] | None = None
     """Returns the update of pieces; None for one whose elements depend on each other, so that
     its state stays in fp32 on the device."""
+    kind: Callable[[OptimizerConfig], str] | None = None
+    """Returns `ElementwiseUpdate.kind`, where kernels know the update."""
     build: Callable[[OptimizerConfig, list[dict[str, Any]], ModelTensors], Any] | None = None
     """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, where another than
     `ElementwiseOptimizer` is faster or needed."""
@@ -122,7 +127,8 @@ class OptimizerDefinition:
                        "--optimizer-cpu-offload", "--optimizer-offload-path"],
                 fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
             )  # fmt: skip
-        return ElementwiseUpdate(self.state_names, self.update(config), self.constants(config))
+        found = ElementwiseUpdate(self.state_names, self.update(config), self.constants(config))
+        return found if self.kind is None else replace(found, kind=self.kind(config))
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):

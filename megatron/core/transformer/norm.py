@@ -9,13 +9,20 @@ A norm is a class that names its parameters and its table of kernels, and an ent
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.kernels.norms import LAYER_NORM, RMS_NORM, norm_request
-from megatron.core.kernels.registry import KernelTable
+from megatron.core.kernels.norms import (
+    ADDED_NORM,
+    LAYER_NORM,
+    RMS_NORM,
+    AddedNorm,
+    added_norm_apart,
+    norm_request,
+)
+from megatron.core.kernels.registry import KernelTable, Request
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 
 
@@ -26,6 +33,8 @@ class Norm(nn.Module):
     """Functions of (x, parameters in the order of `initial`, eps)."""
     initial: ClassVar[dict[str, float]] = {"weight": 1.0}
     """First value of each parameter; "weight" is the factor on what is normalised."""
+    added_kernels: ClassVar[KernelTable[AddedNorm] | None] = None
+    """Kernels that add a residual first; None: there are none."""
     weight: nn.Parameter
 
     def __init__(
@@ -69,14 +78,40 @@ class Norm(nn.Module):
         """
         return weight.float() + 1.0 if self.zero_centered_gamma else weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h]; the result has the dtype and shape of x."""
-        return self.normalize(x, *(getattr(self, name) for name in self.initial))
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, added_bias: Tensor | None = None
+    ) -> Any:
+        """Normalise x [..., h]; the result has the dtype and shape of x.
+
+        Args:
+            residual: [..., h] of the dtype of x; with it, the result is residual + x + `added_bias`
+                and the norm of that sum.
+            added_bias: [h] or None.
+        """
+        parameters = tuple(getattr(self, name) for name in self.initial)
+        if residual is None:
+            return self.normalize(x, *parameters)
+        assert self.added_kernels is not None, type(self)
+        return self.added_kernels.choose(self._request(x)).kernel.run(
+            lambda total: self.normalize(total, *parameters),
+            x, added_bias, residual, (self.scale(self.weight), *parameters[1:]), self.eps,
+        )  # fmt: skip
+
+    def adds(self, x: Tensor) -> bool:
+        """Whether a kernel computes a sum like x [..., h] and its norm in one pass."""
+        if self.added_kernels is None:
+            return False
+        return self.added_kernels.choose(self._request(x)).kernel.run is not added_norm_apart
+
+    def _request(self, x: Tensor) -> Request:
+        # The weight may be elsewhere until the norm is called: its data is not touched.
+        dtype = torch.float32 if self.zero_centered_gamma else self.weight.dtype
+        return norm_request(x, dtype, self.training)
 
     def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
         """Normalise x [..., h] with parameters that are given, in the order of `initial`."""
         weight = self.scale(weight)
-        kernel = self.kernels.choose(norm_request(x, weight, self.training)).kernel
+        kernel = self.kernels.choose(norm_request(x, weight.dtype, self.training)).kernel
         return kernel.run(x, weight, *others, self.eps)
 
     def extra_repr(self) -> str:
@@ -88,6 +123,7 @@ class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension of x [..., h]."""
 
     kernels = LAYER_NORM
+    added_kernels = ADDED_NORM
     initial: ClassVar = {"weight": 1.0, "bias": 0.0}
 
 
@@ -95,6 +131,7 @@ class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., h]."""
 
     kernels = RMS_NORM
+    added_kernels = ADDED_NORM
 
 
 NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.foundation.errors import refuse_given
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import SequenceShard, rng_state
@@ -33,6 +34,7 @@ from megatron.core.transformer.config.context_parallel import cp_comm_type_of_la
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.sharded_state import replace_key_prefixes
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -195,7 +197,7 @@ class TransformerLayer(GraphableMegatronModule):
         )
         with self._rng_scope(hidden_states):
             layer_input = hidden_states
-            hidden_states = self._forward_attention(
+            hidden_states, normed = self._forward_attention(
                 hidden_states,
                 attention_mask=attention_mask,
                 inference_context=inference_context or inference_params,
@@ -208,7 +210,7 @@ class TransformerLayer(GraphableMegatronModule):
             if self.has_cross_attention:
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
-            return self._forward_mlp(mlp_input, hidden_states, padding_mask), context
+            return self._forward_mlp(mlp_input, hidden_states, padding_mask, normed), context
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
@@ -229,10 +231,30 @@ class TransformerLayer(GraphableMegatronModule):
         sp = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
         return sequence_shard_of_rank(hidden_states.shape[0], cp=self.pg_collection.cp, sp=sp)
 
-    def _add(self, bda: Any, output_with_bias: Any, residual: Tensor) -> Tensor:
-        """Return residual + dropout(output + bias)."""
-        add = bda(self.training, self.config.bias_dropout_fusion)
-        return add(output_with_bias, residual, self.hidden_dropout)
+    def _add(
+        self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return residual + dropout(output + bias), and its norm if one kernel computes both."""
+        if norm is None or not self._adds_and_norms(bda, norm, output_with_bias[0], residual):
+            add = bda(self.training, self.config.bias_dropout_fusion)
+            return add(output_with_bias, residual, self.hidden_dropout), None
+        output, bias = output_with_bias
+        total, normed = norm(output, residual, bias)
+        return total, normed
+
+    def _adds_and_norms(self, bda: Any, norm: Any, output: Tensor, residual: Tensor) -> bool:
+        """Whether nothing is between a sum [s, b, h] and its norm, and a kernel computes both."""
+        drops = self.training and self.hidden_dropout > 0.0
+        is_apart = (
+            drops
+            or self.has_cross_attention
+            or self.config.use_parallel_residual
+            or self.recomputes_mlp_norm
+            or bda is not get_bias_dropout_add
+            or not isinstance(norm, Norm)
+            or output.dtype != residual.dtype
+        )
+        return not is_apart and norm.adds(residual)
 
     def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> _Normed:
         """Norm what a branch computes with; of `recomputes` see `CheckpointWithoutOutput`."""
@@ -254,7 +276,10 @@ class TransformerLayer(GraphableMegatronModule):
             residual = normed.output
         return residual.float() if self.config.fp32_residual_connection else residual
 
-    def _forward_attention(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def _forward_attention(
+        self, hidden_states: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream [s, b, h] with attention added; see `_add`."""
         normed = self._normed(
             self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
         )
@@ -262,7 +287,8 @@ class TransformerLayer(GraphableMegatronModule):
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_self_attn_layernorm, *output)
-        return self._add(self.self_attn_bda, output, self._residual(hidden_states, normed))
+        residual = self._residual(hidden_states, normed)
+        return self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
 
     def _forward_cross_attention(
         self, hidden_states: Tensor, context: Tensor | None, context_mask: Tensor | None
@@ -271,15 +297,26 @@ class TransformerLayer(GraphableMegatronModule):
         output = self.cross_attention(
             normed.branch, attention_mask=context_mask, key_value_states=context
         )
-        return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))
+        return self._add(self.cross_attn_bda, output, self._residual(hidden_states, normed))[0]
 
     def _forward_mlp(
-        self, mlp_input: Tensor, hidden_states: Tensor, padding_mask: Tensor | None
+        self,
+        mlp_input: Tensor,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None,
+        norm_of_input: Tensor | None,
     ) -> Tensor:
-        """Return the residual stream [s, b, h] with the MLP of its input added."""
-        normed = self._normed(
-            self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
-        )
+        """Return the residual stream [s, b, h] with the MLP of its input added.
+
+        Args:
+            norm_of_input: [s, b, h], if it is there already.
+        """
+        if norm_of_input is None:
+            normed = self._normed(
+                self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
+            )
+        else:
+            normed = _Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
         if self.config.mlp_chunks_for_training > 1 and self.training:
             output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
@@ -291,7 +328,7 @@ class TransformerLayer(GraphableMegatronModule):
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_mlp_layernorm, *output)
-        return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))
+        return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the MLP on one run of rows after the other; backward recomputes each run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import triton
 
 from megatron.core.kernels.triton_kernels import (
@@ -17,9 +19,12 @@ from tests.gpu_without_gpu.triton_kernels.kernel_case import KernelCase, argumen
 
 def _norm_cases() -> dict[str, KernelCase]:
     cases = {}
-    forward = arguments("x_ptr weight_ptr bias_ptr out_ptr", "mean_ptr rstd_ptr", "width", "eps")
+    forward = arguments(
+        "x_ptr residual_ptr added_ptr weight_ptr bias_ptr sum_ptr out_ptr", "mean_ptr rstd_ptr",
+        "width", "eps",
+    )  # fmt: skip
     backward = arguments(
-        "x_ptr grad_ptr weight_ptr grad_x_ptr",
+        "x_ptr grad_ptr grad_sum_ptr weight_ptr grad_x_ptr",
         "mean_ptr rstd_ptr weight_sums_ptr bias_sums_ptr",
         "num_rows width",
     )
@@ -28,29 +33,27 @@ def _norm_cases() -> dict[str, KernelCase]:
         "mean_ptr rstd_ptr weight_sums_ptr bias_sums_ptr",
         "num_rows width rows_per_program",
     )
-    for name, centers in (("RMSNorm", False), ("LayerNorm", True)):
-        for width in (4096, 16384):
-            launch, fused = norms.launch_of(width), width <= norms.WIDEST_FUSED
-            cases[f"{name} {width} forward"] = KernelCase(
-                norms.forward_kernel, forward, {"CENTERS": centers, **launch}, "2 of 2"
-            )
-            cases[f"{name} {width} backward"] = KernelCase(
-                norms.backward_kernel,
-                backward,
-                {"CENTERS": centers, "SUMS": fused, **launch},
-                "3 of 3",
-            )
-        cases[f"{name} 16384 sums"] = KernelCase(
-            norms.sums_kernel,
-            sums,
-            {
-                "CENTERS": centers,
-                "ROWS": norms.SUM_ROWS,
-                "COLUMNS": norms.SUM_COLUMNS,
-                "num_warps": 4,
-            },
-            "2 of 0",
+    sizes = ((False, 4096), (False, norms.WIDEST), (True, 4096), (True, norms.WIDEST_ADDED))
+    for (name, centers), (adds, width) in product((("RMSNorm", False), ("LayerNorm", True)), sizes):
+        beside = ", residual" if adds else ""
+        both = {"CENTERS": centers, "ADDS": adds, **norms.launch_of(width)}
+        cases[f"{name} {width}{beside}, forward"] = KernelCase(
+            norms.forward_kernel,
+            forward,
+            {"HAS_ADDED_BIAS": adds, **both},
+            "4 of 4" if adds else "2 of 2",
         )
+        cases[f"{name} {width}{beside}, backward"] = KernelCase(
+            norms.backward_kernel,
+            backward,
+            {"SUMS": width <= norms.WIDEST_FUSED, **both, **norms.backward_launch_of(width, adds)},
+            "4 of 4" if adds else "3 of 3",
+        )
+        if width > norms.WIDEST_FUSED and not adds:
+            tile = {"ROWS": norms.SUM_ROWS, "COLUMNS": norms.SUM_COLUMNS, "num_warps": 4}
+            cases[f"{name} {width}, sums"] = KernelCase(
+                norms.sums_kernel, sums, {"CENTERS": centers, **tile}, "2 of 0"
+            )
     return cases
 
 

@@ -13,7 +13,7 @@ from megatron.core.kernels import vocab_softmax as plain_softmax
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.gated_activation import Gate, plain_gate
-from megatron.core.kernels.norms import torch_layer_norm, torch_rms_norm
+from megatron.core.kernels.norms import added_norm_apart, torch_layer_norm, torch_rms_norm
 from megatron.core.kernels.registry import Kernel, KernelTable
 from megatron.core.kernels.torch_attention import unfused
 from megatron.core.kernels.triton_kernels import (
@@ -58,6 +58,32 @@ def test_a_norm_of_half_precision_takes_a_weight_of_fp32():
     inputs = [torch.randn(2, 3, 40).bfloat16(), torch.randn(40)]
     compare(lambda x, w: norms.rms_norm(x, w, 1e-5), lambda x, w: torch_rms_norm(x, w, 1e-5),
             inputs, BF16_TRUNCATED)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("centers", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (20, 100), (5, 4104)])
+def test_norm_of_a_sum_with_the_residual(rows, width, centers, with_bias, dtype):
+    x, residual = torch.randn(2, rows, width).to(dtype)
+    parameters = [*torch.randn(2 if centers else 1, width).to(dtype)]
+    inputs = [x, residual, *[torch.randn(width).to(dtype)] * with_bias, *parameters]
+    plain = torch_layer_norm if centers else torch_rms_norm
+    if dtype == torch.bfloat16:  # a sum that is rounded is another sum to the norm
+        inputs[:2] = [(2 * t).round() / 2 for t in inputs[:2]]
+        inputs[2 : 2 + with_bias] = [(2 * t).round() / 2 for t in inputs[2 : 2 + with_bias]]
+
+    def run(x, residual, *others):
+        bias, *parameters = others if with_bias else (None, *others)
+        return norms.added_norm(None, x, bias, residual, tuple(parameters), 1e-5)
+
+    def reference(x, residual, *others):
+        bias, *parameters = others if with_bias else (None, *others)
+        return added_norm_apart(lambda total: plain(total, *parameters, 1e-5), x, bias, residual,
+                                (), 1e-5)  # fmt: skip
+
+    sums = range(2, 3 + centers + with_bias)
+    compare(run, reference, inputs, TOLERANCE_OF[dtype], sums=sums)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE_OF)

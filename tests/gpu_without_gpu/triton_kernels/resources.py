@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from tests.gpu_without_gpu.triton_kernels.cases_of_attention import ATTENTION_CASES
 from tests.gpu_without_gpu.triton_kernels.cases_of_layers import LAYER_CASES
+from tests.gpu_without_gpu.triton_kernels.cases_of_numbers import NUMBER_CASES
 
 MULTIPLES = ("width", "_s", "_b", "_n", "_group", "length", "pairs")
 """Ends of names of integers that are multiples of 16 in models."""
@@ -46,7 +47,7 @@ class Resources:
     has_tensor_cores: bool
 
 
-CASES = LAYER_CASES | ATTENTION_CASES
+CASES = LAYER_CASES | NUMBER_CASES | ATTENTION_CASES
 """Name -> kernel."""
 
 

@@ -68,6 +68,7 @@ def test_the_report_names_the_kernels_that_run(monkeypatch, name, has_documents)
         "rotary embedding of latent attention",
         "permutation of tokens",
         "rows at given places",
+        "residual and norm",
     }
 
 

@@ -22,7 +22,7 @@ from megatron.core.kernels.attention import (
 )
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.permutation import PERMUTATION, PLACES
-from megatron.core.kernels.registry import Request
+from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX, elementwise_softmax, torch_softmax
 from megatron.core.models.common.language_module.language_module import (
@@ -30,10 +30,14 @@ from megatron.core.models.common.language_module.language_module import (
     SOFTCAP,
     asked_loss,
 )
+from megatron.core.optimizer.chunk_updates import ADAM, ADAMW
+from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
+from megatron.core.parameters.rng import rng_state
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.vocab_embedding import index_add, sorted_index_put
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.norm import LayerNorm, RMSNorm
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.models.test_gpt_model import make_model
 
@@ -75,7 +79,10 @@ def test_the_norms_of_apex_are_taken_where_they_are_installed(monkeypatch, table
 WRITTEN_IN_TRITON = [
     (norms.RMS_NORM, norms.ALL_NEEDS),
     (norms.LAYER_NORM, norms.ALL_NEEDS),
+    (norms.ADDED_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
+    (CHUNK_UPDATES, {ADAM}),
+    (CHUNK_UPDATES, {ADAMW}),
     (BIAS_DROPOUT_ADD, ()),
     (ROTARY, ()),
     (LATENT_ROTARY, ()),
@@ -158,6 +165,31 @@ def test_the_norms_of_apex_get_their_arguments_in_its_order(monkeypatch):
     assert_close(ours, torchs, FP32_REORDERED_SUM, "RMSNorm")
     ours = norms.apex_layer_norm(x, weight, bias, 1e-3)
     assert_close(ours, norms.torch_layer_norm(x, weight, bias, 1e-3), FP32_REORDERED_SUM, "norm")
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_dropout": 0.1}, {"use_parallel_residual": True}])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_kernel_of_residual_and_norm_is_given_what_the_layer_adds(monkeypatch, family, settings):
+    """A stand-in for the fused kernel, in a model: it runs where nothing comes between the two."""
+    calls = []
+
+    def fused(norm, *inputs):
+        calls.append(norms.added_norm_apart(norm, *inputs))
+        return calls[-1]
+
+    model = make_model(family=family, **settings)
+    tokens, positions = torch.randint(0, 13, (2, 8)), torch.arange(8)[None]
+    found = []
+    for run in (norms.added_norm_apart, fused):
+        kernel = Kernel("a kernel", run, norms.ALL_NEEDS)
+        for kind in (LayerNorm, RMSNorm):
+            monkeypatch.setattr(kind, "added_kernels", KernelTable("sum", {"cpu": (kernel,)}))
+        rng_state().begin_step(0, micro_batch_size=2, dp_rank=0, dp_size=1)
+        loss = model(tokens, positions, None, labels=tokens).sum()
+        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert len(calls) == (0 if settings else 4)
+    for apart, together in zip(*found, strict=True):
+        assert torch.equal(apart, together)
 
 
 def test_the_cross_entropy_of_transformer_engine_is_asked_for(monkeypatch):

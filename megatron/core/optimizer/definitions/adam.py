@@ -13,6 +13,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from megatron.core.optimizer.chunk_updates import ADAM, ADAMW
 from megatron.core.optimizer.definition import (
     ModelTensors,
     OptimizerDefinition,
@@ -67,5 +68,6 @@ OPTIMIZER = OptimizerDefinition(
     state_names=("exp_avg", "exp_avg_sq"),
     constants=_constants,
     update=lambda config: partial(update_adam, decouples_decay=config.decoupled_weight_decay),
+    kind=lambda config: ADAMW if config.decoupled_weight_decay else ADAM,
     build=_build,
 )

@@ -1,0 +1,30 @@
+"""Kernels of the optimizer and of number formats."""
+
+from __future__ import annotations
+
+from megatron.core.kernels.triton_kernels import adam
+from tests.gpu_without_gpu.triton_kernels.kernel_case import KernelCase, arguments
+
+
+def _adam_cases() -> dict[str, KernelCase]:
+    numbers = "factor lr beta2 share1 share2 eps decay correction1 correction2"
+    kinds = {
+        "fp32": (adam.FP32, adam.FP32, adam.FP32, False),
+        "bf16, remainders": (adam.BF16, adam.BF16, adam.REMAINDER, True),
+        "fp16, fp16 weights": (adam.FP16, adam.FP16, adam.FP16, True),
+        "fp8, remainders": (adam.FP8, adam.FP8, adam.REMAINDER, True),
+    }
+    cases = {}
+    for name, (first, second, main, has_main) in kinds.items():
+        types = arguments("", "grad_ptr", "numel first_place", numbers)
+        types |= dict.fromkeys(("first_ptr", "second_ptr", "main_ptr"), "*u8")
+        types |= {"step_bits": "i64", "weight_ptr": "*bf16" if has_main else "*fp32"}
+        constants = {"FIRST": first, "SECOND": second, "MAIN": main, "HAS_MAIN": has_main,
+                     "DECOUPLES": True, "MAIN_SHIFT": 6, "num_warps": adam.NUM_WARPS}  # fmt: skip
+        moved = "9 of 9" if has_main else "7 of 7"
+        cases[f"Adam, {name}"] = KernelCase(adam.adam_kernel, types, constants, moved)
+    return cases
+
+
+NUMBER_CASES = _adam_cases()
+"""Name -> kernel."""
