@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
@@ -17,6 +18,9 @@ from megatron.training.cli.parser import (
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.hooks.standard import standard_hooks
+from megatron.training.inprocess.generation import Generation
+from megatron.training.inprocess.membership import Membership
+from megatron.training.inprocess.restart import check_launcher, run_with_restarts
 from megatron.training.launch import rank_info
 from megatron.training.launch.printing import is_rank_0, print_rank_0
 from megatron.training.metrics.prediction import StepPrediction
@@ -97,19 +101,37 @@ def pretrain(*given: Any, **named: Any) -> None:
             if is_rank_0():
                 print(call.searched_layout(), flush=True)
             return
-        status.activity = "predicting a step"
-        prediction = call.predicted_step()
-        session = start_session(
-            call.read,
-            status,
-            store_slot,
-            get_embedding_ranks=call.options.get("get_embedding_ranks"),
-            get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
-            store=call.options.get("store"),
-            claims_save_directory=True,
-        )
-        run_session(session, call, prediction)
-        shut_down()
+        membership = Membership.of_this_process()
+        if membership is None:
+            check_launcher(membership, wants_restarts=call.read().config.logging.inprocess_restart)
+            _train_once(call, status, store_slot)
+        else:
+            run_with_restarts(
+                membership, status, store_slot, partial(_train_once, call, status, store_slot)
+            )
+
+
+def _train_once(
+    call: PretrainCall,
+    status: RunStatus,
+    store_slot: list[Any],
+    generation: Generation | None = None,
+) -> None:
+    """Bring up this rank's part of the run, train, and take it down."""
+    status.activity = "predicting a step"
+    prediction = call.predicted_step()
+    session = start_session(
+        call.read,
+        status,
+        store_slot,
+        get_embedding_ranks=call.options.get("get_embedding_ranks"),
+        get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
+        store=call.options.get("store") if generation is None else generation.store,
+        claims_save_directory=True,
+        generation=generation,
+    )
+    run_session(session, call, prediction)
+    shut_down()
 
 
 class PretrainCall:
@@ -230,6 +252,8 @@ def run_session(
         status.activity = "building data"
         context.data = build_data(run, call.dataset_provider, session.groups, state)
         state = with_data_order(run, state, context.data.train_order)
+    generation = session.generation
+    may_grow = generation is not None and generation.place.may_grow
     hooks = standard_hooks(
         context,
         status,
@@ -238,6 +262,7 @@ def run_session(
         tensorboard=session.tensorboard,
         wandb=session.wandb,
         prediction=prediction,
+        waits_to_grow=generation.watch.waits_to_grow if generation and may_grow else None,
     )
     if status.watch is not None:
         status.watch.answer_term()

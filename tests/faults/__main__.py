@@ -5,6 +5,8 @@ Campaigns (all of them without a name):
     matrix      each signal at each moment to each target, with and without loader workers
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
     restarts    30 kills of random ranks at random times under torchrun --max-restarts
+    inprocess   ranks lost one after another while the others go on in their processes; replicas
+                that become fewer and more
     hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
     mismatches  one rank leaves a collective out, or takes another size or operation
     pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
@@ -32,7 +34,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import hangs, mismatches, namespaces, pauses, plan, stragglers
+from tests.faults import hangs, inprocess, mismatches, namespaces, pauses, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts
@@ -45,7 +47,8 @@ Task = tuple[str, Callable[..., Result]]
 
 
 CAMPAIGNS = (
-    "matrix", "preempt", "restarts", "hangs", "mismatches", "pauses", "stragglers", "namespaces",
+    "matrix", "preempt", "restarts", "inprocess", "hangs", "mismatches", "pauses", "stragglers",
+    "namespaces",
 )  # fmt: skip
 
 
@@ -64,6 +67,8 @@ class Flags:
     """Of preempt; of stragglers as many slow as clean runs."""
     kills: int = 30
     """Of restarts."""
+    losses: int = 10
+    """Of each layout of inprocess."""
     random_hangs: int = 50
     """Of hangs."""
     random_mismatches: int = 20
@@ -86,6 +91,9 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         count = arguments.kills
         run = partial(run_restarts, num_kills=count, seed=base)
         tasks.append((f"restarts/{count}-kills", run))
+    if campaign == "inprocess":
+        for lossy in plan.matching(inprocess.cases(arguments.losses), arguments.cases):
+            tasks.append((lossy.name, partial(inprocess.run_inprocess, lossy, seed=base)))
     if campaign == "hangs":
         for hang in plan.matching(hangs.cases(arguments.random_hangs), arguments.cases):
             tasks.append((hang.name, partial(hangs.run_hang, hang, seed=base)))

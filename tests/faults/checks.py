@@ -83,18 +83,18 @@ class References:
         self._lock = threading.RLock()
 
     @cache  # noqa: B019  lives as long as the program
-    def _curve(self, num_ranks: int, num_steps: int) -> Curve:
-        place = self.folder / f"reference-{num_ranks}-{num_steps}"
+    def _curve(self, num_ranks: int, num_steps: int, layout: str) -> Curve:
+        place = self.folder / f"reference-{num_ranks}-{num_steps}{layout.replace(' ', '')}"
         train_in_harness(
             place / "save", place / "metrics", num_ranks,
-            "--save-interval", str(num_steps), num_steps=num_steps,
+            "--save-interval", str(num_steps), *layout.split(), num_steps=num_steps,
         )  # fmt: skip
         return Curve(joined(place / "metrics"), state_at(place / "save", num_steps))
 
-    def curve(self, num_ranks: int, num_steps: int = NUM_STEPS) -> Curve:
-        """Return what a run without faults measures."""
+    def curve(self, num_ranks: int, num_steps: int = NUM_STEPS, layout: str = "") -> Curve:
+        """Return what a run without faults measures; `layout` is more of its flags."""
         with self._lock:
-            return self._curve(num_ranks, num_steps)
+            return self._curve(num_ranks, num_steps, layout)
 
     @cache  # noqa: B019
     def _begun(self, num_ranks: int) -> Path:

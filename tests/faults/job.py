@@ -62,7 +62,8 @@ class Job:
         folder: holds `log`, `tmp` (TMPDIR), `shm` (/dev/shm, where that is possible).
         words: flags of the training script.
         num_ranks: that this launcher starts.
-        launcher_flags: flags of torchrun; None starts the script without it.
+        launcher_flags: flags of the launcher; None starts the script without it.
+        launcher: module of the launcher: torchrun's, or that of restarts inside the job.
         prefix: a command that runs what follows it, such as nsenter.
     """
 
@@ -73,6 +74,7 @@ class Job:
         *,
         num_ranks: int,
         launcher_flags: Sequence[str] | None = ("--standalone",),
+        launcher: str = "torch.distributed.run",
         prefix: Sequence[str] = (),
         interface: str = "lo",
     ) -> None:
@@ -85,7 +87,7 @@ class Job:
         command = [sys.executable, SCRIPT, *words]
         self.is_launched = launcher_flags is not None
         if launcher_flags is not None:
-            command[1:1] = ["-m", "torch.distributed.run", *launcher_flags,
+            command[1:1] = ["-m", launcher, *launcher_flags,
                             "--nproc-per-node", str(num_ranks)]  # fmt: skip
         self.started_at = time.monotonic()
         with open(self.log, "wb") as log:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.faults import hangs, mismatches, plan, stragglers
+from tests.faults import hangs, inprocess, mismatches, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import take_signals
 from tests.faults.promises import Kept, promise_for
@@ -61,6 +61,13 @@ def test_who_holds_up_the_others_is_named_with_the_place_and_the_job_ends(tmp_pa
 def test_a_rank_that_computes_longer_is_named_and_no_other(tmp_path, references):
     case = stragglers.cases(1)[0]
     result = stragglers.run_straggler(case, tmp_path / "case", references)
+    assert not result.problems, "\n".join(result.problems)
+
+
+@pytest.mark.distributed
+def test_who_lives_goes_on_in_its_process_with_a_spare_to_the_same_bits(tmp_path, references):
+    case = inprocess.InprocessCase("zero1", 1)
+    result = inprocess.run_inprocess(case, tmp_path / "case", references, seed="0")
     assert not result.problems, "\n".join(result.problems)
 
 

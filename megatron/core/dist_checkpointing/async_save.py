@@ -29,6 +29,15 @@ def in_flight() -> AsyncSave | None:
     return _IN_FLIGHT
 
 
+def abandon() -> None:
+    """Give up the save in flight without the other ranks; what it has written is left over."""
+    global _IN_FLIGHT
+    if _IN_FLIGHT is not None:
+        _IN_FLIGHT._thread.join()
+        _IN_FLIGHT._is_finished = True
+        _IN_FLIGHT = None
+
+
 def lower_priority() -> None:
     """Let this thread, and those it starts, have only what training leaves of the cores."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.

@@ -92,6 +92,12 @@ class SaveLock:
         return cls(path, descriptor)
 
 
+def release_all() -> None:
+    """Unlock all directories that this process locks: it may not be the one to save again."""
+    for lock in list(_HELD.values()):
+        lock.release()
+
+
 def _try_lock(descriptor: int, path: Path) -> bool:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

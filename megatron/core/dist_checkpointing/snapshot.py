@@ -31,6 +31,11 @@ class SnapshotBuffer:
         """Size of the buffer."""
         return self._memory.numel()
 
+    @property
+    def memory(self) -> Tensor:
+        """The buffer [bytes]; what was copied last begins at byte 0, in the order given."""
+        return self._memory
+
     def copy_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors [...], given in `storage_order`, and return copies of the same shapes.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.collective import print_once
+from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
@@ -19,6 +20,7 @@ from megatron.training.checkpointing.hugging_face import (
     write_adapters_collectively,
     write_collectively,
 )
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.checkpointing.non_persistent import open_non_persistent
 from megatron.training.checkpointing.restore import Restored
 from megatron.training.checkpointing.resume import ResumeSource
@@ -37,13 +39,23 @@ class Checkpointer:
         context: CheckpointContext,
         *,
         process_group: Group | ControlGroup | None = None,
+        memory: tuple[MemoryCopies, int] | None = None,
     ) -> None:
+        """
+        Args:
+            memory: what this process has in memory, and the number of its node.
+        """
         self.settings = settings
         self.context = context
         self.peers: ControlGroup = control_group(
             backend.world() if process_group is None else process_group
         )
         self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
+        self.memory = (
+            None
+            if memory is None
+            else MemoryCheckpoints(memory[0], settings, context, self.peers, memory[1])
+        )
         self._saver = Saver(settings, context, self.peers)
 
     def claim(self) -> None:
@@ -110,7 +122,10 @@ class Checkpointer:
     def load(self) -> Restored | None:
         """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
         `--pretrained-checkpoint`; see `ResumeSource.load`."""
-        return ResumeSource(self.settings, self.context, self.peers, self.non_persistent).load()
+        source = ResumeSource(
+            self.settings, self.context, self.peers, self.non_persistent, self.memory
+        )
+        return source.load()
 
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.

@@ -61,7 +61,7 @@ class Restorable:
 
 
 @functools.lru_cache(maxsize=1)
-def _own_group(world: dist.ProcessGroup) -> TorchControlGroup:
+def own_group(world: dist.ProcessGroup) -> TorchControlGroup:
     """Return a group on the host's network whose messages never meet those of training: made once
     for all runs of the processes' group."""
     ranks = dist.get_process_group_ranks(world)
@@ -98,7 +98,7 @@ class LocalCheckpoints:
             _check_replicas(settings, peers.size)
             world = backend.world()
             assert isinstance(world, dist.ProcessGroup), "there are peers"
-            self._group = _own_group(world)
+            self._group = own_group(world)
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
         """Save what this rank holds, copy it to the neighbours, then drop older iterations.

@@ -17,6 +17,7 @@ from megatron.training.checkpointing.hugging_face import (
     note_on_precision,
     open_collectively,
 )
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing.restore import Restored, Restorer
 from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer
@@ -39,9 +40,10 @@ class ResumeSource:
         context: CheckpointContext,
         peers: ControlGroup,
         non_persistent: NonPersistentCheckpoints | None = None,
+        memory: MemoryCheckpoints | None = None,
     ) -> None:
         self.settings, self.context, self.peers = settings, context, peers
-        self.non_persistent = non_persistent
+        self.non_persistent, self.memory = non_persistent, memory
         self.restorer = Restorer(settings, context, peers)
 
     def load(self) -> Restored | None:
@@ -62,6 +64,8 @@ class ResumeSource:
             )
             if restored is not None:
                 return restored
+        elif self.memory is not None and self.memory.newest_iteration >= 0:
+            return self.memory.load()
         if base is not None:
             set_magnitudes(self.context.model)
             if settings.load_adapter is not None and settings.load_hf is not None:
@@ -104,11 +108,15 @@ class ResumeSource:
         selection = self._select(directory, ckpt_step)
         for note in selection.notes:
             print_once(self.peers, note)
-        if ckpt_step is None and not is_finetuning:
+        in_memory = -1 if self.memory is None else self.memory.newest_iteration
+        if (ckpt_step is None and not is_finetuning) or in_memory >= 0:
             newest = selection.candidates[0].iteration if selection.candidates else -1
-            restored = self._load_non_persistent(newest if isinstance(newest, int) else -1)
+            newest = newest if isinstance(newest, int) else -1
+            restored = self._load_non_persistent(max(newest, in_memory))
             if restored is not None:
                 return restored
+            if self.memory is not None and in_memory >= 0 and in_memory >= newest:
+                return self.memory.load()
         problems: list[CheckpointError] = []
         for found in selection.candidates:
             try:

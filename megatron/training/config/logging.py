@@ -108,8 +108,11 @@ class LoggingSettings:
     ft_rank_heartbeat_timeout: float = 7.0
     """Seconds after which a watchdog beside the ranks of a machine ends the job, with the place of
     each rank, if a rank is stopped, locked, or waits in a circle with others. 0 watches nothing."""
-    inprocess_restart: bool = flag(False, refuse="use torchrun --max-restarts with --load")
-    """Restart inside the process after a failure."""
+    inprocess_restart: bool = False
+    """Go on in the processes that live when a rank is lost, with a new one in its place, from
+    copies in memory. Start with `python -m megatron.training.inprocess.run` instead of torchrun."""
+    inprocess_copy_interval: int = flag(1, part_of="inprocess_restart")
+    """Steps between copies of the state in the memory of its rank and of a neighbour."""
     calibrate_planner: list[str] | None = flag(None, nargs="+", metavar="RUN")
     """Directories of runs that were measured on these machines, each with --metrics-jsonl and
     --save in it: the log line shows the time of a step that is predicted from them. On GPUs that

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.hooks.base import Hook
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.status import RunStatus
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import RanksChange, StepResult, StopReason, TrainState
 
 
 class SaveCheckpoints(Hook):
@@ -111,6 +114,47 @@ class SaveCheckpoints(Hook):
         """
         if self._has_ended:
             self.checkpointer.close()
+
+
+class CopyState(Hook):
+    """Copies the state to the memory of the ranks every `interval` steps, so that those that live
+    go on after one was lost; and leaves the loop after a step when others wait to join.
+
+    Args:
+        waits_to_grow: whether others wait, as far as this rank has heard; None where all are there.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryCheckpoints,
+        interval: int,
+        status: RunStatus,
+        waits_to_grow: Callable[[], bool] | None,
+    ) -> None:
+        self.memory, self.interval, self.status = memory, interval, status
+        self.waits_to_grow = waits_to_grow
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Copy what was loaded: who has joined has no copy yet."""
+        if state.iteration:
+            self.memory.save(state)
+        return state
+
+    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+        """Copy, and leave if any rank has heard that others wait.
+
+        Raises:
+            RanksChange: on all ranks.
+        """
+        is_left = self.waits_to_grow is not None and any_across_ranks(
+            self.waits_to_grow(), backend.world()
+        )
+        if is_left or state.iteration % self.interval == 0:
+            with self.status.doing("copying the state"):
+                self.memory.save(state)
+        if is_left:
+            raise RanksChange("others wait to join")
+        return state
 
 
 class Export(Hook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.dist_checkpointing.object_store import is_url
@@ -25,7 +26,7 @@ from megatron.training.hooks.log import (
 )
 from megatron.training.hooks.monitoring import monitoring_sinks
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
-from megatron.training.hooks.save import Export, SaveCheckpoints
+from megatron.training.hooks.save import CopyState, Export, SaveCheckpoints
 from megatron.training.hooks.scalars import (
     ProgressBar,
     Scalars,
@@ -66,6 +67,7 @@ def standard_hooks(
     tensorboard: ScalarWriter | None = None,
     wandb: WandbRun | None = None,
     prediction: StepPrediction | None = None,
+    waits_to_grow: Callable[[], bool] | None = None,
 ) -> StandardHooks:
     """Return the hooks that the settings of the run ask for.
 
@@ -122,6 +124,9 @@ def standard_hooks(
         hooks.append(garbage)
     if run.schedule.eval_interval is not None and run.schedule.eval_iters > 0:
         hooks.append(evaluate)
+    if checkpointer is not None and checkpointer.memory is not None:
+        interval = run.logging.inprocess_copy_interval
+        hooks.append(CopyState(checkpointer.memory, interval, status, waits_to_grow))
     if checkpointer is not None and run.checkpoint.save is not None:
         hooks.append(
             SaveCheckpoints(

@@ -82,12 +82,14 @@ def start_heart(
     timeout_s: float,
     save_directory: str | None,
     on_verdict: Callable[[int, str], None],
+    restarts: bool = False,
 ) -> Heart | None:
     """Share the notes of this rank and let the first rank of the machine start the watchdog.
 
     Args:
         store: in which the ranks of the machine find each other.
         timeout_s: how long nothing may happen.
+        restarts: end only the ranks that are stuck, because the others go on without them.
     Returns:
         None where the system has no such memory, or the launcher does not say who is here.
     """
@@ -99,6 +101,7 @@ def start_heart(
             "identity": ProcessIdentity.own().pack().hex(),
             "heartbeat": PLACE.share(),
             "stacks": _stacks_at(_stack_signal()),
+            "generation": PLACE.words[Word.GENERATION],
         }
     except (OSError, AttributeError, RuntimeError):
         return None
@@ -113,6 +116,7 @@ def start_heart(
                     "ranks": [json.loads(store.get(key)) for key in keys],
                     "timeout_s": timeout_s,
                     "num_ranks": info.world_size,
+                    "restarts": restarts,
                     "stack_signal": _stack_signal(),
                     "instructions": {int(op): op.name.lower() for op in Op},
                     "save_directory": save_directory,

@@ -58,6 +58,13 @@ class RunStatus:
         info = rank_info.read_rank_info()
         return cls(rank=info.rank, local_rank=info.local_rank, attempt=restart_count())
 
+    def begin_anew(self, rank: int, local_rank: int, attempt: int) -> None:
+        """Begin another attempt in the same process."""
+        self.rank, self.local_rank, self.attempt = rank, local_rank, attempt
+        self.iteration, self.last_good_checkpoint = 0, None
+        self.has_begun = self.has_claimed = False
+        self.peers = None
+
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
         """Name what is being done; a failure inside leaves the name."""

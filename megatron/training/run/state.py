@@ -9,6 +9,10 @@ from enum import Enum
 from typing import Any
 
 
+class RanksChange(Exception):
+    """All ranks leave after a step, because others wait to train with them."""
+
+
 class StopReason(Enum):
     """Why the loop ended."""
 

@@ -59,7 +59,9 @@ def assemble(
         context.rerun = rerun = rerun_of(run, groups.dp.rank(), groups.dp.size())
         if rerun is not None:
             context.forward_step = rerun.injector.around(forward_step)
-    return context, Checkpointer(run.checkpoint, saved)
+    generation = session.generation
+    memory = None if generation is None else (generation.copies, generation.place.node)
+    return context, Checkpointer(run.checkpoint, saved, memory=memory)
 
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:
@@ -68,6 +70,7 @@ def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) 
         run.checkpoint.load is None
         and run.checkpoint.pretrained_checkpoint is None
         and run.checkpoint.load_hf is None
+        and checkpointer.memory is None
     ):
         return TrainState()
     restored = checkpointer.load()

@@ -23,6 +23,7 @@ from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, plain
 from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.inprocess.generation import Generation
 from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
 from megatron.training.launch.printing import is_last_rank, print_rank_0
@@ -53,6 +54,8 @@ class Session:
     signal: SignalFlag | None = None
     tensorboard: Any = None
     wandb: Any = None
+    generation: Generation | None = None
+    """What a launcher that restarts inside the job gives."""
 
 
 ReadCommand = Callable[[], ParsedCommand]
@@ -85,6 +88,7 @@ def start_session(
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
     store: object = None,
     claims_save_directory: bool = False,
+    generation: Generation | None = None,
 ) -> Session:
     """Bring up this rank's part of the run.
 
@@ -92,6 +96,7 @@ def start_session(
         status: told what is being done, for the failure report.
         store_slot: receives the rendezvous store as soon as it exists.
         store: one that exists already.
+        generation: the ranks of this attempt, and what the process has kept of earlier ones.
         claims_save_directory: refuse now, before anything is built, what another run saves into.
     Communication:
         comparison of settings through the store; creation of the process groups.
@@ -123,6 +128,7 @@ def start_session(
             timeout_s=run.logging.ft_rank_heartbeat_timeout,
             save_directory=status.save_directory,
             on_verdict=lambda code, text: end_by_verdict(code, text, store),
+            restarts=generation is not None,
         )
 
     status.activity = "connecting the ranks"
@@ -151,7 +157,7 @@ def start_session(
         if derived.name.endswith("vocab_size"):
             print_rank_0(f" > {derived}")
     timers = Timers(run.logging.timing_log_level, run.logging.timing_log_option)
-    session = Session(run, groups, timers, tokenizer, status)
+    session = Session(run, groups, timers, tokenizer, status, generation=generation)
     status.activity = "opening what is written beside the log"
     session.signal = (
         SignalFlag("SIGTERM", run.schedule.exit_signal)

@@ -52,6 +52,8 @@ class Word(enum.IntEnum):
     """1: an operation failed, and the rank asks whether the ranks were in different ones."""
     ANSWERED = 13
     """1: the watchdog has looked, and they were not."""
+    GENERATION = 14
+    """Counts the sets of process groups; a watchdog watches one of them."""
 
 
 NO_CHUNK, NO_MICROBATCH = 0xFFFF, 0xFFFFFFFF

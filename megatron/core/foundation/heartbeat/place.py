@@ -45,6 +45,8 @@ class Place:
     """Where this process is in the program."""
 
     def __init__(self) -> None:
+        self.is_aborted = False
+        """Whether the ranks give up the groups that they have; who waits for a peer raises."""
         self._channels: dict[tuple[int, int], list[int]] = {}  # group, tag -> number, uses
         self._num_channels = 0
         self._num_records = 0
@@ -75,6 +77,17 @@ class Place:
             self.file = file
             self._attach(shared)
         return self.file
+
+    def begin_anew(self) -> None:
+        """Forget the operations of groups that are gone, for the first watchdog of new ones."""
+        self.is_aborted = False
+        self.waits.switch(None)
+        self._channels, self._num_channels, self._num_records = {}, 0, 0
+        for word in Word:
+            if word not in (Word.BEATS, Word.NUM_STEPS, Word.GENERATION):
+                self.words[word] = 0
+        self.memory[RING_OFFSET:TABLE_OFFSET] = bytes(TABLE_OFFSET - RING_OFFSET)
+        self.words[Word.GENERATION] += 1
 
     # Collectives ----------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ class WatchedRank:
     """Descriptor of its notes."""
     stacks: int
     """Descriptor of the file that `faulthandler` writes."""
+    generation: int = 0
+    """Of its process groups: when it counts on, this watchdog has done."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Settings:
     num_ranks: int
     """Of the job."""
     stack_signal: int
+    restarts: bool
+    """Whether the ranks go on without one that is stuck: then it alone is ended."""
     instructions: Mapping[int, str]
     save_directory: str | None
 
@@ -80,6 +84,7 @@ class _Watched:
     start: int
     memory: Heartbeat
     stacks: int
+    generation: int
     words: tuple[int, ...] = ()
     progress: tuple[int, ...] = ()
     letter: str = "S"
@@ -94,7 +99,8 @@ class _Watched:
         identity = ProcessIdentity.unpack(bytes.fromhex(said.identity))
         stacks = os.open(f"/proc/{identity.number}/fd/{said.stacks}", os.O_RDONLY)
         memory = Heartbeat(identity.number, said.heartbeat)
-        return _Watched(said.rank, identity.number, identity.start, memory, stacks)
+        process = identity.number
+        return _Watched(said.rank, process, identity.start, memory, stacks, said.generation)
 
     def look(self, now: float) -> None:
         """Note what has changed."""
@@ -164,6 +170,8 @@ class Watchdog:
             last = time.monotonic()
             for rank in self._ranks:
                 rank.look(self._now)
+            if any(r.words and r.words[Word.GENERATION] != r.generation for r in self._ranks):
+                return
             open_ranks = [rank for rank in self._ranks if not rank.words[Word.CLOSED]]
             living = [rank for rank in open_ranks if not rank.has_ended]
             if not living:
@@ -223,6 +231,12 @@ class Watchdog:
         living = [rank for rank in open_ranks if not rank.has_ended]
         record["stacks"] = stacks = self._stacks(found, living)
         stuck = [rank for rank in living if rank.rank in found.ranks and found.kind == "HANG"]
+        if self._settings.restarts and stuck:
+            shown = "".join(f"\nrank {rank}:\n{stack}" for rank, stack in stacks.items())
+            _print(f"{shown}\n{line.replace('FATAL', 'RESTART', 1)}")
+            for rank in stuck:
+                rank.send(signal.SIGKILL)
+            return
         # One rank must be told: it tells the launcher and the ranks of other machines.
         told = [rank for rank in living if rank not in stuck] or stuck
         for rank in told:

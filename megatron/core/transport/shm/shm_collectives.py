@@ -221,6 +221,8 @@ class ShmGroup:
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
                 PLACE.wait_for(None)
                 return
+            if PLACE.is_aborted:
+                raise _lost(peer, "the ranks give up their process groups")
             # Test again after finding a dead rank: it may have made the condition true before.
             if self._is_dead(peer):
                 if is_reached():

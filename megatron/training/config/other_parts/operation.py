@@ -83,8 +83,10 @@ refused: use torchrun --max-restarts with --load
 --adlr-autoresume on
 of adlr_autoresume
 --adlr-autoresume-interval int = 1000
-of inprocess_restart
+refused: give --max-restarts, --spares and --nproc-per-node to megatron.training.inprocess.run
+--inprocess-max-iterations int
 --inprocess-active-world-size int
+no effect: the launcher sees which process has ended, and a watchdog which one is stuck
 --inprocess-barrier-timeout float = 120
 --inprocess-completion-timeout float = 120
 --inprocess-empty-cuda-cache on
@@ -93,7 +95,6 @@ of inprocess_restart
 --inprocess-heartbeat-interval float = 30
 --inprocess-heartbeat-timeout float = 60
 --inprocess-last-call-wait float = 1
---inprocess-max-iterations int
 --inprocess-monitor-process-interval float = 1.0
 --inprocess-monitor-thread-interval float = 1.0
 --inprocess-progress-watchdog-interval float = 1.0

@@ -1,0 +1,43 @@
+"""The jobs of one case: started, ended whatever happens, and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.faults.job import Job
+from tests.faults.moments import MissedMomentError
+from tests.faults.result import Result
+
+
+class CaseRun(AbstractContextManager):
+    """A context that ends its jobs, notes a missed moment as a problem, and takes the time."""
+
+    def __init__(self, name: str) -> None:
+        self.result = Result(name)
+        self.jobs: list[Job] = []
+        self._began = time.monotonic()
+
+    def start(self, folder: Path, words: Sequence[str], **options: Any) -> Job:
+        """Start a job of the case; see `Job`."""
+        job = Job(folder, words, **options)
+        self.jobs.append(job)
+        return job
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        for job in self.jobs:
+            job.end()
+        self.result.seconds = time.monotonic() - self._began
+        if isinstance(error, MissedMomentError | OSError):
+            self.result.problems.append(f"{type(error).__name__}: {error}")
+            return True
+        return False
