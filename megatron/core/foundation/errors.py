@@ -135,6 +135,10 @@ class CheckpointError(MegatronError):
     """A checkpoint that is missing, damaged, incompatible or cannot be written."""
 
 
+class MissingCheckpointError(CheckpointError):
+    """A checkpoint that is not on this machine; others may have it."""
+
+
 class NumericsError(MegatronError):
     """A loss or gradient that is not finite, found before it touched the weights."""
 

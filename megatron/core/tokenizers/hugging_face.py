@@ -7,8 +7,11 @@ folder without `tokenizer.json` goes through `transformers`.
 from __future__ import annotations
 
 import os
+import socket
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
 from megatron.core.foundation.json_text import parse_json
@@ -183,7 +186,10 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
     transformers = require("transformers", purpose=f"the tokenizer {path!r} (no tokenizer.json)")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
-            path, use_fast=True, trust_remote_code=trust_remote_code
+            path,
+            use_fast=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not _may_reach_hub(),
         )
     except (OSError, ValueError, KeyError) as error:
         raise MissingInputError(
@@ -202,6 +208,21 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
             fix="convert it to tokenizer.json",
         )
     return backend, {k: v for k, v in loaded.special_tokens_map.items() if isinstance(v, str)}
+
+
+def _may_reach_hub() -> bool:
+    """Return whether the hub's name resolves; without a network its client tries for half a minute.
+
+    Behind a proxy names need not resolve here.
+    """
+    if urllib.request.getproxies():
+        return True
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def _read_json(path: str, flag: str) -> Any:

@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.foundation.errors import ConfigError, DataError, UntokenizableTextError, shown
+from megatron.core.foundation.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    UntokenizableTextError,
+    shown,
+)
 from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
@@ -237,7 +243,7 @@ def _encoding(
 
 def _named_encoding(library: Any, name: str) -> Any:
     if name not in library.list_encoding_names():
-        raise DataError(
+        raise MissingInputError(
             f"{name!r} is neither a file nor a name that tiktoken knows.",
             rule="a rank file (.json or .tiktoken) or one of "
             + ", ".join(library.list_encoding_names()),
@@ -246,7 +252,7 @@ def _named_encoding(library: Any, name: str) -> Any:
     try:
         return library.get_encoding(name)
     except Exception as error:  # whatever the download raises
-        raise DataError(
+        raise MissingInputError(
             f"tiktoken could not fetch the ranks of {name!r}: {type(error).__name__}.",
             rule="a named set is read from tiktoken's cache or downloaded",
             flags=["--tokenizer-model"],

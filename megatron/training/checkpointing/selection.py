@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, find_d
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
-from megatron.core.foundation.errors import CheckpointError
+from megatron.core.foundation.errors import CheckpointError, MissingCheckpointError
 
 _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
 """Ends of names that mean weights, of whatever program."""
@@ -99,7 +99,7 @@ def _only_step(selection: Selection, directory: StoragePath, step: int) -> None:
     selection.candidates = [f for f in selection.candidates if f.iteration == step]
     if not selection.candidates:
         shown = ", ".join(map(str, there[:10])) or "none"
-        raise CheckpointError(
+        raise MissingCheckpointError(
             f"{directory} has no checkpoint of iteration {step}; it has: {shown}.",
             flags=["--ckpt-step", "--load"],
             fix="name one of these iterations, or leave --ckpt-step out to load the newest",
@@ -137,7 +137,7 @@ def _refuse_if_something_was_here(
 
 def missing(directory: str) -> CheckpointError:
     """Return the error of --exit-on-missing-checkpoint."""
-    return CheckpointError(
+    return MissingCheckpointError(
         f"{directory} holds no checkpoint.",
         flags=["--load", "--exit-on-missing-checkpoint"],
         fix="leave --exit-on-missing-checkpoint out to start from random weights",
@@ -158,7 +158,7 @@ def moved_away(directory: StoragePath) -> CheckpointError | None:
 
 def missing_pretrained(directory: str) -> CheckpointError:
     """Return the error for a --pretrained-checkpoint that is empty or absent."""
-    return CheckpointError(
+    return MissingCheckpointError(
         f"{directory} holds no checkpoint.",
         flags=["--pretrained-checkpoint"],
         fix="give the directory that contains iter_* or release",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from megatron.core.foundation.errors import MissingInputError
+from megatron.core.foundation.errors import MegatronError, MissingInputError
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
@@ -36,12 +36,14 @@ _USUAL_IDS = 128256
 
 
 def describe_run(read: Callable[[], ParsedCommand]) -> str:
-    """Return the report of `--dry-run`. Corpora and tokenizers need not be on this machine.
+    """Return the report of `--dry-run`.
+
+    Corpora, tokenizers and checkpoints need not be on this machine.
 
     Raises:
         ConfigError: with all problems of the settings.
     """
-    absent: list[MissingInputError] = []
+    absent: list[MegatronError] = []
     run = resolve_and_check(read, planned_world_size, absent=absent)
     run = resolve_vocabulary(run, _num_ids(run, absent))
     size, config = ModelSize.from_settings(run), run.transformer_config
@@ -67,7 +69,7 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
     )
 
 
-def _num_ids(run: ResolvedRun, absent: list[MissingInputError]) -> int:
+def _num_ids(run: ResolvedRun, absent: list[MegatronError]) -> int:
     """Return the ids of the tokenizer; of one that is not here a guess, told in `absent`."""
     try:
         return build_tokenizer(run.namespace()).vocab_size

@@ -168,6 +168,12 @@ def _sharding(
         replace(asked, data_parallel_sharding_strategy=strategy or "no_shard"),
         formula if strategy else "default",
     )
+    if asked.use_megatron_fsdp and strategy == "no_shard":
+        return log.derived(
+            found,
+            replace(found, use_distributed_optimizer=False, overlap_param_gather=False),
+            f"{formula} {strategy}",
+        )
     if found.data_parallel_sharding_strategy != "no_shard":
         found = log.derived(
             found, replace(found, use_distributed_optimizer=True), f"{formula} {strategy}"

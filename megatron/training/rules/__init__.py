@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.core.foundation.errors import MegatronError, MissingInputError, raise_together
+from megatron.core.foundation.errors import (
+    MegatronError,
+    MissingCheckpointError,
+    MissingInputError,
+    raise_together,
+)
 from megatron.training.checkpointing.stored_settings import with_checkpoint_shape
 from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
 from megatron.training.config.resolve import resolve
@@ -28,6 +33,7 @@ from megatron.training.rules.support import notes, refusals
 __all__ = ["notes", "resolve_and_check"]
 
 
+_ELSEWHERE = (MissingInputError, MissingCheckpointError)
 _NO_CORPUS = (
     "No corpus is named: such a run trains on synthetic samples. --data-path and --tokenizer-type"
     " name your own."
@@ -38,7 +44,7 @@ def resolve_and_check(
     read: Callable[[], ParsedCommand],
     world_size: Callable[[RunConfig], int],
     *,
-    absent: list[MissingInputError] | None = None,
+    absent: list[MegatronError] | None = None,
 ) -> ResolvedRun:
     """Read, derive and check the settings.
 
@@ -64,7 +70,10 @@ def resolve_and_check(
     try:
         config = with_checkpoint_shape(config, command.given)
     except MegatronError as error:
-        unclear.add(error, source="--use-checkpoint-args")
+        if absent is not None and isinstance(error, _ELSEWHERE):
+            absent.append(error)
+        else:
+            unclear.add(error, source="--use-checkpoint-args")
     for name, problem in wrong_sizes(config).items():
         unclear.add(problem)
         config = with_defaults_for(config, {name})
@@ -73,8 +82,10 @@ def resolve_and_check(
     )
     rules = [*refusals(config), *broken_rules(run)]
     if absent is not None:
-        absent += [broken for broken in rules if isinstance(broken, MissingInputError)]
-        rules = [broken for broken in rules if broken not in absent]
+        known = {each.found for each in absent}
+        elsewhere = [broken for broken in rules if isinstance(broken, _ELSEWHERE)]
+        absent += [broken for broken in elsewhere if broken.found not in known]
+        rules = [broken for broken in rules if broken not in elsewhere]
     unclear.problems += [broken for broken in rules if not unclear.may_cause(broken)]
     summary = "this command line" if problems else "the settings of this run"
     is_synthetic = run.data.mock_data and not config.data.mock_data

@@ -60,7 +60,12 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"drop {given[0]}, or use a pipeline size above 1",
         )
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
-    per_rank = (run.model.num_layers or 0) // parallel.pipeline_model_parallel_size
+    counted = (
+        (run.model.num_layers or 0)
+        + parallel.account_for_embedding_in_pipeline_split
+        + parallel.account_for_loss_in_pipeline_split
+    )
+    per_rank = counted // parallel.pipeline_model_parallel_size
     if (
         per_chunk
         and per_chunk > 0
@@ -123,6 +128,8 @@ def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]
 def one_zero_stage(run: ResolvedRun) -> Iterator[MegatronError]:
     """The two ways to ask for sharded state agree."""
     asked = run.config.ddp
+    if asked.use_megatron_fsdp:  # whose strategy decides, as in Megatron-LM
+        return
     if asked.use_distributed_optimizer and asked.data_parallel_sharding_strategy == "no_shard":
         yield problem(
             "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard.",
