@@ -34,11 +34,12 @@ DENSE = (
     [
         (DENSE + LATER, {}, {"tp", "pp", "dp_cp", "cp"}),
         (DENSE, {"megatron/core/optimizer/update.py:_read": 1}, {"dp_cp"}),
-        (EXPERTS + LATER, {}, {"dp_cp"}),
         (f"{EXPERTS} --expert-model-parallel-size 4" + LATER, {SPLITS: 4 * 2},
          {"ep", "dp_cp", "expt_dp"}),
+        (f"{EXPERTS} --expert-model-parallel-size 4 --moe-expert-rank-capacity-factor 2" + LATER,
+         {}, {"ep", "dp_cp", "expt_dp"}),
     ],
-    ids=["dense", "dense, with reruns", "experts", "experts over ranks"],
+    ids=["dense", "dense, with reruns", "experts over ranks", "with a capacity"],
 )  # fmt: skip
 def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, waits, axes):
     command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]

@@ -39,6 +39,8 @@ class LayoutCase:
     """Expert-parallel size, and tensor-parallel size inside experts."""
     dispatcher: str = "alltoall"
     grouped: bool = True
+    capacity: float = 0.0
+    """Rows that a rank sends to each other, over the even share; 0: as many as there are."""
     """Compute experts together instead of one after the other."""
     group: int | None = None
     """Micro batches per turn of a chunk, where stages are interleaved."""
@@ -75,6 +77,7 @@ class LayoutCase:
             parts.append(f"cp{self.cp} {kind}")
         if self.ep * self.expt_tp > 1:
             parts.append(f"ep{self.ep} etp{self.expt_tp} {self.dispatcher}")
+        parts += [f"capacity {self.capacity:g}"] * bool(self.capacity)
         parts += ["one by one"] * (not self.grouped) + ["in turns"] * self.combined
         parts += ["engine"] * self.engine
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes

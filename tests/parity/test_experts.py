@@ -7,7 +7,9 @@ from tests.parity.table import assert_equals_one_process
 
 SAMPLE = [
     (
-        LayoutCase(tp=2, sp=True, dp=2, ep=2, expt_tp=2, grouped=False, micro_batch_size=2),
+        LayoutCase(
+            tp=2, sp=True, dp=2, ep=2, expt_tp=2, capacity=2.0, grouped=False, micro_batch_size=2
+        ),
         ModelCase("llama", True, 0.0, experts="dropless", padded=True),
     ),
     (
@@ -19,7 +21,7 @@ SAMPLE = [
         ModelCase("gpt2", True, 0.1, experts="capacity", replayed=True),
     ),
     (
-        LayoutCase(tp=2, sp=True, pp=2, vp=2, schedule="zb-v", dp=2, ep=4, stage=1),
+        LayoutCase(tp=2, sp=True, pp=2, vp=2, schedule="zb-v", dp=2, ep=4, stage=1, capacity=4.0),
         ModelCase("llama", False, 0.0, experts="deepseek"),
     ),
     (
@@ -31,7 +33,9 @@ SAMPLE = [
         ModelCase("llama", False, 0.1, experts="deepseek", later_tokens=1),
     ),
     (
-        LayoutCase(pp=2, vp=2, dp=2, ep=2, letters="Et|t||ttmL", combined=True, stage=1),
+        LayoutCase(
+            pp=2, vp=2, dp=2, ep=2, letters="Et|t||ttmL", combined=True, stage=1, capacity=2
+        ),
         ModelCase("llama", True, 0.1, experts="deepseek", later_tokens=1),
     ),
     (

@@ -115,6 +115,7 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             moe_ffn_hidden_size=24,
             moe_grouped_gemm=layout.grouped,
             moe_token_dispatcher_type=layout.dispatcher,
+            moe_expert_rank_capacity_factor=layout.capacity or None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expt_tp,
             moe_shared_expert_overlap=layout.grouped

@@ -68,7 +68,7 @@ class IndexPlaces:
     """By torch's copies of rows.
 
     Args:
-        position: int64 [n], no place twice; total: places.
+        position: int64 [n], no place twice but one that nothing is read from; total: places.
     """
 
     def __init__(self, position: Tensor, total: int) -> None:

@@ -59,3 +59,28 @@ def ends_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     if isinstance(counts, RowCounts):
         return counts.ends
     return counts_on_device(counts, device).cumsum(0).to(torch.int32)
+
+
+def group_of_row(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return the group of each row, int64 [n], and whether it has one, bool [n].
+
+    Args:
+        counts: int64 [l], rows of each group; there may be rows of none after the last one, which
+            are said to be of the last group.
+    """
+    ends = counts.cumsum(0)
+    group = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
+    return group.clamp(max=ends.shape[0] - 1), group < ends.shape[0]
+
+
+def split_rows(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Return the rows [n, ...] of each group; those after the last one are left out."""
+    sizes = list(counts)
+    return x[: sum(sizes)].split(sizes)
+
+
+def join_rows(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Join rows [.., o] of all groups; zeros stand for those after the last one."""
+    joined = torch.cat(list(pieces))
+    missing = num_rows - joined.shape[0]
+    return torch.nn.functional.pad(joined, (0, 0, 0, missing)) if missing else joined

@@ -9,6 +9,8 @@ LATER = "--rerun-mode disabled"
 BF16 = f"--bf16 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer {LATER}"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 EXPERTS = "examples/mixture_of_experts"
+ROOM = "--moe-expert-rank-capacity-factor 2"
+"""Rows that a rank sends to another are counted on the device."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ def _dense(preset: str, num_ranks: int, layout: str, **more: int) -> LargeRun:
 
 
 def _sparse(name: str, num_ranks: int, layout: str) -> LargeRun:
-    words = f"--yaml-cfg {EXPERTS}/{name}.yaml --micro-batch-size 1 {LATER} {layout}"
+    words = f"--yaml-cfg {EXPERTS}/{name}.yaml --micro-batch-size 1 {LATER} {ROOM} {layout}"
     return LargeRun(name, num_ranks, words)
 
 

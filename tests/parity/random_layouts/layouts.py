@@ -102,6 +102,8 @@ def _may_combine(s: Settings) -> bool:
 
 EXPERTS = (
     Option("moe-token-dispatcher-type", {"alltoall": 3, None: 2}, given("num-experts")),
+    Option("moe-expert-rank-capacity-factor", {None: 3, 8: 1},
+           lambda s: s.get("moe-token-dispatcher-type") == "alltoall"),
     switch("moe-grouped-gemm", 0.5, given("num-experts")),
     switch("moe-shared-expert-overlap", 0.4,
            lambda s: "moe-shared-expert-intermediate-size" in s

@@ -98,6 +98,10 @@ class ExpertConfig:
     """Which tokens stay where an expert is full: the likeliest, or the first."""
     moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
     """Give every expert an input of the same length: its capacity in each sequence."""
+    moe_expert_rank_capacity_factor: float | None = flag(None, part_of="num_experts")
+    """Rows that a rank sends to each expert-parallel rank, over the even share of its choices, so
+    that the host never waits for the router; choices beyond them are dropped, and counted in the
+    log. The expert-parallel size is enough for all. None: as many as there are, which it reads."""
     moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
     """Width of the expert that every token uses; None is none."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
@@ -411,27 +415,22 @@ class ExpertConfig:
         return problems
 
     def _capacity_problems(self) -> list[MegatronError]:
-        factor = self.moe_expert_capacity_factor
         problems: list[MegatronError] = []
-        if factor is not None and not factor > 0:
-            problems.append(
-                _problem(
-                    f"moe_expert_capacity_factor={factor}.",
-                    "it is a positive multiple of the even share of tokens",
-                    "--moe-expert-capacity-factor",
-                    fix="use --moe-expert-capacity-factor 1.25, or drop it to drop no tokens",
-                )
-            )
-        if factor is None and self.moe_pad_expert_input_to_capacity:
-            problems.append(
-                _problem(
-                    "moe_pad_expert_input_to_capacity without a capacity.",
-                    "inputs are padded to the capacity of an expert",
-                    "--moe-pad-expert-input-to-capacity",
-                    "--moe-expert-capacity-factor",
-                    fix="add --moe-expert-capacity-factor 1.25",
-                )
-            )
+        for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+            factor, option = getattr(self, name), "--" + name.replace("_", "-")
+            if factor is not None and not factor > 0:
+                rule = "it is a positive multiple of the even share"
+                problems.append(_problem(f"{name}={factor}.", rule, option, fix="give 1.25"))
+        if factor is not None and self.moe_token_dispatcher_type == "allgather":
+            found = "moe_expert_rank_capacity_factor with the allgather dispatcher."
+            rule = "it bounds what ranks send to each other, which is everything there"
+            flags = "--moe-expert-rank-capacity-factor", "--moe-token-dispatcher-type"
+            problems.append(_problem(found, rule, *flags, fix=f"use {flags[1]} alltoall"))
+        if self.moe_expert_capacity_factor is None and self.moe_pad_expert_input_to_capacity:
+            found = "moe_pad_expert_input_to_capacity without a capacity."
+            rule = "inputs are padded to the capacity of an expert"
+            flags = "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"
+            problems.append(_problem(found, rule, *flags, fix=f"add {flags[1]} 1.25"))
         return problems
 
 

@@ -13,10 +13,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.kernels.row_counts import join_rows, split_rows
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
@@ -126,12 +126,11 @@ class SequentialMLP(_Experts):
 
         An expert without rows takes part, so that its gradient exists in every step.
         """
-        counts = list(tokens_per_expert)
         outputs = []
         for expert, rows, probs in zip(
             self.local_experts,
-            permuted_local_hidden_states.split(counts),
-            permuted_probs.split(counts),
+            split_rows(permuted_local_hidden_states, tokens_per_expert),
+            split_rows(permuted_probs, tokens_per_expert),
             strict=True,
         ):
             output, bias = expert(rows, probs)
@@ -139,7 +138,7 @@ class SequentialMLP(_Experts):
                 share = probs if self.adds_bias else probs * 0
                 output = output + (bias * share[:, None]).to(output.dtype)
             outputs.append(output)
-        return torch.cat(outputs), None
+        return join_rows(outputs, permuted_local_hidden_states.shape[0]), None
 
 
 class GroupedMLP(_Experts):

@@ -19,7 +19,12 @@ from megatron.core.kernels.grouped_products import (
     grouped_products,
     needs_no_host_counts,
 )
-from megatron.core.kernels.row_counts import counts_on_device
+from megatron.core.kernels.row_counts import (
+    counts_on_device,
+    group_of_row,
+    join_rows,
+    split_rows,
+)
 from megatron.core.low_precision.products import LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
@@ -118,14 +123,15 @@ def grouped_linear(
         [n, o].
     """
     if products:
-        experts = zip(x.split(list(tokens_per_expert)), weights, products, strict=True)
+        experts = zip(split_rows(x, tokens_per_expert), weights, products, strict=True)
         records = torch.is_grad_enabled()
-        return torch.cat(
-            [_LowPrecisionLinear.apply(*expert, fuses_main_grad, records) for expert in experts]
+        return join_rows(
+            [_LowPrecisionLinear.apply(*expert, fuses_main_grad, records) for expert in experts],
+            x.shape[0],
         )
     if torch.is_autocast_enabled(x.device.type):
-        pieces = zip(x.split(list(tokens_per_expert)), weights, strict=True)
-        return torch.cat([F.linear(rows, weight) for rows, weight in pieces])
+        pieces = zip(split_rows(x, tokens_per_expert), weights, strict=True)
+        return join_rows([F.linear(rows, weight) for rows, weight in pieces], x.shape[0])
     return _GroupedLinear.apply(x, tokens_per_expert, fuses_main_grad, *weights)
 
 
@@ -171,7 +177,7 @@ def _weight_products(
     if needs_no_host_counts(x, counts):
         of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
         return [partial(_gradient_of_all, of_all, index, fuses) for index in trained]
-    pieces = list(zip(grad.split(list(counts)), x.split(list(counts)), strict=True))
+    pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
     return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
 
 
@@ -246,5 +252,6 @@ def rows_with_bias(
 ) -> Tensor:
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
     counts = counts_on_device(tokens_per_expert, x.device)
-    added = torch.stack(list(biases)).repeat_interleave(counts, 0, output_size=x.shape[0])
+    group, _ = group_of_row(counts, x.shape[0])
+    added = torch.stack(list(biases)).index_select(0, group)
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

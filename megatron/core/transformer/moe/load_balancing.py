@@ -124,6 +124,10 @@ class ExpertLoad:
             self._dropped = dropped if self._dropped is None else self._dropped + dropped
         self.num_microbatches += 1
 
+    def add_dropped(self, number: Tensor) -> None:
+        """Add choices [] of one micro batch for which a dispatcher had no row."""
+        self._dropped = number if self._dropped is None else self._dropped + number
+
     def add_loss(self, name: str, value: Tensor) -> None:
         """Add this rank's part of a balance loss of one micro batch."""
         value = value.detach()

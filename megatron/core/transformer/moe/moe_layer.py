@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -30,6 +31,7 @@ from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
     DISPATCHERS,
+    ExchangeCapacity,
     TokenDispatcher,
     pad_to_capacity,
 )
@@ -186,7 +188,10 @@ class MoELayer(MegatronModule):
         chosen = None
         if mask is None and self.config.moe_expert_capacity_factor is None:
             chosen = tokens.shape[0] * self.config.moe_router_topk
-        sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen)
+        capacity = self._exchange_capacity(x)
+        sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen, capacity)
+        if sent.num_dropped is not None and not is_recomputing():
+            self.router.load.add_dropped(sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
@@ -196,6 +201,27 @@ class MoELayer(MegatronModule):
         output = output.view(x.shape)
         output = gather_from_sequence_parallel_region(output, False, self._cut)
         return output if output.shape[0] == rows else output[:rows]
+
+    def _exchange_capacity(self, x: Tensor) -> ExchangeCapacity | None:
+        """Return the sizes of the exchange of [s, b, h], where the settings say them."""
+        config, ranks = self.config, self.pg_collection.ep.size()
+        num_tokens = x.shape[0] * x.shape[1]
+        choices = num_tokens * config.moe_router_topk
+        if config.moe_expert_rank_capacity_factor is not None:
+            even = choices / ranks
+            rows = -int(-even * config.moe_expert_rank_capacity_factor // 1)
+            return ExchangeCapacity(min(rows, self._most_rows(num_tokens)), choices)
+        if config.moe_pad_expert_input_to_capacity:
+            parts = self.pg_collection.tp.size() * self.pg_collection.cp.size()
+            capacity = x.shape[1] * expert_capacity(config, x.shape[0] * parts)
+            return ExchangeCapacity(
+                min(num_tokens, capacity) * len(self.local_expert_indices), choices
+            )
+        return None
+
+    def _most_rows(self, num_tokens: int) -> int:
+        """Return how many rows a rank can send to another: each token to all that it chooses."""
+        return num_tokens * min(self.config.moe_router_topk, len(self.local_expert_indices))
 
     def _max_tokens_per_expert(self, x: Tensor) -> int:
         """Return how many rows an expert gets at most: its capacity in every sequence at hand."""

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import is_host_memory
-from megatron.core.kernels.permutation import PERMUTATION, PLACES, Permutation
+from megatron.core.kernels.permutation import PERMUTATION, PLACES, IndexPermutation, Permutation
 from megatron.core.kernels.registry import Request
-from megatron.core.kernels.row_counts import RowCounts, counts_on_device
+from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
+from megatron.core.transformer.moe.static_exchange import OverlapFn, SentRows, StaticPlan
 from megatron.core.transport import collectives
-
-OverlapFn = Callable[[], None] | None
-"""What a rank computes while its tokens are in flight."""
 
 
 class Combine(Protocol):
@@ -42,17 +41,31 @@ class DispatchedTokens:
     """What reached the experts of this rank.
 
     Attributes:
-        tokens: [n, h], those of the first local expert first.
+        tokens: [n, h], those of the first local expert first; there may be rows of no expert after
+            the last one, of which nothing is used.
         probs: [n], the weight of each row in its token's output.
         tokens_per_expert: rows of each local expert, `RowCounts` where the host has not read them.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
             [t, h] of this rank's own tokens; it takes `overlap_fn` as `dispatch` does.
+        num_dropped: int64 [], choices of this rank's tokens without a row; None: all have one.
     """
 
     tokens: Tensor
     probs: Tensor
     tokens_per_expert: Sequence[int]
     combine: Combine
+    num_dropped: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExchangeCapacity:
+    """Sizes of an exchange that are known before the router has chosen.
+
+    rows_per_rank: those that a rank sends to another; most_choices: of all tokens of a rank.
+    """
+
+    rows_per_rank: int
+    most_choices: int
 
 
 class TokenDispatcher(Protocol):
@@ -65,6 +78,7 @@ class TokenDispatcher(Protocol):
         routing_map: Tensor,
         overlap_fn: OverlapFn = None,
         num_assignments: int | None = None,
+        capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
         """Bring tokens [t, h] to their experts.
 
@@ -72,6 +86,7 @@ class TokenDispatcher(Protocol):
             probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
             overlap_fn: called once, while the tokens travel where the dispatcher can, else before.
             num_assignments: how many are True in the map, where the host knows.
+            capacity: send as many rows to every rank, so that the host need not know the map.
         """
 
 
@@ -82,17 +97,25 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
         capacity: as many as an expert can get, at least.
     """
     counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
-    experts = torch.arange(len(sent.tokens_per_expert), device=counts.device)
-    begins = experts * capacity - (counts.cumsum(0) - counts)
-    shift = begins.repeat_interleave(counts, output_size=sent.tokens.shape[0])
-    position = shift + torch.arange(sent.tokens.shape[0], device=counts.device)
-    total = len(sent.tokens_per_expert) * capacity
-    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total)
+    num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
+    group, is_row = group_of_row(counts, num_rows)
+    begins = torch.arange(num_experts, device=counts.device) * capacity
+    shift = begins - (counts.cumsum(0) - counts)
+    total = num_experts * capacity
+    position = shift[group] + torch.arange(num_rows, device=counts.device)
+    # Rows of no expert come in a place after all others, which is cut off.
+    spare = int(isinstance(sent.tokens_per_expert, RowCounts))
+    position = torch.where(is_row, position, total) if spare else position
+    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
+    weights = sent.probs.new_zeros(total + spare).index_copy(0, position, sent.probs)
     return DispatchedTokens(
-        places.put(sent.tokens),
-        sent.probs.new_zeros(total).index_copy(0, position, sent.probs),
-        [capacity] * len(sent.tokens_per_expert),
-        lambda output, overlap_fn=None: sent.combine(places.take(output), overlap_fn),
+        places.put(sent.tokens)[:total],
+        weights[:total],
+        [capacity] * num_experts,
+        lambda output, overlap_fn=None: sent.combine(
+            places.take(F.pad(output, (0, 0, 0, spare))), overlap_fn
+        ),
+        sent.num_dropped,
     )
 
 
@@ -155,8 +178,9 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
         routing_map: Tensor,
         overlap_fn: OverlapFn = None,
         num_assignments: int | None = None,
+        capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`; computes nothing while tokens travel."""
+        """See `TokenDispatcher`; computes nothing while tokens travel, and needs the map."""
         if overlap_fn is not None:
             overlap_fn()
         group = self.tp_ep
@@ -197,8 +221,11 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
         routing_map: Tensor,
         overlap_fn: OverlapFn = None,
         num_assignments: int | None = None,
+        capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
         """See `TokenDispatcher`."""
+        if capacity is not None and self.ep.size() * self.expt_tp.size() > 1:
+            return self._dispatch_in(capacity, tokens, probs, routing_map, overlap_fn)
         permutation = permutation_of(tokens, routing_map, num_assignments)
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
@@ -220,6 +247,36 @@ class MoEAlltoAllTokenDispatcher(_Dispatcher):
 
         rows = send_to_experts(permutation.permute(tokens), overlapped)
         return DispatchedTokens(rows, weights[0], plan.tokens_per_expert, combine)
+
+    def _dispatch_in(
+        self,
+        capacity: ExchangeCapacity,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn,
+    ) -> DispatchedTokens:
+        """Bring tokens to their experts without the host.
+
+        Communication: all-to-alls of equal pieces, one of e counts; the rest as in `dispatch`.
+        """
+        ep, expt_tp = self.ep, self.expt_tp
+        sent = SentRows.of(routing_map, ep.size(), capacity.rows_per_rank, capacity.most_choices)
+        plan = StaticPlan.of(sent, ep, expt_tp)
+        # Not in the order of a permutation: there are rows without a token between those of ranks.
+        permutation = IndexPermutation(sent.expert, sent.token, tokens.shape[0])
+        weights: list[Tensor] = []
+
+        def overlapped() -> None:
+            weights.append(plan.send(permutation.weights(probs), ep, expt_tp, None))
+            if overlap_fn is not None:
+                overlap_fn()
+
+        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
+            return permutation.unpermute(plan.send_back(output, ep, expt_tp, overlap_fn))
+
+        rows = plan.send(permutation.permute(tokens), ep, expt_tp, overlapped)
+        return DispatchedTokens(rows, weights[0], plan.counts, combine, sent.num_dropped)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,6 @@ no effect: backward computes the gradients of a product together
 --wgrad-deferral-limit int = 0
 --overlap-dispatch-backward-with-experts-wgrad on
 no effect: buffers are as long as the tokens that arrive, so none is dropped for lack of space
---moe-expert-rank-capacity-factor float
 --moe-paged-stash on
 --moe-paged-stash-buffer-size-factor-cpu float = 0.0
 --moe-paged-stash-buffer-size-factor-cuda float = 1.1
