@@ -61,16 +61,15 @@ def ends_of_rows(counts: Sequence[int], device: torch.device) -> Tensor:
     return counts_on_device(counts, device).cumsum(0).to(torch.int32)
 
 
-def group_of_row(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the group of each row, int64 [n], and whether it has one, bool [n].
+def group_of_row(counts: Tensor, num_rows: int) -> Tensor:
+    """Return the group of each row, int64 [n].
 
     Args:
         counts: int64 [l], rows of each group; there may be rows of none after the last one, which
-            are said to be of the last group.
+            are given the number l.
     """
-    ends = counts.cumsum(0)
-    group = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
-    return group.clamp(max=ends.shape[0] - 1), group < ends.shape[0]
+    rows = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), rows, right=True)
 
 
 def split_rows(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:

@@ -14,8 +14,12 @@ from tests.unit.transformer.moe.small_layer import E, K, layer, tokens
 
 def trained(moe, x):
     x = x.detach().requires_grad_()
-    output = moe(x)[0]
-    output.square().sum().backward()
+    torch.use_deterministic_algorithms(True)  # fills memory without a value with NaN
+    try:
+        output = moe(x)[0]
+        output.square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
     return output.detach(), x.grad, [p.grad for p in moe.parameters()]
 
 

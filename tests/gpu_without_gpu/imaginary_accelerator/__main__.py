@@ -1,6 +1,6 @@
 """Take a training step of published models on an accelerator that computes shapes.
 
-    python -m tests.gpu_without_gpu.imaginary_accelerator [--only NAME] [--ranks first|all]
+    python -m tests.gpu_without_gpu.imaginary_accelerator [--only NAME]
 
 For each layout of `runs`, the first rank of each kind of pipeline stage (first, middle, last) is
 built at its full size and takes two steps, in a process of its own. Prints of the second: where the
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.settings.command_line import read_command_line
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import register
@@ -67,7 +68,7 @@ def ranks_of(run: LargeRun) -> list[int]:
     return sorted({firsts[0], firsts[len(firsts) // 2], firsts[-1]})
 
 
-def seen_of(run: LargeRun, rank: int) -> dict[str, object]:
+def seen_of(run: LargeRun, rank: int) -> dict[str, Any]:
     """Run one rank in a process of its own.
 
     Raises:
@@ -92,19 +93,31 @@ def main() -> int:
     if flags.words:
         given = LargeRun("given", flags.world_size, flags.words, flags.num_microbatches)
         runs = [given]
+    all_seen: list[dict[str, Any]] = []
     for run in runs:
         print(f"{run.name}, {run.num_ranks} ranks: {run.words}")
         for rank in ranks_of(run):
             seen = seen_of(run, rank)
+            all_seen.append(seen)
             kinds = ", ".join(f"{kind} {n / GIB:.2f}" for kind, n in seen["kinds"].items())
             traffic = ", ".join(f"{key} {n / GIB:.2f}" for key, n in seen["traffic"].items())
             waits = ", ".join(f"{place} x{n}" for place, n in seen["waits"].items()) or "none"
             print(
-                f"  rank {rank}, {seen['seconds']} s: peak {seen['peak'] / GIB:.2f} GiB"
-                f" in {seen['when']} ({kinds})\n    exchanged GiB: {traffic}\n    waits: {waits}",
+                f"  rank {rank}, {seen['seconds']} s of a processor:"
+                f" peak {seen['peak'] / GIB:.2f} GiB in {seen['when']} ({kinds})"
+                f"\n    exchanged GiB: {traffic}\n    waits: {waits}",
                 flush=True,
             )
+    print(
+        f"{len(all_seen)} ranks of {len(runs)} runs; waits: {sum(map(num_waits, all_seen))};"
+        f" longest: {max(seen['seconds'] for seen in all_seen)} s of a processor"
+    )
     return 0
+
+
+def num_waits(seen: dict[str, Any]) -> int:
+    """Return how often the host waited in what `seen_of` returned."""
+    return sum(seen["waits"].values())
 
 
 if __name__ == "__main__":

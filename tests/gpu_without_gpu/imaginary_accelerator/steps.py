@@ -22,7 +22,7 @@ class SeenStep:
     """A step after the first one."""
 
     seconds: float = 0.0
-    """Of this machine, for building the rank and two steps."""
+    """Of a processor, for building the rank and two steps."""
     waits: Counter[str] = field(default_factory=Counter)
     """Place in the project -> how often the host read a value there."""
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
         num_microbatches: of a step, in place of those of the settings: what is asked here repeats
             with every one.
     """
-    begin, seen = time.monotonic(), SeenStep(memory=RankTrace(rank))
+    begin, seen = time.process_time(), SeenStep(memory=RankTrace(rank))
     world = run.topology.world_size
     with (
         as_a_gpu_computes(),
@@ -53,5 +53,5 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
         under_test.step(None, num_microbatches)
         seen.waits = Counter(ledger.waits)
         seen.traffic = bytes_by_axis(ledger.traffic, under_test.context.groups)
-    seen.seconds = time.monotonic() - begin
+    seen.seconds = time.process_time() - begin
     return seen

@@ -252,6 +252,7 @@ def rows_with_bias(
 ) -> Tensor:
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
     counts = counts_on_device(tokens_per_expert, x.device)
-    group, _ = group_of_row(counts, x.shape[0])
-    added = torch.stack(list(biases)).index_select(0, group)
+    # Rows of no expert have gradients of no meaning, which go to a bias of nobody.
+    stacked = F.pad(torch.stack(list(biases)), (0, 0, 0, 1))
+    added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

@@ -98,14 +98,14 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     """
     counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
     num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
-    group, is_row = group_of_row(counts, num_rows)
+    group = group_of_row(counts, num_rows)
     begins = torch.arange(num_experts, device=counts.device) * capacity
     shift = begins - (counts.cumsum(0) - counts)
     total = num_experts * capacity
-    position = shift[group] + torch.arange(num_rows, device=counts.device)
+    position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
     # Rows of no expert come in a place after all others, which is cut off.
     spare = int(isinstance(sent.tokens_per_expert, RowCounts))
-    position = torch.where(is_row, position, total) if spare else position
+    position = torch.where(group < num_experts, position, total) if spare else position
     places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
     weights = sent.probs.new_zeros(total + spare).index_copy(0, position, sent.probs)
     return DispatchedTokens(
