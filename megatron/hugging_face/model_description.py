@@ -30,6 +30,8 @@ class ModelDescription:
     max_position_embeddings: int
     untie_embeddings_and_output_weights: bool
     unpadded_vocab_size: int
+    architecture: str = "gpt"
+    bert_binary_head: bool = True
     group_query_attention: bool = False
     num_query_groups: int = 1
     kv_channels: int | None = None
@@ -257,6 +259,8 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     is_linear = model.linear_attention_layers
     if not any(is_linear):
         without_effect |= {n for n in _DEFAULTS if n.startswith(("linear_", "experimental_"))}
+    if model.architecture != "bert":
+        without_effect.add("bert_binary_head")
     if model.moe_router_topk_scaling_factor == 1.0:
         without_effect.add("moe_router_topk_scaling_factor")
     without_effect |= (

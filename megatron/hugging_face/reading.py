@@ -96,8 +96,9 @@ def open_model(path: Path) -> ModelContents:
     model = read_model_directory(path)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
     stored = stored_tensors(path)
+    unused = stored.keys() - _used(model, stored)
     for pattern, what in _left_out(model).items():
-        if any(re.fullmatch(pattern, name) for name in stored):
+        if any(re.fullmatch(pattern, name) for name in unused):
             draft.notes.append(f"{what} is left out: it takes no part in the model's logits")
     for key, shape, pieces in arranged(model, stored):
         draft.declare(key, pieces[0][1].dtype, shape)
@@ -105,6 +106,14 @@ def open_model(path: Path) -> ModelContents:
             draft.add(key, offset, view)
     contents = draft.finish({}, model.settings.stated())
     return ModelContents(**vars(contents))
+
+
+def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
+    """Return the names of the tensors that parameters are made of."""
+    rules, geometry = model.family.rules(model.settings), model.settings.geometry
+    prefix = _prefix(model.family, rules, stored)
+    made = [names for rule in rules for _, names in rule.names(geometry)]
+    return {full_name(name, prefix) for names in made for name in names}
 
 
 def _left_out(model: ModelDirectory) -> dict[str, str]:
@@ -146,7 +155,7 @@ def arranged(
                     f"{odd[0]!r} has the shape {stored[odd[0]].shape}, unlike other layers",
                 )
             found.append((megatron_name, *_pieces(model, rule, names, stored, geometry)))
-    meaningless = [prefix + pattern for pattern in family.without_meaning]
+    meaningless = [full_name(pattern, prefix) for pattern in family.without_meaning]
     meaningless += _left_out(model)
     if not model.settings.untie_embeddings_and_output_weights:
         meaningless.append("lm_head.weight")  # a copy of the embedding

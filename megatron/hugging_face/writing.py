@@ -325,10 +325,10 @@ def _write_config(
     fields = {
         name: carried[name] for name in sorted(carried) if is_without_effect(name, carried[name])
     }
+    fields["architectures"] = [family.architecture]
     fields |= family.fields(settings)
     fields |= {
         "model_type": family.model_type,
-        "architectures": [family.architecture],
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     fields.pop("dtype", None)

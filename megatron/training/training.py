@@ -183,7 +183,20 @@ class PretrainCall:
                 self._command = parse_command_line(
                     extra_args_provider=self.extra_args_provider, args_defaults=self.args_defaults
                 )
+                self._check_architecture(self._command.config.encoders.architecture)
         return self._command
+
+    def _check_architecture(self, asked: str) -> None:
+        """Refuse a command line, or a model of --load-hf, that another script trains."""
+        built = self.args_defaults.get("architecture", "gpt")
+        if asked != built:
+            raise ConfigError(
+                f"the model is a {asked}, and this script builds a {built}.",
+                rule="a script trains one architecture",
+                flags=["--architecture", "--load-hf", "--preset"],
+                fix=f"use pretrain_{asked}.py, or pass args_defaults={{'architecture': {asked!r}}}"
+                " to pretrain() in a script of your own",
+            )
 
     def is_dry_run(self) -> bool:
         """Return whether nothing shall be run, also if the command line has mistakes."""

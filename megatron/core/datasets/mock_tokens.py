@@ -35,6 +35,33 @@ class MockTokens:
         return tokens[offset:] if length is None else tokens[offset : offset + length]
 
 
+class MockSentences:
+    """A corpus that is computed: documents of sentences of random length and random words.
+
+    The words are drawn from the upper half of the vocabulary: special tokens come first in those
+    that have some.
+    """
+
+    num_documents = 2_000
+
+    def __init__(self, tokenizer: Any) -> None:
+        random = np.random.default_rng(seed=0)
+        counts = random.integers(2, 20, self.num_documents)
+        self.document_indices = np.concatenate([[0], np.cumsum(counts)])
+        size = int(self.document_indices[-1])
+        self.sequence_lengths = random.integers(4, 40, size, dtype=np.int32)
+        self._vocab_size = int(tokenizer.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, idx: int) -> np.ndarray:
+        """Return sentence `idx`, int64."""
+        random = np.random.default_rng((0, idx))
+        lowest, count = self._vocab_size // 2, int(self.sequence_lengths[idx])
+        return random.integers(lowest, self._vocab_size, count)
+
+
 def special_id(tokenizer: object, name: str) -> int | None:
     """Return a special id, or None where the tokenizer has none."""
     try:

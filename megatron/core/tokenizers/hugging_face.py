@@ -32,8 +32,8 @@ _USUAL_END_TOKENS = (
 """Looked for, in this order, when no file names the end of a sequence."""
 
 
-class _FastTokenizer(TextTokenizer):
-    """Common part: a `tokenizers.Tokenizer` does the work."""
+class FastTokenizer(TextTokenizer):
+    """Common part: a `tokenizers.Tokenizer` does the work. Subclasses call `_use` with it."""
 
     def _use(self, backend: Any) -> None:
         # A saved tokenizer may remember a maximum length and would cut documents silently.
@@ -75,7 +75,7 @@ class _FastTokenizer(TextTokenizer):
         return vocab
 
 
-class GPT2BPETokenizer(_FastTokenizer):
+class GPT2BPETokenizer(FastTokenizer):
     """Byte-level BPE from GPT-2's `vocab.json` and `merges.txt`.
 
     Text that spells `<|endoftext|>` stays text.
@@ -112,7 +112,7 @@ class GPT2BPETokenizer(_FastTokenizer):
         self.eod = self.eos = self.bos = vocab.get(END_OF_TEXT)
 
 
-class HuggingFaceTokenizer(_FastTokenizer):
+class HuggingFaceTokenizer(FastTokenizer):
     """A `tokenizer.json`, or a folder that has one.
 
     As in that library, text that spells a special token becomes that token. No begin or end token

@@ -18,8 +18,11 @@ from megatron.core.tokenizers.sentence_piece import (
     SentencePieceTokenizer,
 )
 from megatron.core.tokenizers.tik_token import TikTokenizer
+from megatron.core.tokenizers.word_piece import BertWordPieceTokenizer
 
 TOKENIZER_TYPES = (
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
     "GPT2BPETokenizer",
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
@@ -32,8 +35,6 @@ TOKENIZER_TYPES = (
 """Values of --tokenizer-type."""
 
 UNSUPPORTED_TYPES = {
-    "BertWordPieceLowerCase": "HuggingFaceTokenizer with the model's tokenizer.json",
-    "BertWordPieceCase": "HuggingFaceTokenizer with the model's tokenizer.json",
     "MultimodalTokenizer": "HuggingFaceTokenizer",
     "NullMultimodalTokenizer": "NullTokenizer",
     "SFTTokenizer": "HuggingFaceTokenizer",
@@ -98,7 +99,14 @@ def make_tokenizer(
             )
         return NullTokenizer(vocab_size)
 
+    def word_piece(*, lower_case: bool) -> TextTokenizer:
+        return BertWordPieceTokenizer(
+            vocab_file or tokenizer_model, lower_case=lower_case, extra_ids=vocab_extra_ids
+        )
+
     makers: Mapping[str, Callable[[], TextTokenizer]] = {
+        "BertWordPieceLowerCase": lambda: word_piece(lower_case=True),
+        "BertWordPieceCase": lambda: word_piece(lower_case=False),
         "GPT2BPETokenizer": gpt2,
         "SentencePieceTokenizer": lambda: SentencePieceTokenizer(model(), vocab_extra_ids),
         "GPTSentencePieceTokenizer": lambda: GPTSentencePieceTokenizer(model()),

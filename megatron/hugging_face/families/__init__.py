@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import (
+    bert,
     deepseek,
     experts,
     gemma,
@@ -46,6 +47,8 @@ FAMILIES: tuple[Family, ...] = (
     glm.DOTS1,
     qwen3_next.QWEN3_NEXT,
     *relatives.FAMILIES,
+    bert.BERT,
+    bert.MEGATRON_BERT,
 )
 """In the order in which a family is looked for that can express a model."""
 

@@ -121,8 +121,6 @@ class TokenizerSettings:
         None,
         choices=TOKENIZER_TYPES + OWN_TOKENIZER_TYPES,
         refuse_values={
-            "BertWordPieceLowerCase": _TEXT_ONLY,
-            "BertWordPieceCase": _TEXT_ONLY,
             "MultimodalTokenizer": _TEXT_ONLY,
             "NullMultimodalTokenizer": "use NullTokenizer",
             "SFTTokenizer": _TEXT_ONLY,
@@ -132,7 +130,7 @@ class TokenizerSettings:
     tokenizer_model: str | None = None
     """Model file, or name on the Hugging Face hub."""
     vocab_file: str | None = None
-    """Vocabulary of a BPE tokenizer."""
+    """Vocabulary of a BPE tokenizer, or of BERT's WordPiece."""
     merge_file: str | None = None
     """Merges of a BPE tokenizer."""
     vocab_size: int | None = None
@@ -140,7 +138,7 @@ class TokenizerSettings:
     padded_vocab_size: int | None = None
     """Rows of the embedding. Default: padded from the tokenizer's size."""
     vocab_extra_ids: int = 0
-    """Extra sentinel ids."""
+    """Sentinels that stand for hidden spans, after the tokenizer's own ids."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
     """Pattern by which TikToken splits text."""
     tiktoken_num_special_tokens: int = 1000

@@ -14,6 +14,7 @@ from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
+from megatron.training.config.encoders import EncoderSettings
 from megatron.training.config.experts import ExpertSettings
 from megatron.training.config.logging import LaunchSettings, LoggingSettings
 from megatron.training.config.model import LatentAttentionSettings, ModelSettings
@@ -37,6 +38,7 @@ class RunConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     latent_attention: LatentAttentionSettings = field(default_factory=LatentAttentionSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
+    encoders: EncoderSettings = field(default_factory=EncoderSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     parallelism: ParallelismSettings = field(default_factory=ParallelismSettings)
     ddp: DataParallelSettings = field(default_factory=DataParallelSettings)
@@ -88,6 +90,7 @@ GROUP_CLASSES: dict[str, type] = {
     "model": ModelSettings,
     "latent_attention": LatentAttentionSettings,
     "experts": ExpertSettings,
+    "encoders": EncoderSettings,
     "lora": LoraSettings,
     "parallelism": ParallelismSettings,
     "ddp": DataParallelSettings,

@@ -17,6 +17,7 @@ from megatron.core.settings.flags import from_args
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.training.arguments import run_as_in
 from megatron.training.config.data import DataSettings
+from megatron.training.config.resolved import ResolvedRun
 
 
 def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
@@ -32,31 +33,49 @@ def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
 def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
     run = run_as_in(args)
-    data, topology = run.data, run.topology
+    data = run.data
     kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
     if fill_in_middle:
         kind = GPTFIMDatasetConfig
     return kind(
         **fill_in_middle,
-        random_seed=run.schedule.seed,
-        sequence_length=run.model.seq_length,
-        **blends_of(data),
-        multiple_validation_sets=data.multiple_validation_sets,
-        num_dataset_builder_threads=data.num_dataset_builder_threads,
-        path_to_cache=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
-        object_storage_cache_path=data.object_storage_cache_path,
-        tokenizer=tokenizer,
+        **_common_settings(run, tokenizer),
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=False,
         document_starts=data.reset_attention_mask,
-        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
-        sample_order=data.sample_order,
         vocab_size=run.model.unpadded_vocab_size,
-        builder=(topology.rank, topology.world_size),
     )
+
+
+def masked_dataset_settings(args: Namespace, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return what the data flags say to a `MaskedWordPieceDatasetConfig`."""
+    run = run_as_in(args)
+    return {
+        **_common_settings(run, tokenizer),
+        "masking_probability": run.encoders.mask_prob,
+        "short_sequence_probability": run.encoders.short_seq_prob,
+    }
+
+
+def _common_settings(run: ResolvedRun, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return the settings of a `BlendedMegatronDatasetConfig`."""
+    data, topology = run.data, run.topology
+    return {
+        "random_seed": run.schedule.seed,
+        "sequence_length": run.model.seq_length,
+        **blends_of(data),
+        "multiple_validation_sets": data.multiple_validation_sets,
+        "num_dataset_builder_threads": data.num_dataset_builder_threads,
+        "path_to_cache": data.data_cache_path,
+        "mmap_bin_files": data.mmap_bin_files,
+        "object_storage_cache_path": data.object_storage_cache_path,
+        "tokenizer": tokenizer,
+        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
+        "sample_order": data.sample_order,
+        "builder": (topology.rank, topology.world_size),
+    }
 
 
 def _fill_in_middle(data: DataSettings) -> dict[str, Any]:

@@ -5,7 +5,8 @@ and no recomputation, so they are properties of the model. They differ in the at
 
 - `FULL_SQUARE`: every query with every key, 12 s n d per layer and token. What Megatron-LM's
   log line counts, hence the figure beside "throughput per GPU (TFLOP/s/GPU)".
-- `CAUSAL`: only the keys that the mask leaves, half of them (fewer with a sliding window). What
+- `CAUSAL`: only the keys that the mask leaves, half of them (fewer with a sliding window; all of
+  them in an encoder). What
   flash kernels compute, hence the one for the share of the peak (MFU; the notion is from "PaLM",
   appendix B, arXiv 2204.02311, which counts the full square).
 
@@ -41,6 +42,8 @@ def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -
 
 def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
     """Return the operations of the forward pass of one token."""
+    if size.is_bidirectional:
+        convention = FlopConvention.FULL_SQUARE
     windowed, full = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
     keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
@@ -48,6 +51,7 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     matrices += _layer_matrices(size.mtp_num_layers, size.num_mtp_expert_layers, size)
     matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
     matrices += (1 + size.mtp_num_layers) * size.head_matrix
+    matrices += size.has_word_head * size.hidden_size**2
     num_recurrent = size.num_recurrent_layers + size.num_mtp_recurrent_layers
     num_attending = size.num_layers + size.mtp_num_layers - num_recurrent
     matrices += num_recurrent * size.recurrent_layer_matrices

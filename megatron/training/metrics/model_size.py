@@ -1,4 +1,4 @@
-"""How many parameters a GPT has, and where. Pure arithmetic on settings.
+"""How many parameters a model has, and where. Pure arithmetic on settings.
 
 Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
 v rows of the vocabulary, s sequence.
@@ -103,12 +103,20 @@ class ModelSize:
     """Sizes of mixture-of-experts layers."""
     recurrent: RecurrentSizes | None = None
     """Sizes of layers with a recurrence in the place of attention."""
+    is_bidirectional: bool = False
+    """A query sees the keys of both sides."""
+    num_tokentypes: int = 0
+    has_word_head: bool = False
+    """A dense layer and a norm before the head, which has a bias."""
+    has_binary_head: bool = False
+    """A dense layer on the first token, and a head of two classes."""
 
     @staticmethod
     def from_settings(run: ResolvedRun, vocab_size: int | None = None) -> ModelSize:
         """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
         learned = run.model.position_embedding_type == "learned_absolute"
         window = run.model.window_size
+        is_bert = run.encoders.architecture == "bert"
         return ModelSize(
             num_layers=run.model.num_layers,
             hidden_size=run.model.hidden_size,
@@ -143,6 +151,10 @@ class ModelSize:
             experts=_expert_sizes(run),
             recurrent=RecurrentSizes.of(run),
             window=window[0] if window is not None and window[0] >= 0 else None,
+            is_bidirectional=is_bert,
+            num_tokentypes=2 if is_bert else 0,
+            has_word_head=is_bert,
+            has_binary_head=is_bert and run.encoders.bert_binary_head,
         )
 
     @property
@@ -333,13 +345,21 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Word and position tables."""
-        return self.head_matrix + self.max_position_embeddings * self.hidden_size
+        """Tables of words, positions and token types."""
+        rows = self.max_position_embeddings + self.num_tokentypes
+        return self.head_matrix + rows * self.hidden_size
+
+    @property
+    def further_head_parameters(self) -> int:
+        """Parameters of the stage of the loss besides the product with the vocabulary."""
+        dense = self.hidden_size * (self.hidden_size + 1)
+        count = self.has_word_head * (dense + self.norm_parameters + self.vocab_size)
+        return count + self.has_binary_head * (dense + 2 * (self.hidden_size + 1))
 
     @property
     def total_parameters(self) -> int:
         """All parameters of the model; a tied head counts once."""
-        head = 0 if self.is_tied else self.head_matrix
+        head = self.further_head_parameters + (0 if self.is_tied else self.head_matrix)
         layers = self._layers(self.num_layers, self.num_expert_layers, self.num_recurrent_layers)
         layers += self.mtp_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
@@ -376,8 +396,9 @@ class ModelSize:
             count += self.norm_parameters + self.mtp_parameters
             if self.mtp_num_layers and not has_embedding and not (self.is_tied and has_loss):
                 count += self.head_matrix  # a copy of the embedding
-        if has_loss and not (self.is_tied and has_embedding):
-            count += self.head_matrix
+        if has_loss:
+            count += self.further_head_parameters
+            count += 0 if self.is_tied and has_embedding else self.head_matrix
         return count
 
 

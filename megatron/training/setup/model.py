@@ -124,7 +124,7 @@ def kernels_of_run(
     return kernel_choices(
         config,
         device_type,
-        has_documents=run.data.reset_attention_mask,
+        has_documents=run.data.reset_attention_mask or run.encoders.architecture != "gpt",
         is_planned=device_type != device.device_type(),
         backend=run.model.transformer_impl,
     )

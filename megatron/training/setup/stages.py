@@ -13,10 +13,12 @@ def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bo
     """Return whether this rank's chunk needs micro batches.
 
     The first stage needs tokens; the last one, and one that predicts later tokens, labels. Masks
-    that follow the documents (--reset-attention-mask, --sft) are needed by every stage.
+    that follow the documents (--reset-attention-mask, --sft), and where the text of an encoder
+    ends, are needed by every stage.
     """
     run = run_as_in(args)
-    if run.data.reset_attention_mask or run.data.sft:
+    is_encoder = run.encoders.architecture != "gpt"
+    if run.data.reset_attention_mask or run.data.sft or is_encoder:
         return True
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()

@@ -39,7 +39,7 @@ NOT_FOR_USERS = {
 
 def scripts() -> list[Path]:
     """Return the files that somebody starts by hand."""
-    found = [ROOT / "pretrain_gpt.py"]
+    found = sorted(ROOT.glob("pretrain_*.py"))
     for top in ("tools", "examples", "benchmarks", "tests"):
         found += [
             file

@@ -23,6 +23,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import (
     build_tokenizer,
     vocab_size_with_padding,
 )
+from tests.parity.encoder_case import write_vocabulary
 
 HARD_TEXTS = [
     "",
@@ -36,9 +37,14 @@ HARD_TEXTS = [
 
 
 @pytest.fixture
-def make(bpe_folder, piece_model, rank_list, rank_file):
+def make(bpe_folder, piece_model, rank_list, rank_file, tmp_path):
+    def word_piece(kind):
+        return make_tokenizer(kind, vocab_file=str(write_vocabulary(tmp_path / "pieces")))
+
     def one(kind):
         return {
+            "BertWordPieceLowerCase": lambda: word_piece(kind),
+            "BertWordPieceCase": lambda: word_piece(kind),
             "GPT2BPETokenizer": lambda: make_tokenizer(
                 kind,
                 vocab_file=str(bpe_folder / "vocab.json"),
@@ -58,7 +64,8 @@ def make(bpe_folder, piece_model, rank_list, rank_file):
     return one
 
 
-TEXT_TYPES = [kind for kind in (*TOKENIZER_TYPES, "rank file") if kind != "NullTokenizer"]
+LOSSY = ("NullTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+TEXT_TYPES = [kind for kind in (*TOKENIZER_TYPES, "rank file") if kind not in LOSSY]
 
 
 @pytest.mark.parametrize("kind", TEXT_TYPES)
@@ -365,10 +372,32 @@ def test_garbage_files_are_refused(tmp_path, rank_file, bpe_folder):
 
 
 def test_unknown_and_unsupported_types_say_what_there_is():
-    message = refusal("BertWordPieceLowerCase", ConfigError)
+    message = refusal("MultimodalTokenizer", ConfigError)
     assert "is not supported" in message
     assert "nearest is HuggingFaceTokenizer" in message
     assert "ByteTokenizer" in refusal("GPT3Tokenizer", ConfigError)
+
+
+def test_word_piece_gives_the_ids_of_transformers_tokenizer(tmp_path):
+    import transformers
+
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "the", "The",
+              "caf", "##e", "##é", "!", "zq", *"abcdefghijklmnopqrstuvwxyz"]  # fmt: skip
+    (tmp_path / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    text = "The unaffable café! zq"
+    for name, lower in (("BertWordPieceLowerCase", True), ("BertWordPieceCase", False)):
+        ours = make_tokenizer(name, vocab_file=str(tmp_path / "vocab.txt"), vocab_extra_ids=3)
+        vocab = {token: number for number, token in enumerate(tokens)}
+        theirs = transformers.BertTokenizer(vocab=vocab, do_lower_case=lower)
+        assert ours.tokenize(text) == theirs.encode(text, add_special_tokens=False)
+        assert (ours.cls, ours.sep, ours.pad, ours.mask) == (2, 3, 0, 4)
+        size = len(tokens)
+        assert (ours.bos, ours.eos, ours.vocab_size) == (size, size + 1, size + 5)
+        assert ours.additional_special_tokens_ids == [size + 2, size + 3, size + 4]
+    (tmp_path / "vocab.txt").write_text("\n".join([*tokens, "the"]) + "\n")
+    assert "holds a token twice" in refusal(
+        "BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt")
+    )
 
 
 # --- doors --------------------------------------------------------------------------------------

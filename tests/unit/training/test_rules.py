@@ -268,7 +268,7 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
         (["--megatron-fsdp-grad-comm-dtype", "fp16"], "use bf16"),
         (["--perform-rl-step"], "megatron.core"),
         (["--position-embedding-type", "mrope"], "use rope"),
-        (["--tokenizer-type", "BertWordPieceCase"], "HuggingFaceTokenizer"),
+        (["--tokenizer-type", "MultimodalTokenizer"], "HuggingFaceTokenizer"),
     ],
 )
 def test_a_mechanism_that_does_not_exist_is_refused_with_the_nearest(words, instead):

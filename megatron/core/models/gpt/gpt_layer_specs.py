@@ -55,11 +55,13 @@ def gpt_layer_submodules(
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
     linear_attention: bool = False,
-) -> Any:
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+) -> TransformerLayerSubmodules:
     """Return the parts of a GPT layer made of a backend's classes: dense, or with experts.
 
     Args:
         linear_attention: a recurrence mixes the sequence in the place of attention.
+        attn_mask_type: what the mask of attention hides by itself; encoders have `padding`.
     """
     multi_latent_attention = multi_latent_attention and not linear_attention
     fused = backend.norm_column_linear()
@@ -82,7 +84,9 @@ def gpt_layer_submodules(
     return TransformerLayerSubmodules(
         input_layernorm=backend.norm() if multi_latent_attention else norm,
         self_attention=(
-            _gated_delta_net(backend) if linear_attention else attention(backend, qk_layernorm)
+            _gated_delta_net(backend)
+            if linear_attention
+            else attention(backend, qk_layernorm, attn_mask_type)
         ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=backend.norm() if num_experts else norm,
@@ -116,11 +120,11 @@ def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
     )
 
 
-def _attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+def _attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
     head_norm = backend.norm() if qk_layernorm else None
     return ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": mask_type},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.norm_column_linear() or backend.column_linear(),
             core_attention=backend.core_attention(),
@@ -141,14 +145,14 @@ def _gated_delta_net(backend: Backend) -> ModuleSpec:
     )
 
 
-def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
     """Attention through latents, which `qk_layernorm` norms."""
     fused = backend.norm_column_linear() if qk_layernorm else None
     latent_norm = backend.norm() if qk_layernorm and fused is None else IdentityOp
     up = fused or backend.column_linear()
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": mask_type},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=backend.column_linear(),
             linear_q_down_proj=ReplicatedLinear,
@@ -214,7 +218,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
     """
     _refuse_unsupported(fp8, qk_l2_norm, options)
     return gpt_layer_submodules(
-        _engine_or_local(),
+        engine_or_local(),
         num_experts=num_experts,
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
@@ -223,7 +227,8 @@ def get_gpt_layer_with_transformer_engine_submodules(
     )
 
 
-def _engine_or_local() -> Backend:
+def engine_or_local() -> Backend:
+    """Return the backend of Transformer Engine, or local classes under its parameter names."""
     from megatron.core.extensions import transformer_engine
 
     if transformer_engine.HAVE_TE:
@@ -297,7 +302,7 @@ def get_gpt_decoder_block_spec(
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
     if pp_rank is None:
         pp_rank = resolve_group(None, "pp").rank()
-    backend = _engine_or_local() if use_transformer_engine else LocalBackend()
+    backend = engine_or_local() if use_transformer_engine else LocalBackend()
     here = pipeline_layout(config).layers(pp_rank, vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm()

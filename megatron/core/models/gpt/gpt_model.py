@@ -21,8 +21,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.initialization import deferred_initialization, initialize_parameters
-from megatron.core.parameters.rng import rng_state
+from megatron.core.parameters.initialization import deferred_initialization
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -173,26 +172,6 @@ class GPTModel(LanguageModule):
         self.setup_embeddings_and_output_layer()
         if config.perform_initialization:
             self.initialize()
-
-    def initialize(self) -> None:
-        """Fill every weight with its layout-independent initial value."""
-        axes = {"tp": self.pg_collection.tp, "expt_tp": self.pg_collection.expt_tp}
-        initialize_parameters(
-            self,
-            seed=rng_state().seed,
-            axis_rank={name: group.rank() for name, group in axes.items()},
-            axis_size={name: group.size() for name, group in axes.items()},
-        )
-
-    def set_input_tensor(
-        self, input_tensor: Tensor | list[Tensor] | tuple[Tensor, ...] | None
-    ) -> None:
-        """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
-        if isinstance(input_tensor, (list, tuple)):
-            if len(input_tensor) != 1:
-                raise TypeError(f"set_input_tensor() takes one tensor, not {len(input_tensor)}")
-            input_tensor = input_tensor[0]
-        self.decoder.set_input_tensor(input_tensor)
 
     def forward(
         self,

@@ -58,11 +58,6 @@ no effect: no layer has relative positions
 --relative-attention-max-distance int = 128
 --relative-attention-num-buckets int = 32
 
-no effect: the data are those of a decoder, and masked words are no part of them
---bert-no-binary-head off-switch
---mask-prob float = 0.15
---short-seq-prob float = 0.1
-
 no effect: this program trains no retriever
 --bert-embedder-type str: megatron/huggingface = megatron
 --bert-load str

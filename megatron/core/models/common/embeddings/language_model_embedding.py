@@ -1,4 +1,4 @@
-"""From token ids to the first hidden states: word embedding, learned positions, dropout.
+"""From token ids to the first hidden states: words, learned positions and token types, dropout.
 
 Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 """
@@ -28,12 +28,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Sum of word and learned position embedding, with dropout.
+    """Sum of the embeddings of words, learned positions and token types, with dropout.
 
     Args:
         vocab_size: padded vocabulary, split over the tensor-parallel ranks.
         max_sequence_length: number of learned positions.
         position_embedding_type: "learned_absolute"; anything else adds no position here.
+        num_tokentypes: kinds of tokens (which of two texts a token belongs to); 0 is none.
         scatter_to_sequence_parallel: under sequence parallelism give each rank its rows.
     """
 
@@ -49,12 +50,6 @@ class LanguageModelEmbedding(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config)
-        if num_tokentypes:
-            raise ConfigError(
-                f"num_tokentypes={num_tokentypes}.",
-                rule="decoder models have no token types",
-                fix="use num_tokentypes=0",
-            )
         self.pg_collection = resolve_groups(pg_collection)
         self.cp_group = self.pg_collection.cp
         self.tp_group = resolve_group(tp_group, "tp", self.pg_collection)
@@ -62,7 +57,8 @@ class LanguageModelEmbedding(MegatronModule):
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel
         # Without positions to add, the sum over ranks and the cut into rows are one reduce-scatter.
-        self.reduce_scatter_embeddings = self.scatters and not self.add_position_embedding
+        adds_rows = self.add_position_embedding or num_tokentypes > 0
+        self.reduce_scatter_embeddings = self.scatters and not adds_rows
         assert config.embedding_init_method
         self.word_embeddings = VocabParallelEmbedding(
             num_embeddings=vocab_size,
@@ -74,9 +70,12 @@ class LanguageModelEmbedding(MegatronModule):
             pg_collection=self.pg_collection,
         )
         if self.add_position_embedding:
-            self.position_embeddings = self._positions(max_sequence_length)
+            self.position_embeddings = self._table(max_sequence_length)
+        self.num_tokentypes = num_tokentypes
+        if num_tokentypes:
+            self.tokentype_embeddings = self._table(num_tokentypes)
 
-    def _positions(self, length: int) -> nn.Embedding:
+    def _table(self, length: int) -> nn.Embedding:
         config = self.config
         device = torch.device("cpu") if config.use_cpu_initialization else current_device()
         weight = torch.empty(length, config.hidden_size, dtype=config.params_dtype, device=device)
@@ -118,12 +117,14 @@ class LanguageModelEmbedding(MegatronModule):
             input_ids: [b, s/cp], this rank's zigzag part.
             position_ids: [b, s/cp], or [1, s/cp] for all samples, or None for the absolute
                 positions of these rows.
+            tokentype_ids: [b, s/cp], where there are types; None is type 0 for all tokens.
         Returns:
             [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].
         """
-        rule = "tokens have words and positions, no types"
-        given = {"tokentype_ids": tokentype_ids}
-        refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
+        if not self.num_tokentypes:
+            rule = "the tokens of this model have words and positions, no types"
+            given = {"tokentype_ids": tokentype_ids}
+            refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
         rows = sequence_shard_of_rank(input_ids.shape[1], cp=self.cp_group, sp=SINGLE_RANK)
         length = rows.total
         hidden = self._words(input_ids)
@@ -143,6 +144,9 @@ class LanguageModelEmbedding(MegatronModule):
             else:
                 positions = self.position_embeddings(position_ids.t())
             hidden = hidden + positions
+        if self.num_tokentypes:
+            types = torch.zeros_like(input_ids) if tokentype_ids is None else tokentype_ids
+            hidden = hidden + self.tokentype_embeddings(types.t())
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.scatters:

@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
+from megatron.core.parameters.initialization import initialize_parameters
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.cross_entropy import (
@@ -27,6 +29,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
 from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.sharded_state import declare_tensor
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
@@ -46,6 +49,7 @@ class LanguageModule(MegatronModule):
     share_embeddings_and_output_weights: bool
     embedding: Any
     output_layer: Any
+    decoder: Any
     pg_collection: ProcessGroupCollection
 
     def __init__(
@@ -57,6 +61,31 @@ class LanguageModule(MegatronModule):
         self.vp_stage: int | None = None
         self.fused_loss = LinearCrossEntropy()
         self.mtp_process = False
+
+    def initialize(self) -> None:
+        """Fill every weight with its layout-independent initial value."""
+        axes = {"tp": self.pg_collection.tp, "expt_tp": self.pg_collection.expt_tp}
+        initialize_parameters(
+            self,
+            seed=rng_state().seed,
+            axis_rank={name: group.rank() for name, group in axes.items()},
+            axis_size={name: group.size() for name, group in axes.items()},
+        )
+
+    @property
+    def first_block(self) -> TransformerBlock:
+        """The layers that take the previous stage's output."""
+        return self.decoder
+
+    def set_input_tensor(
+        self, input_tensor: Tensor | list[Tensor] | tuple[Tensor, ...] | None
+    ) -> None:
+        """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        if isinstance(input_tensor, (list, tuple)):
+            if len(input_tensor) != 1:
+                raise TypeError(f"set_input_tensor() takes one tensor, not {len(input_tensor)}")
+            input_tensor = input_tensor[0]
+        self.first_block.set_input_tensor(input_tensor)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Attach the metadata of embedding and head: what they are, and which one is a copy.
@@ -84,6 +113,10 @@ class LanguageModule(MegatronModule):
             set_param_meta(
                 weight, replace(meta, tied_to=WORD_EMBEDDING if is_tied else meta.tied_to)
             )
+        if self.post_process and self.output_layer.bias is not None:
+            bias = self.output_layer.bias
+            meta = replace(get_param_meta(bias), num_rows=self.config.unpadded_vocab_size)
+            set_param_meta(bias, meta)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the embedding on the first stage, the head's weight on the last, tied or not.
@@ -111,7 +144,10 @@ class LanguageModule(MegatronModule):
             [b, s/cp] fp32.
         """
         hidden_states = self.scale_logits_of(hidden_states)
-        request = Request.of(hidden_states, loss_needs(self.config))
+        needs = loss_needs(self.config)
+        if self.output_layer.bias is not None:
+            needs.add(HEAD_BIAS)
+        request = Request.of(hidden_states, needs)
         kernel = LOSS.choose(request, asked_loss(self.config)).kernel
         return kernel.run(self, hidden_states, labels, weight, loss_mask)
 
@@ -253,8 +289,10 @@ def _loss_of_hidden_states(
 
 
 SOFTCAP = "soft-capped logits"
+HEAD_BIAS = "a bias of the head"
+_OF_LOGITS = frozenset({SOFTCAP, HEAD_BIAS})
 
-_VOCAB_PARALLEL = Kernel("vocab-parallel", _loss_of_logits, frozenset({SOFTCAP}))
+_VOCAB_PARALLEL = Kernel("vocab-parallel", _loss_of_logits, _OF_LOGITS)
 _LINEAR_FUSED = Kernel("linear-fused", _loss_of_hidden_states)
 
 LOSS: KernelTable[
@@ -269,7 +307,7 @@ LOSS: KernelTable[
             Kernel(
                 "transformer-engine",
                 _loss_by_transformer_engine,
-                frozenset({SOFTCAP}),
+                _OF_LOGITS,
                 missing=partial(why_missing, "transformer_engine.pytorch"),
                 library=True,
             ),

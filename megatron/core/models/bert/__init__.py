@@ -1,0 +1,1 @@
+"""BERT: an encoder that predicts masked words, and how two sentences follow each other."""

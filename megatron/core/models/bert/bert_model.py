@@ -1,0 +1,242 @@
+"""BERT: an encoder that predicts masked words, and how two sentences follow each other.
+
+J. Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
+Understanding", arXiv 1810.04805. Layers norm their input, as in M. Shoeybi et al., "Megatron-LM",
+section 5.3, arXiv 1909.08053; `apply_residual_connection_post_layernorm` gives the original order:
+the norm after the embedding is then the first layer's, and that after a layer the next one's.
+
+Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.models.bert.bert_lm_head import BertLMHead
+from megatron.core.models.bert.pooler import Pooler
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.initialization import deferred_initialization
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import in_compute_dtype
+from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class BertModel(LanguageModule):
+    """One pipeline stage (or all) of a BERT.
+
+    Weights start as slices of the one-device model under `rng_state().seed`, in every layout.
+
+    Args:
+        num_tokentypes: kinds of tokens; 2 tells the sentences of a pair apart.
+        transformer_layer_spec, vocab_size, max_sequence_length, pre_process, post_process,
+            parallel_output, share_embeddings_and_output_weights: see `GPTModel`.
+        fp16_lm_cross_entropy: accepted; the loss is computed in fp32.
+        position_embedding_type: "learned_absolute", "rope" or "none".
+        add_binary_head: classify the first token of each sequence in two: whether the sentences
+            of a pair follow each other.
+        return_embeddings: the last stage returns the mean hidden state of each sequence's tokens,
+            without its first and last one, [b, h].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        add_binary_head: bool = True,
+        return_embeddings: bool = False,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.parallel_output = parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
+        self.vp_stage = vp_stage
+        assert config.kv_channels and config.init_method
+        with deferred_initialization():
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config=config,
+                    vocab_size=vocab_size,
+                    max_sequence_length=max_sequence_length,
+                    position_embedding_type=position_embedding_type,
+                    num_tokentypes=num_tokentypes,
+                    pg_collection=self.pg_collection,
+                )
+            self.has_rotary = position_embedding_type == "rope"
+            if self.has_rotary:
+                self.rotary_pos_emb = RotaryEmbedding(
+                    kv_channels=config.kv_channels,
+                    rotary_percent=rotary_percent,
+                    rotary_interleaved=config.rotary_interleaved,
+                    seq_len_interpolation_factor=seq_len_interpolation_factor,
+                    use_cpu_initialization=config.use_cpu_initialization,
+                    cp_group=self.pg_collection.cp,
+                )
+            self.encoder = TransformerBlock(
+                config=config,
+                spec=transformer_layer_spec,
+                pre_process=pre_process,
+                post_process=post_process,
+                pg_collection=self.pg_collection,
+                vp_stage=vp_stage,
+            )
+            if post_process:
+                self._build_heads(config)
+        self.setup_embeddings_and_output_layer()
+        if config.perform_initialization:
+            self.initialize()
+
+    def _build_heads(self, config: TransformerConfig) -> None:
+        is_tied, hidden = self.share_embeddings_and_output_weights, config.hidden_size
+        init_method = config.embedding_init_method if is_tied else config.init_method
+        assert init_method and config.init_method
+        self.lm_head = BertLMHead(hidden, config, self.pg_collection)
+        self.output_layer = ColumnParallelLinear(
+            hidden,
+            self.vocab_size,
+            config=config,
+            init_method=init_method,
+            bias=True,
+            gather_output=not self.parallel_output,
+            skip_weight_param_allocation=is_tied and self.pre_process,
+            tp_group=self.pg_collection.tp,
+            pg_collection=self.pg_collection,
+        )
+        if self.add_binary_head:
+            self.pooler = Pooler(
+                hidden, config.init_method, config, config.sequence_parallel, self.pg_collection
+            )
+            self.binary_head = ReplicatedLinear(
+                hidden,
+                2,
+                config=config,
+                init_method=config.init_method,
+                tp_group=self.pg_collection.tp,
+                bias=True,
+                sees_all_tokens=True,
+            )
+
+    @property
+    def first_block(self) -> TransformerBlock:
+        """The layers that take the previous stage's output."""
+        return self.encoder
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        inference_context: object = None,
+        *,
+        inference_params: object = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Run this stage.
+
+        Args:
+            input_ids, tokentype_ids: [b, s/cp], this rank's positions; read by the first stage.
+            attention_mask: [b, s] of the whole sequence, nonzero where there is a token; padding
+                comes last in a row. Every stage reads it. None: there is no padding.
+            lm_labels: [b, s/cp]; with them the last stage returns the loss of every token.
+            loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
+                no number here.
+        Returns:
+            the stage's hidden states [s/cp, b, h]; on the last stage (loss of every token
+            [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels; logits [b, 2] of the
+            binary head, or None), or with `return_embeddings` [b, h].
+        """
+        refuse_given(
+            "BertModel.forward",
+            {"inference_context": inference_context, "inference_params": inference_params},
+            rule="an encoder sees all tokens at once and keeps no cache",
+            fix="leave it out",
+        )
+        states = self.encoder.input_tensor
+        if self.pre_process:
+            assert input_ids is not None
+            states = self.embedding(input_ids, None, tokentype_ids)
+        rotary = None
+        if self.has_rotary:
+            length = RotaryEmbedding.get_rotary_seq_len(None, self.encoder, states, self.config)
+            rotary = self.rotary_pos_emb(length)
+        hidden_states = self.encoder(
+            hidden_states=states,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            packed_seq_params=tokens_and_padding(attention_mask),
+        )
+        if not self.post_process:
+            return hidden_states
+        hidden_states = in_compute_dtype(hidden_states, self.config)
+        if self.return_embeddings:
+            return self._mean_states(hidden_states, attention_mask)
+        binary_logits = None
+        if self.add_binary_head:
+            binary_logits, _ = self.binary_head(self.pooler(hidden_states))
+        hidden_states = self.lm_head(hidden_states)
+        weight = self.output_layer.weight  # None where the embedding on this stage is the head
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        if lm_labels is not None:
+            return self.compute_loss(hidden_states, lm_labels, weight, loss_mask), binary_logits
+        logits, _ = self.output_layer(self.scale_logits_of(hidden_states), weight=weight)
+        return self.softcap_logits(logits).transpose(0, 1).contiguous(), binary_logits
+
+    def _mean_states(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self.config.sequence_parallel or self.config.context_parallel_size > 1:
+            raise ConfigError(
+                "embeddings of sequences were asked of ranks that share the sequence.",
+                rule="the mean is taken over the rows of one rank",
+                flags=["--sequence-parallel", "--context-parallel-size"],
+                fix="leave these out",
+            )
+        s, b, _ = hidden_states.shape
+        where = hidden_states.device
+        lengths = torch.full((b,), s, device=where)
+        if attention_mask is not None:
+            lengths = (attention_mask != 0).sum(1)
+        positions = torch.arange(s, device=where).unsqueeze(1)
+        counts = ((positions > 0) & (positions < lengths - 1)).to(hidden_states.dtype)
+        total = (hidden_states * counts.unsqueeze(2)).sum(0)
+        return total / counts.sum(0).clamp(min=1).unsqueeze(1)
+
+
+def tokens_and_padding(attention_mask: Tensor | None) -> PackedSeqParams | None:
+    """Return the tokens of each row and its padding as two documents that do not see each other.
+
+    So padding is hidden by the kernels that know documents, which need no matrix of it and work
+    under context parallelism. What padding itself computes nobody reads.
+
+    Args:
+        attention_mask: [b, s] of the whole sequence, nonzero where there is a token.
+    """
+    if attention_mask is None:
+        return None
+    return PackedSeqParams(seq_idx=(attention_mask == 0).to(torch.int32))

@@ -1,0 +1,71 @@
+"""Samples of the tables of encoders; all of them: `python -m tests.parity.encoders`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron.hugging_face import open_model, read_model_directory, write_model
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.parity.encoder_case import write_vocabulary
+from tests.parity.encoders import (
+    PUBLISHED,
+    against_one_process,
+    against_transformers,
+    curves,
+    saved,
+)
+from tests.parity.layouts import LayoutCase
+from tests.parity.table import exceeds
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("encoders")
+    write_vocabulary(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("bert", LayoutCase(tp=2, sp=True, pp=2, dp=2, stage=3, micro_batch_size=2)),
+        ("bert", LayoutCase(pp=2, vp=2, cp=2, micro_batch_size=2)),
+        ("bert, post-norm, rope", LayoutCase(tp=2, sp=True, cp=2, micro_batch_size=2)),
+    ],
+    ids=str,
+)
+def test_an_encoder_with_dropout_trains_as_in_one_process(case, layout, folder):
+    errors = against_one_process(case, layout, folder)
+    assert not exceeds(errors), errors
+
+
+@pytest.mark.parametrize("case", ["bert", "megatron-bert"])
+def test_logits_and_gradients_are_those_of_transformers(case, folder):
+    against_transformers(case, LayoutCase(tp=2, pp=2, micro_batch_size=2), folder)
+
+
+def test_losses_fall_as_those_of_transformers(folder):
+    theirs, ours = curves("bert", LayoutCase(tp=2, sp=True, micro_batch_size=2), folder, 5)
+    assert_close(ours, theirs, FP32_REORDERED_SUM, "losses")
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_a_model_comes_out_as_it_went_in(case, tmp_path):
+    model = saved(case, tmp_path / "in")
+    settings = read_model_directory(tmp_path / "in").settings.stated()
+    write_model(open_model(tmp_path / "in"), tmp_path / "out", settings=settings)
+    before, after = (load_file(tmp_path / d / "model.safetensors") for d in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    loaded = getattr(transformers, fields["architectures"][0]).from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(model)
+    ids = torch.arange(20).view(2, 10)
+    assert torch.equal(loaded(ids)[0], model(ids)[0])

@@ -1,0 +1,268 @@
+"""Print how far encoders are from Transformers and from one process: `python -m
+tests.parity.encoders [--part hugging-face|curves|layouts]`.
+
+- hugging-face: small models of Transformers with random weights, norms and biases are loaded in
+  layouts of tensor, pipeline and data parallelism with ZeRO; logits and every gradient of a step
+  on samples of the dataset are compared.
+- curves: both are trained for 20 steps on the same samples, from the same weights, by Adam; the
+  losses are compared.
+- layouts: models with drawn weights and dropout are trained in drawn layouts; losses, every
+  gradient, norms and weights are compared with those of one process.
+
+Exits with status 1 if any error exceeds its tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
+from tests.harness.distributed import run_distributed
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.parity.compare import Errors, compare
+from tests.parity.encoder_case import (
+    OPTIMIZER,
+    SAMPLES,
+    VOCABULARY,
+    EncoderReport,
+    assembled,
+    dataset,
+    micro_batches,
+    their_loss,
+    train,
+    write_vocabulary,
+)
+from tests.parity.layouts import LayoutCase
+from tests.parity.table import FIGURES, exceeds, figures
+from tests.parity.training_case import Run
+from tests.unit.hugging_face.models import compare_gradients
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 40, "layer_norm_eps": 1e-6,
+}  # fmt: skip
+
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertConfig", "BertForPreTraining", _SIZES),
+    "bert, hidden words alone": (
+        "BertConfig", "BertForMaskedLM", {**_SIZES, "hidden_act": "gelu_new"},
+    ),
+    "megatron-bert": ("MegatronBertConfig", "MegatronBertForPreTraining", _SIZES),
+}  # fmt: skip
+"""Name -> config class and model class of Transformers, and the config's arguments."""
+
+LAYOUTS = (
+    LayoutCase(micro_batch_size=2),
+    LayoutCase(tp=2, micro_batch_size=2),
+    LayoutCase(tp=4, sp=True, micro_batch_size=2),
+    LayoutCase(pp=2, micro_batch_size=2),
+    LayoutCase(dp=2, stage=1, micro_batch_size=2),
+    LayoutCase(dp=2, stage=3, micro_batch_size=2),
+    LayoutCase(tp=2, sp=True, pp=2, dp=2, stage=1, micro_batch_size=2),
+)
+
+DRAWN: dict[str, tuple[str, ...]] = {
+    "bert": (),
+    "bert, post-norm, rope": (
+        "--apply-residual-connection-post-layernorm", "--position-embedding-type", "rope",
+    ),
+    "bert, hidden words alone, untied": (
+        "--bert-no-binary-head", "--untie-embeddings-and-output-weights",
+    ),
+}  # fmt: skip
+"""Name -> flags of a model with drawn weights, besides `_SHAPE`."""
+_SHAPE = (
+    "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--init-method-std",
+    "0.1",
+)  # fmt: skip
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+
+
+def saved(case: str, directory: Path) -> Any:
+    """Build a model of Transformers with random weights, save it, and return it."""
+    config, kind, fields = PUBLISHED[case]
+    torch.manual_seed(3)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**fields)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    model.save_pretrained(directory)
+    return model
+
+
+def run_layout(
+    layout: LayoutCase,
+    folder: Path,
+    words: tuple[str, ...],
+    directory: Path | None = None,
+    num_steps: int = 1,
+) -> list[EncoderReport]:
+    """Train in a layout on worker processes."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
+    return run_distributed(
+        train, layout.world_size, layout, folder / "vocab.txt", words, directory, num_steps,
+        timeout_s=240.0, **sizes,
+    )  # fmt: skip
+
+
+def against_transformers(case: str, layout: LayoutCase, folder: Path) -> tuple[float, float]:
+    """Return the largest error of a logit, and of a gradient relative to its tensor's largest.
+
+    Raises:
+        AssertionError: one exceeds its tolerance.
+    """
+    directory = folder / case.replace(" ", "-").replace(",", "")
+    theirs = saved(case, directory)
+    reports = run_layout(layout, folder, NO_DROPOUT, directory)
+    batches = list(micro_batches(their_samples(theirs, folder), 0, layout.micro_batch_size))
+    first = batches[0]
+    output = theirs(
+        input_ids=first["text"], attention_mask=first["padding_mask"], token_type_ids=first["types"]
+    )
+    expected = (
+        output.prediction_logits if "prediction_logits" in output else output.logits
+    ).detach()
+    logits = next(r.logits for r in reports if r.logits is not None)[..., :VOCABULARY].detach()
+    is_token = first["padding_mask"].bool()
+    assert_close(logits[is_token], expected[is_token], FP32_REORDERED_SUM, "logits")
+    for batch in batches:
+        (their_loss(theirs, batch) / len(batches)).backward()
+    worst = compare_gradients(directory, theirs, assembled(reports).gradients[0])
+    return float((logits - expected)[is_token].abs().max()), worst
+
+
+def their_samples(model: Any, folder: Path) -> Any:
+    """Return the dataset that a model of Transformers is trained on."""
+    pairs = hasattr(model, "cls") and hasattr(model.cls, "seq_relationship")
+    return dataset(folder / "vocab.txt", pairs)
+
+
+def curves(
+    case: str, layout: LayoutCase, folder: Path, num_steps: int
+) -> tuple[list[float], list[float]]:
+    """Return the losses of both trained from the same weights: Transformers' first."""
+    directory = folder / case.replace(" ", "-").replace(",", "")
+    theirs = saved(case, directory)
+    optimizer = torch.optim.Adam(
+        theirs.parameters(), lr=OPTIMIZER["lr"], eps=OPTIMIZER["adam_eps"], betas=(0.9, 0.999)
+    )
+    samples, losses = their_samples(theirs, folder), []
+    for step in range(num_steps):
+        batches = list(micro_batches(samples, step, layout.micro_batch_size))
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = their_loss(theirs, batch) / len(batches)
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), OPTIMIZER["clip_grad"])
+        optimizer.step()
+        losses.append(total)
+    reports = run_layout(layout, folder, NO_DROPOUT, directory, num_steps)
+    return losses, next(report.losses for report in reports if report.losses)
+
+
+@functools.cache
+def serial_run(folder: Path, words: tuple[str, ...], micro_batch_size: int) -> Run:
+    """Train on one process."""
+    layout = LayoutCase(micro_batch_size=micro_batch_size)
+    return assembled(run_layout(layout, folder, words, num_steps=2))
+
+
+def against_one_process(case: str, layout: LayoutCase, folder: Path) -> Errors:
+    """Train two steps in a layout, from drawn weights, with dropout, and compare."""
+    words = (*_SHAPE, *DRAWN[case])
+    run = assembled(run_layout(layout, folder, words, num_steps=2))
+    return compare(run, serial_run(folder, words, layout.micro_batch_size))
+
+
+def draw_layout(generator: random.Random) -> LayoutCase:
+    """Draw a layout of at most 8 ranks."""
+    while True:
+        layout = LayoutCase(
+            tp=generator.choice((1, 2, 4)),
+            pp=generator.choice((1, 2, 4)),
+            cp=generator.choice((1, 1, 2)),
+            dp=generator.choice((1, 2)),
+            vp=generator.choice((1, 2)),
+            stage=generator.choice((0, 1, 2, 3)),
+            micro_batch_size=generator.choice((1, 2)),
+        )
+        has_chunks = layout.vp == 1 or layout.pp == 2
+        if 1 < layout.world_size <= 8 and has_chunks and SAMPLES % layout.dp == 0:
+            is_sp = layout.tp > 1 and generator.random() < 0.5
+            stage = layout.stage if layout.dp > 1 else 0
+            return LayoutCase(**{**vars(layout), "sp": is_sp, "stage": stage})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    part: str = flag("all", choices=("all", "hugging-face", "curves", "layouts"))
+    """Which table."""
+    cases: str = ""
+    """Only models whose name begins so."""
+    count: int = 20
+    """Layouts drawn for each model."""
+    steps: int = 20
+    """Steps of a curve."""
+    seed: int = 1
+
+
+def main() -> int:
+    """Print the tables."""
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
+    torch.set_num_threads(1)
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_vocabulary(folder)
+        if options.part in ("all", "hugging-face"):
+            print(f"{'case':<36}{'layout':<28}{'logits':>10}{'gradients':>11}")
+            for case in filter(lambda c: c.startswith(options.cases), PUBLISHED):
+                for layout in LAYOUTS:
+                    try:
+                        logits, worst = against_transformers(case, layout, folder)
+                        print(f"{case:<36}{layout!s:<28}{logits:>10.1e}{worst:>11.1e}", flush=True)
+                    except AssertionError as error:
+                        failures.append(f"{case} | {layout}: {error}")
+                        print(f"{case:<36}{layout!s:<28}  FAILED", flush=True)
+        if options.part in ("all", "curves"):
+            for case in filter(lambda c: c.startswith(options.cases), PUBLISHED):
+                layout = LayoutCase(tp=2, pp=2, micro_batch_size=2)
+                theirs, ours = curves(case, layout, folder, options.steps)
+                worst = max(abs(a - b) / abs(a) for a, b in zip(theirs, ours, strict=True))
+                print(
+                    f"{case}, {layout}, {options.steps} steps: {theirs[0]:.6f} -> {theirs[-1]:.6f}"
+                    f" theirs, {ours[0]:.6f} -> {ours[-1]:.6f} ours, largest difference"
+                    f" {worst:.1e} of the loss",
+                    flush=True,
+                )
+                failures += [f"{case}: {worst}"] * (worst > FP32_REORDERED_SUM.rtol)
+        if options.part in ("all", "layouts"):
+            generator = random.Random(options.seed)
+            for case in filter(lambda c: c.startswith(options.cases), DRAWN):
+                print(f"{case}\n{'layout':<40}{FIGURES}", flush=True)
+                for _ in range(options.count):
+                    layout = draw_layout(generator)
+                    errors = against_one_process(case, layout, folder)
+                    print(f"{layout!s:<40}{figures(errors)}", flush=True)
+                    failures += [f"{case} | {layout}: {what}" for what in exceeds(errors)]
+    print(f"{len(failures)} above tolerance", *failures, sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
