@@ -280,7 +280,7 @@ def start(nodes: Sequence[Node], flags: LauncherFlags) -> int:
     else:
         port = [] if flags.ssh_port is None else ["-p", str(flags.ssh_port)]
         commands = [["ssh", *port, *options, n.host, n.shell(here)] for n in nodes]
-    return run_together(commands)
+    return run_together(commands).status
 
 
 def main(words: Sequence[str] | None = None) -> int:

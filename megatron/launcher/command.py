@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ def submit(plan: LaunchPlan, job: Job) -> int:
         print(f"lattice launch: {note}", file=sys.stderr)
     try:
         if plan.is_concurrent:
+            is_ssh = bool(plan.hosts)
             return hosts.run_with_restarts(
-                plan.commands, restarts=job.max_restarts, backoff_s=job.backoff_s
+                job, partial(hosts.plan_ssh, job) if is_ssh else lambda _: plan
             )
         for words in plan.commands:
             status = subprocess.call(words)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.failure_file import FAILURE_FILE, USELESS_TO_REPEAT
+from megatron.core.foundation.quarantine import read_quarantine
 from megatron.launcher.job import Job
 from megatron.launcher.plan import JobFile, LaunchPlan, node_script
 
 _POLL_S = 0.2
 _LONGEST_BACKOFF_S = 600
+_SSH_FAILED = 255
+"""Exit status of ssh that cannot reach a host, or has lost it."""
 
 Slots = dict[str, list[int]]
 """Host -> numbers of the accelerators to use there, in order."""
@@ -87,51 +93,101 @@ def slots_in(path: str) -> Slots:
         ) from None
 
 
-def run_together(commands: Sequence[Sequence[str]]) -> int:
-    """Run commands at the same time; return the first exit status that is not 0.
+@dataclass(frozen=True)
+class Attempt:
+    """How commands that ran together ended."""
+
+    status: int
+    """The first exit status that is not 0."""
+    first: int = 0
+    """Which command that was."""
+
+
+def run_together(commands: Sequence[Sequence[str]]) -> Attempt:
+    """Run commands at the same time until all have ended.
 
     When one fails the others are ended: they would wait for it.
     """
-    running = [subprocess.Popen(list(command)) for command in commands]
-    status = 0
+    running = {number: subprocess.Popen(list(words)) for number, words in enumerate(commands)}
+    attempt = Attempt(0)
     try:
         while running:
             time.sleep(_POLL_S)
-            ended = [process for process in running if process.poll() is not None]
-            running = [process for process in running if process.poll() is None]
-            failed = [p.returncode for p in ended if p.returncode]
-            if failed and not status:
-                status = failed[0]
-                for process in running:
+            ended = {n: process for n, process in running.items() if process.poll() is not None}
+            running = {n: process for n, process in running.items() if n not in ended}
+            failed = [n for n, process in ended.items() if process.returncode]
+            if failed and not attempt.status:
+                attempt = Attempt(ended[failed[0]].returncode, failed[0])
+                for process in running.values():
                     process.terminate()
     finally:
-        for process in running:
+        for process in running.values():
             process.terminate()
-    return status
+    return attempt
 
 
-def run_with_restarts(commands: Sequence[Sequence[str]], *, restarts: int, backoff_s: int) -> int:
-    """Run commands at the same time until all end with 0, or fail once more than `restarts`."""
-    for attempt in range(restarts + 1):
-        status = run_together(commands)
-        if status == 0 or attempt == restarts:
-            return status
-        delay = min(backoff_s << attempt, _LONGEST_BACKOFF_S)
-        print(
-            f"lattice launch: status {status}; started again in {delay} s",
-            file=sys.stderr,
-            flush=True,
-        )
+def run_with_restarts(job: Job, plan_for: Callable[[frozenset[str]], LaunchPlan]) -> int:
+    """Run a job until it ends with 0, has failed too often, or would fail in the same way.
+
+    A host that ssh does not reach, or lost, is left out from then on; the next attempt has another
+    one of the hostfile, or fewer.
+
+    Args:
+        plan_for: makes the commands of an attempt, without some hosts.
+    """
+    lost: frozenset[str] = frozenset()
+    last, times, began = "", 0, time.time()
+    plan = plan_for(lost)
+    for number in range(job.max_restarts + 1):
+        attempt = run_together(plan.commands)
+        if attempt.status == 0 or number == job.max_restarts:
+            break
+        failure = _failure_since(began, job)
+        cause = " ".join(str(failure.get(name)) for name in ("class", "iteration", "rank", "where"))
+        times = times + 1 if failure and cause == last else 1
+        last = cause
+        if failure.get("class") in USELESS_TO_REPEAT or times >= job.hosts.same_failures:
+            _say(f"the same failure would come again: {failure.get('message')}")
+            break
+        if attempt.status == _SSH_FAILED and plan.hosts:
+            lost |= {plan.hosts[attempt.first]}
+            _say(f"{plan.hosts[attempt.first]} is lost")
+        delay = min(job.backoff_s << number, _LONGEST_BACKOFF_S)
+        _say(f"status {attempt.status}; started again in {delay} s")
         time.sleep(delay)
-    return status
+        began = time.time()
+        try:
+            plan = plan_for(lost)
+        except ConfigError as error:
+            _say(str(error))
+            break
+    return attempt.status
 
 
-def plan_ssh(job: Job) -> LaunchPlan:
-    """Return an ssh command for each node, all started from here."""
-    hosts = _hosts(job)
+def _say(text: str) -> None:
+    print(f"lattice launch: {text}", file=sys.stderr, flush=True)
+
+
+def _failure_since(began: float, job: Job) -> Mapping[str, object]:
+    """Return what failure.json in the save directory says of an attempt; {} if nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(job.value_of("--save"), FAILURE_FILE)
+        if path.stat().st_mtime >= began:
+            found: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+    return {}
+
+
+def plan_ssh(job: Job, lost: frozenset[str] = frozenset()) -> LaunchPlan:
+    """Return an ssh command for each node, all started from here.
+
+    Args:
+        lost: hosts that are left out.
+    """
+    hosts = _hosts(job, lost)
     lines = [
-        "\n".join(node_script(job, str(job.nodes), str(number), hosts[0], str(job.master_port)))
-        for number in range(job.nodes)
+        "\n".join(node_script(job, str(len(hosts)), str(number), hosts[0], str(job.master_port)))
+        for number in range(len(hosts))
     ]
     here = f"cd {shlex.quote(str(Path.cwd()))}\n"
     # -tt: what runs there is told (SIGHUP) when this end is gone.
@@ -139,7 +195,7 @@ def plan_ssh(job: Job) -> LaunchPlan:
         ("ssh", "-tt", *job.hosts.ssh_option, host, here + text)
         for host, text in zip(hosts, lines, strict=True)
     )
-    return LaunchPlan((), commands, is_concurrent=True)
+    return LaunchPlan((), commands, is_concurrent=True, hosts=tuple(hosts))
 
 
 def plan_mpi(job: Job) -> LaunchPlan:
@@ -160,8 +216,13 @@ def plan_mpi(job: Job) -> LaunchPlan:
     return LaunchPlan((JobFile(path, text),), (command,), notes, is_concurrent=True)
 
 
-def _hosts(job: Job) -> list[str]:
-    """Return the nodes that train, the first ones of the hostfile."""
+def _hosts(job: Job, lost: frozenset[str] = frozenset()) -> list[str]:
+    """Return the nodes that train: the first ones of the hostfile that are neither lost nor in the
+    quarantine of the training command.
+
+    Raises:
+        ConfigError: there are too few.
+    """
     if not job.hosts.hostfile:
         raise ConfigError(
             "there is no hostfile.",
@@ -170,14 +231,19 @@ def _hosts(job: Job) -> list[str]:
             fix="give --hostfile with a line `host slots=N` for each node",
         )
     slots = slots_in(job.hosts.hostfile)
-    if len(slots) < job.nodes:
+    list_of_bad = job.value_of("--quarantine-file")
+    avoided = lost | set(read_quarantine(list_of_bad) if list_of_bad else ())
+    usable = [host for host in slots if host not in avoided]
+    if len(usable) < (job.hosts.min_nodes or job.nodes):
+        left_out = ", ".join(host for host in slots if host in avoided)
         raise ConfigError(
-            f"{job.hosts.hostfile} names {len(slots)} hosts, and nodes={job.nodes}.",
-            rule="there are not more nodes than are named",
-            flags=["--hostfile", "--nodes"],
-            fix=f"use --nodes {len(slots)}",
+            f"{job.hosts.hostfile} names {len(slots)} hosts, and nodes={job.nodes}"
+            + (f"; {left_out} are lost or in the quarantine." if left_out else "."),
+            rule="there are not more nodes than are named and can be used",
+            flags=["--hostfile", "--nodes", "--quarantine-file"],
+            fix=f"use --nodes {len(usable)}, or name more hosts",
         )
-    chosen = list(slots)[: job.nodes]
+    chosen = usable[: job.nodes]
     small = [host for host in chosen if len(slots[host]) < job.ranks_per_node]
     if small:
         raise ConfigError(

@@ -89,6 +89,11 @@ class HostSettings:
 
     hostfile: str = ""
     """Lines `host slots=8`."""
+    min_nodes: int = 0
+    """Nodes with which the run continues (ssh) when no others are left; --nodes by default. The
+    layout must fit: data parallelism shrinks, and the global batch stays."""
+    same_failures: int = 3
+    """End after so many failures in a row of the same class, rank and place."""
     ssh_option: tuple[str, ...] = flag((), is_repeated=True)
     """A further option of ssh or mpirun, for example --ssh-option=-p2222."""
 

@@ -34,6 +34,8 @@ class LaunchPlan:
     """What the user has to know or do beside."""
     is_concurrent: bool = False
     """Whether the commands run at the same time, and all end when one fails."""
+    hosts: tuple[str, ...] = ()
+    """Where each of them runs, if it is one for each node."""
 
     def shown(self) -> str:
         """Return the files and commands as text that a shell would take."""

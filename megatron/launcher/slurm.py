@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from megatron.core.foundation.failure_file import USELESS_TO_REPEAT
 from megatron.launcher.job import Job
 from megatron.launcher.plan import (
     JobFile,
@@ -27,8 +28,7 @@ from megatron.launcher.plan import (
 _PROBE_TIMEOUT_S = 300
 _WAIT_S = 60
 _SETTLE_S = 10
-_HOPELESS = "CONFIG|DATA|MISSING_LIBRARY|SCHEDULE"
-"""Classes of failure.json that the same command meets again."""
+_HOPELESS = "|".join(USELESS_TO_REPEAT)
 
 
 def plan(job: Job) -> LaunchPlan:

@@ -12,6 +12,8 @@ FAILURE_FILE = "failure.json"
 """The last failure of the run, while no later attempt has begun."""
 FAILURE_HISTORY_FILE = "failures.jsonl"
 """A line for every failure of the run."""
+USELESS_TO_REPEAT = ("CONFIG", "DATA", "MISSING_LIBRARY", "SCHEDULE")
+"""Classes of failures that the same command meets again."""
 _IN_HISTORY = (
     "class", "exit_code", "iteration", "attempt", "rank", "host", "where", "last_good_ckpt",
     "action", "message", "time",

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-USELESS_TO_REPEAT = ("CONFIG", "DATA", "MISSING_LIBRARY", "SCHEDULE", "SPIKE")
-"""Classes of failures that the same command meets again."""
+from megatron.core.foundation.failure_file import USELESS_TO_REPEAT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,12 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.foundation.errors import HardwareFaultError, NumericsError
+from megatron.core.foundation.quarantine import add_to_quarantine
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rerun.data import Batches
 from megatron.training.rerun.injection import ErrorInjector
-from megatron.training.rerun.records import (
-    add_to_quarantine,
-    host_name,
-    write_rejected_result,
-)
 from megatron.training.rerun.verdict import (
     EARLIER,
     OWN,
@@ -31,6 +27,8 @@ from megatron.training.rerun.verdict import (
     RerunDiagnostic,
     Verdict,
     find_cause,
+    host_name,
+    write_rejected_result,
 )
 from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import LossTable

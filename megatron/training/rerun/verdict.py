@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 
 class RerunDiagnostic(StrEnum):
@@ -116,3 +121,30 @@ def find_cause(first: str, observe: Observe, *, num_replicas: int, has_earlier: 
     if len(control.problems) == num_replicas:
         return Verdict(Cause.MODEL, tuple(evidence))
     return Verdict(Cause.HARDWARE_PERSISTENT, tuple(evidence), tuple(sorted(control.problems)))
+
+
+def host_name() -> str:
+    """Return the name of this machine as its scheduler knows it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def write_rejected_result(
+    path: str | Path, iteration: int, verdict: Verdict, hosts: list[str]
+) -> None:
+    """Add a line of JSON about a step that was run again.
+
+    Keys: `iteration`, counted from 1; `diagnostic`, Megatron's name of the cause; `cause`, which
+    tells data from model; `replicas`, data-parallel ranks, and `hosts`, if hardware is wrong again;
+    `evidence`, a line for each run; `time`, seconds since 1970.
+    """
+    record = {
+        "iteration": iteration,
+        "diagnostic": verdict.cause.diagnostic.value,
+        "cause": verdict.cause.value,
+        "replicas": list(verdict.replicas),
+        "hosts": hosts,
+        "evidence": list(verdict.evidence),
+        "time": time.time(),
+    }
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")

@@ -14,6 +14,7 @@ from megatron.launcher.job import HostSettings, Job
 SSH = """#!/bin/bash
 [ "$1" = -tt ] && [ "$2" = -p22 ] || exit 99
 echo "$3" >>"$FOLDER/hosts-used"
+[ "$3" = "$LOST" ] && exit 255
 exec bash -c "$4"
 """
 MPIRUN = """#!/bin/bash
@@ -39,6 +40,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("FOLDER", str(tmp_path))
     monkeypatch.setenv("FAILS", "0")
+    monkeypatch.setenv("LOST", "")
     return tmp_path
 
 
@@ -69,6 +71,60 @@ def test_a_failure_starts_all_nodes_again(backend, cluster, monkeypatch, capfd):
 def test_a_run_that_keeps_failing_ends_with_its_status(cluster, monkeypatch):
     monkeypatch.setenv("FAILS", "100")
     assert launch("ssh", "--max-restarts", "1") == 1
+
+
+def hosts_used(cluster):
+    return (cluster / "hosts-used").read_text().split()
+
+
+def test_a_host_that_ssh_does_not_reach_is_replaced_by_another_of_the_file(cluster, monkeypatch):
+    monkeypatch.setenv("LOST", "b")
+    assert launch("ssh", "--gpus-per-node", "2") == 0
+    assert set(hosts_used(cluster)[2:]) == {"a", "c"}
+
+
+def test_with_min_nodes_the_run_continues_on_fewer(cluster, monkeypatch):
+    monkeypatch.setenv("LOST", "b")
+    assert launch("ssh", "--nodes", "3", "--gpus-per-node", "2", "--min-nodes", "1") == 0
+    last = (cluster / "starts").read_text().splitlines()[-1]
+    assert "--nnodes 2 " in last, last
+    assert "b" not in hosts_used(cluster)[3:]
+
+
+def test_without_another_host_a_lost_one_ends_the_job(cluster, monkeypatch, capfd):
+    monkeypatch.setenv("LOST", "b")
+    assert launch("ssh", "--nodes", "3", "--gpus-per-node", "2") == 255
+    assert "b are lost" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["ssh", "mpi"])
+def test_hosts_of_the_quarantine_are_left_out(backend, cluster):
+    (cluster / "bad").write_text("a  # iteration 7\n")
+    job = Job(
+        command=("t.py", "--quarantine-file", "bad"), nodes=2, gpus_per_node=2,
+        hosts=HostSettings(hostfile="hosts"),
+    )  # fmt: skip
+    plan = hosts.plan_ssh(job) if backend == "ssh" else hosts.plan_mpi(job)
+    shown = plan.shown()
+    assert "--master-addr b" in shown and "--master-addr a" not in shown
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_starts"), [("CONFIG", 1), ("CRASH", 3)], ids=["useless", "three times the same"]
+)
+def test_a_failure_that_would_come_again_is_not_repeated(
+    kind, num_starts, cluster, monkeypatch, capfd
+):
+    record = f'{{"class": "{kind}", "rank": 0, "iteration": 7, "message": "it broke"}}'
+    (cluster / "bin" / "torchrun").write_text(
+        "#!/bin/bash\necho $* >>$FOLDER/starts\nmkdir -p run\n"
+        f"echo '{record}' >run/failure.json\nfalse\n"
+    )
+    flags = ("--nodes", "1", "--hostfile", "hosts", "--backoff-s", "0", "--max-restarts", "9")
+    command = ("--ssh-option=-p22", "--", "train.py", "--save", "run")
+    assert main(["launch", "--backend", "ssh", *flags, *command]) == 1
+    assert len((cluster / "starts").read_text().splitlines()) == num_starts
+    assert "it broke" in capfd.readouterr().err
 
 
 def test_the_check_comes_first_on_each_node(cluster):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron.core.foundation.quarantine import add_to_quarantine, read_quarantine
 from megatron.training.rerun.data import Batches
 from megatron.training.rerun.injection import ErrorInjector
-from megatron.training.rerun.records import add_to_quarantine, read_quarantine
 from megatron.training.rerun.verdict import (
     EARLIER,
     OWN,
