@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -52,7 +54,27 @@ def test_the_image_is_run_with_the_flags_that_the_page_explains(flag):
     assert flag in (REPOSITORY / "Dockerfile").read_text()
 
 
-def test_the_image_gets_every_extra_that_its_programs_need():
-    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", (REPOSITORY / "Dockerfile").read_text())
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_the_image_gets_every_extra_that_its_programs_need(name):
+    (extras,) = re.findall(r"'\.\[([\w,]+)\]'", (REPOSITORY / name).read_text())
     wanted = "tokenizers,hf,logging,wandb,config,data,fast,server,eval"
     assert set(extras.split(",")) == set(wanted.split(","))
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_the_image_is_built_on_a_version_that_is_named_from_files_that_exist(name):
+    text = (REPOSITORY / name).read_text()
+    assert re.search(r"^ARG BASE=\S+:\S*\d+\.\d+\S*$", text, re.MULTILINE)
+    for words in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE):
+        for source in words.split():
+            assert (REPOSITORY / source).exists(), source
+
+
+def test_the_health_probe_of_the_image_says_that_this_machine_is_well():
+    text = (REPOSITORY / "Dockerfile.cpu").read_text()
+    (found,) = re.findall(r"HEALTHCHECK.*?CMD (\[.*?\])", text, re.DOTALL)
+    _, *words = json.loads(found)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
