@@ -19,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.kernels import triton_kernels
+from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.low_precision.formats import (
     E2M1,
     E4M3,
@@ -168,7 +170,8 @@ class TensorScaling:
         """See `Scaling`."""
         assert amax is not None, "one scale of a tensor needs its amax"
         scale = self.scale(amax)
-        elements = self.format.round(in_working_dtype(x) * scale, uniform)
+        kernel = SCALED_ROUNDING.choose(Request.of(x, _needs(uniform))).kernel
+        elements = kernel.run(self.format, x, scale, uniform)
         return Quantized(elements, self.format, elements, 1.0 / scale)
 
 
@@ -198,12 +201,13 @@ class BlockScaling:
         cuts: Cuts = NOT_CUT,
     ) -> Quantized:
         """See `Scaling`; amax is not read."""
-        x = in_working_dtype(x)
-        blocks = _Blocks(x, self.row_block_size, self.block_size, cuts)
-        scales = self.block_scales(blocks.amax())
-        spread = blocks.spread(scales)
-        elements = self.format.round(x / spread, uniform)
-        return Quantized(elements * spread, self.format, elements, None, scales)
+        needs = _needs(uniform)
+        if self.row_block_size > 1:
+            needs.add(TILES)
+        if cuts.columns is not None:
+            needs.add(SHARED_BLOCKS)
+        kernel = BLOCK_QUANTIZATION.choose(Request.of(x, needs)).kernel
+        return kernel.run(self, x, uniform, cuts)
 
     def block_scales(self, amax: Tensor) -> Tensor:
         """Return the scale of blocks with these amaxes, [...]; NaN where one is not finite."""
@@ -318,3 +322,66 @@ class _Blocks:
         if self._rows.block > 1:
             scales = self._rows.spread(scales, 0)
         return self._columns.spread(scales, 1)
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+RANDOM = "random rounding"
+TILES = "tiles"
+SHARED_BLOCKS = "blocks that reach over to other ranks"
+_ALL = frozenset({RANDOM, TILES, SHARED_BLOCKS})
+
+
+def _needs(uniform: Tensor | None) -> set[str]:
+    return set() if uniform is None else {RANDOM}
+
+
+def _round_by_steps(
+    format: ElementFormat, x: Tensor, scale: Tensor, uniform: Tensor | None
+) -> Tensor:
+    return format.round(in_working_dtype(x) * scale, uniform)
+
+
+def _round_fused(
+    format: ElementFormat, x: Tensor, scale: Tensor, _uniform: Tensor | None
+) -> Tensor:
+    run = triton_kernels.deferred("quantization", "round_scaled")
+    out: Tensor = run(x, scale, format.largest, format.lowest_exponent, format.mantissa_bits)
+    return out
+
+
+def _quantize_by_steps(
+    scaling: BlockScaling, x: Tensor, uniform: Tensor | None, cuts: Cuts
+) -> Quantized:
+    x = in_working_dtype(x)
+    blocks = _Blocks(x, scaling.row_block_size, scaling.block_size, cuts)
+    scales = scaling.block_scales(blocks.amax())
+    spread = blocks.spread(scales)
+    elements = scaling.format.round(x / spread, uniform)
+    return Quantized(elements * spread, scaling.format, elements, None, scales)
+
+
+def _quantize_fused(
+    scaling: BlockScaling, x: Tensor, _uniform: Tensor | None, _cuts: Cuts
+) -> Quantized:
+    format = scaling.format
+    exponents = format.lowest_exponent, format.highest_exponent
+    values, elements, scales = triton_kernels.deferred("quantization", "quantize_blocks")(
+        x, scaling.block_size, format.largest, exponents, format.mantissa_bits,
+        scaling.is_e8m0, scaling.rounds_up,
+    )  # fmt: skip
+    return Quantized(values, format, elements, None, scales)
+
+
+def _table(operation: str, by_steps: Callable[..., Any], fused: Callable[..., Any]) -> KernelTable:
+    steps = Kernel("steps", by_steps, _ALL)
+    one_pass = Kernel(
+        "triton", fused, dtypes=triton_kernels.DTYPES, missing=triton_kernels.missing, library=True
+    )
+    return KernelTable(operation, {"cpu": (steps,), OTHER_DEVICES: (one_pass, steps)})
+
+
+SCALED_ROUNDING = _table("rounding with one scale", _round_by_steps, _round_fused)
+"""Functions of (format, x [...], scale [], uniform) -> elements."""
+BLOCK_QUANTIZATION = _table("quantization of blocks", _quantize_by_steps, _quantize_fused)
+"""Functions of (scaling, x [rows, k], uniform, cuts) -> `Quantized`."""

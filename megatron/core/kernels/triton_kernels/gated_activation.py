@@ -40,6 +40,18 @@ def _act(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _gate_and_up(packed_ptr, bias_ptr, columns, width, HAS_BIAS: tl.constexpr):
+    """Load some columns of a row's gate and of what it gates, fp32, with the bias added."""
+    inside = columns < width
+    gate = tl.load(packed_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(packed_ptr + width + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + width + columns, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def forward_kernel(
     packed_ptr, bias_ptr, weights_ptr, out_ptr, width,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -48,12 +60,7 @@ def forward_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    packed = packed_ptr + row * 2 * width + columns
-    gate = tl.load(packed, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(packed + width, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        gate += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + width + columns, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(packed_ptr + row * 2 * width, bias_ptr, columns, width, HAS_BIAS)
     activated, _ = _act(gate, KIND)
     y = activated * up
     if HAS_WEIGHTS:
@@ -70,13 +77,8 @@ def backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
-    packed = packed_ptr + row * 2 * width + columns
-    gate = tl.load(packed, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(packed + width, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(packed_ptr + row * 2 * width, bias_ptr, columns, width, HAS_BIAS)
     grad = tl.load(grad_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        gate += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias_ptr + width + columns, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _act(gate, KIND)
     if HAS_WEIGHTS:
         weight_sum = tl.sum(grad * activated * up)
