@@ -5,6 +5,8 @@ TRITON_INTERPRET=1 python -m pytest tests/gpu_without_gpu/triton_kernels/numeric
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from megatron.core.fusions import fused_bias_dropout
 from megatron.core.kernels import vocab_softmax as plain_softmax
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.blockwise_attention import blockwise_attention
 from megatron.core.kernels.gated_activation import Gate, plain_gate
 from megatron.core.kernels.norms import added_norm_apart, torch_layer_norm, torch_rms_norm
 from megatron.core.kernels.registry import Kernel, KernelTable
@@ -32,6 +35,7 @@ from tests.harness.tolerances import (
     BF16_TRUNCATED,
     FP16_WHOLE_MODEL,
     FP32_REORDERED_SUM,
+    assert_close,
 )
 
 ONES = torch.ones(5)
@@ -165,6 +169,27 @@ def check_attention(dtype, s, window, documents=False, dropout=0.0, g=2, d=16, e
 
     tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else FP16_WHOLE_MODEL
     compare(at_one_place(attention.flash_attention), at_one_place(unfused), inputs, tolerance)
+
+
+@pytest.mark.parametrize("run", [unfused, blockwise_attention, attention.flash_attention])
+def test_attention_drops_the_same_in_every_layout(run):
+    """The formula on all heads and samples, and each kernel on halves of them, one at a time."""
+    s, b, n, d = 40, 2, 4, 16
+    whole = [torch.randn(s, b, heads, d) for heads in (n, 2, 2)]
+
+    def at(kernel, parts, sample, samples, head):
+        options = AttentionOptions(0.3, MaskSpec(CAUSAL), dropout=0.3, first_head=head)
+        rng_state().begin_step(sample, micro_batch_size=samples, dp_rank=0, dp_size=1)
+        with rng_state().in_scope("decoder", 3):
+            return kernel(*parts, options).view(s, samples, -1, d)
+
+    expected = at(unfused, whole, 0, b, 0)
+    for sample, half in product(range(b), range(2)):
+        heads = slice(2 * half, 2 * half + 2), slice(half, half + 1), slice(half, half + 1)
+        parts = [x[:, sample : sample + 1, h] for x, h in zip(whole, heads, strict=True)]
+        out = at(run, parts, sample, 1, 2 * half)
+        wanted = expected[:, sample : sample + 1, heads[0]]
+        assert_close(out, wanted, FP32_REORDERED_SUM, f"sample {sample}, heads {heads[0]}")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE_OF)
