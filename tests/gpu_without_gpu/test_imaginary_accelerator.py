@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.gpu_without_gpu.imaginary_accelerator.runs import RUNS
+from tests.gpu_without_gpu.imaginary_accelerator.waits import READ
 from tests.harness.resolved_run import run_of
 
 MODULE = "tests.gpu_without_gpu.imaginary_accelerator"
@@ -22,6 +23,7 @@ EXPERTS = (
 )
 SPLITS = "megatron/core/transformer/moe/token_dispatcher.py:of"
 """NCCL's all-to-all takes the rows of each rank from the host."""
+COUNTS = "megatron/core/kernels/row_counts.py:counts_on_device"
 LATER = " --rerun-mode disabled"
 DENSE = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
@@ -48,6 +50,11 @@ def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, wai
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout)
     assert seen["waits"] == waits
+    read = [place for place, why, _ in seen["obstacles"] if why == READ]
+    assert read == [*waits]
+    # Micro batches come from the host; nothing else keeps a step from being captured.
+    copied = {place for place, why, _ in seen["obstacles"] if why != READ}
+    assert copied - {COUNTS} == {"pretrain_gpt.py:<dictcomp>"}
     assert axes <= {place.split()[0] for place in seen["traffic"]}
     assert seen["peak"] == sum(seen["kinds"].values())
 
@@ -63,6 +70,10 @@ with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger
     x.sum().item(), x.cpu(), x.tolist(), x.nonzero(), torch.ones(4).to(NAME)
     torch.ones(4).to(NAME, non_blocking=True)
     print(sum(ledger.waits.values()))
+    print(len({why for _, why in ledger.obstacles}))
+    ledger.clear()
+    torch.rand(4, device=NAME), torch.ones(4, device=NAME).bernoulli_()
+    print(*ledger.obstacles.values())
     try:
         x + torch.ones(4)
     except Exception as problem:
@@ -70,9 +81,11 @@ with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger
 """
 
 
-def test_reads_are_counted_and_mixed_devices_are_refused():
+def test_what_a_graph_cannot_hold_is_counted_and_mixed_devices_are_refused():
     done = subprocess.run([sys.executable, "-c", MIXED], capture_output=True, text=True)
-    assert done.stdout.split() == ["5", "FakeTensorDeviceMismatchError"], done.stderr[-3000:]
+    assert done.stdout.split() == ["5", "3", "2", "FakeTensorDeviceMismatchError"], done.stderr[
+        -3000:
+    ]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} {run.num_ranks}")

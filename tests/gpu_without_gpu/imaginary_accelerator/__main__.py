@@ -35,6 +35,8 @@ class Flags:
     """Ranks of --words."""
     rank: int = -1
     """The one rank to be, and print as JSON."""
+    capture: bool = False
+    """Say what a CUDA graph of the whole step could not hold."""
     num_microbatches: int = 4
     """Of a step of --words."""
 
@@ -51,6 +53,7 @@ def rank_as_json(flags: Flags) -> str:
         {
             "seconds": round(seen.seconds, 1),
             "waits": seen.waits,
+            "obstacles": [[place, why, count] for (place, why), count in seen.obstacles.items()],
             "traffic": {" ".join(key): count for key, count in seen.traffic.items()},
             "peak": peak.num_bytes,
             "kinds": {kind.value: count for kind, count in peak.kinds.items() if count},
@@ -108,11 +111,24 @@ def main() -> int:
                 f"\n    exchanged GiB: {traffic}\n    waits: {waits}",
                 flush=True,
             )
+            if flags.capture:
+                print(capture_report(seen), flush=True)
     print(
         f"{len(all_seen)} ranks of {len(runs)} runs; waits: {sum(map(num_waits, all_seen))};"
         f" longest: {max(seen['seconds'] for seen in all_seen)} s of a processor"
     )
     return 0
+
+
+def capture_report(seen: dict[str, Any]) -> str:
+    """Return what prevents the capture of a step that `seen_of` returned, by reason, in lines."""
+    by_reason: dict[str, list[str]] = {}
+    for place, why, count in sorted(seen["obstacles"]):
+        by_reason.setdefault(why, []).append(f"      {place} x{count}")
+    lines = [line for why, places in by_reason.items() for line in (f"    {why}:", *places)]
+    if not lines:
+        return "    nothing that was seen prevents the capture of a CUDA graph"
+    return "\n".join(["    prevents the capture of a CUDA graph:", *lines])
 
 
 def num_waits(seen: dict[str, Any]) -> int:

@@ -25,6 +25,8 @@ class SeenStep:
     """Of a processor, for building the rank and two steps."""
     waits: Counter[str] = field(default_factory=Counter)
     """Place in the project -> how often the host read a value there."""
+    obstacles: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(place, why) -> how often something happened there that a CUDA graph cannot hold."""
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(axis, operation) -> bytes that this rank gave."""
     memory: RankTrace = field(default_factory=lambda: RankTrace(0))
@@ -51,7 +53,7 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
         under_test.step(seen.memory, num_microbatches)
         ledger.clear()
         under_test.step(None, num_microbatches)
-        seen.waits = Counter(ledger.waits)
+        seen.waits, seen.obstacles = Counter(ledger.waits), Counter(ledger.obstacles)
         seen.traffic = bytes_by_axis(ledger.traffic, under_test.context.groups)
     seen.seconds = time.process_time() - begin
     return seen

@@ -1,4 +1,5 @@
-"""Where the host waits for the accelerator, and how many bytes each group of ranks exchanges."""
+"""Where the host waits for the accelerator, what a CUDA graph of it could not replay, and how many
+bytes each group of ranks exchanges."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ from megatron.planner.tracing.ledger import StorageLedger, tensors_in
 READS = ("tolist", "_item", "_nonzero")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 """Between host and device they wait, in either direction, unless they are told not to."""
+READ = "the host reads a value"
+SHAPE = "a shape depends on values"
+COPY = "host memory is copied: a replay copies what is there then, from pinned memory alone"
+RANDOM = "a random state is used that is not registered with the graph"
 AXES = ("tp", "cp", "ep", "expt_tp", "tp_ep", "pp", "dp_cp", "expt_dp", "embd", "mp", "tp_ep_pp")
 
 
@@ -28,6 +33,8 @@ def place_in_project() -> str:
     """Return the innermost line of the project that is no part of this watch."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
+        if path.name == "pretrain_gpt.py":
+            return f"{path.name}:{frame.name}"
         if "megatron" in path.parts and "tracing" not in path.parts:
             begin = path.parts.index("megatron")
             return f"{'/'.join(path.parts[begin:])}:{frame.name}"
@@ -39,17 +46,21 @@ class AcceleratorLedger(StorageLedger):
 
     Attributes:
         waits: place in the project -> reads of values since the last `clear`.
+        obstacles: (place in the project, why) -> how often something happened, since the last
+            `clear`, that a CUDA graph cannot hold.
         traffic: (ranks of the group, operation) -> bytes that this rank gave.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.obstacles: Counter[tuple[str, str]] = Counter()
         self.traffic: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     def clear(self) -> None:
         """Begin anew."""
         self.waits.clear()
+        self.obstacles.clear()
         self.traffic.clear()
 
     def __torch_dispatch__(
@@ -63,11 +74,22 @@ class AcceleratorLedger(StorageLedger):
         if func.namespace == "c10d":
             self._exchanged(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func in COPIES and not (kwargs or {}).get("non_blocking", len(args) > 2 and args[2]):
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if (source.device.type == "cpu") != (result.device.type == "cpu"):
-                self.waits[place_in_project()] += 1
+        if func in COPIES:
+            self._copied_between(func, args, kwargs or {}, result)
+        elif _draws(func, args, kwargs or {}) and _is_on_device(result):
+            self.obstacles[place_in_project(), RANDOM] += 1
         return result
+
+    def _copied_between(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> None:
+        source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+        if (source.device.type == "cpu") == (result.device.type == "cpu"):
+            return
+        place = place_in_project()
+        self.obstacles[place, READ if result.device.type == "cpu" else COPY] += 1
+        if not kwargs.get("non_blocking", len(args) > 2 and args[2]):
+            self.waits[place] += 1
 
     def _exchanged(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -82,7 +104,7 @@ class AcceleratorLedger(StorageLedger):
         """Inside, reads of values are counted."""
         patches: list[Any] = [mock.patch.object(torch, "tensor", self._copied(torch.tensor))]
         patches += [
-            mock.patch.object(HostAnswers, name, self._counted(getattr(HostAnswers, name)))
+            mock.patch.object(HostAnswers, name, self._counted(name, getattr(HostAnswers, name)))
             for name in READS
         ]
         for patch in patches:
@@ -97,17 +119,35 @@ class AcceleratorLedger(StorageLedger):
         def counted(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             if device is not None and torch.device(device).type != "cpu":
                 self.waits[place_in_project()] += 1
+                self.obstacles[place_in_project(), COPY] += 1
             return make(data, *args, device=device, **kwargs)
 
         return counted
 
-    def _counted(self, answer: Any) -> Any:
+    def _counted(self, name: str, answer: Any) -> Any:
         def counted(answers: HostAnswers, x: Tensor) -> Any:
             if getattr(x, "fake_device", x.device).type != "cpu":
-                self.waits[place_in_project()] += 1
+                place = place_in_project()
+                self.waits[place] += 1
+                self.obstacles[place, SHAPE if name == "_nonzero" else READ] += 1
             return answer(answers, x)
 
         return counted
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operation takes random numbers: attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
+def _is_on_device(result: Any) -> bool:
+    return any(x.device.type != "cpu" for x in tensors_in(result))
 
 
 def bytes_by_axis(
