@@ -5,16 +5,20 @@ Legend: s sequence, b micro batch, h hidden, n outputs.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+Model = TypeVar("Model", bound=LanguageModule)
 
 
 class IdentityHead(MegatronModule):
@@ -67,11 +71,11 @@ class LinearHead(IdentityHead):
         return super().forward(F.linear(hidden_states.to(weight.dtype), weight))
 
 
-def replace_head(model: GPTModel, num_outputs: int | None = 1) -> GPTModel:
+def replace_head(model: Model, num_outputs: int | None = 1) -> Model:
     """Give a new model, or the stage of it that has the head, another head; return the model.
 
     Call it where the model is built, before weights are loaded: in the model's provider. The model
-    then returns the head's outputs [b, s/cp, n] instead of logits.
+    then returns the head's outputs [b, s/cp, n] instead of logits. A BERT loses all its heads.
 
     Args:
         num_outputs: of a `LinearHead`; None is an `IdentityHead`.
@@ -94,6 +98,9 @@ def replace_head(model: GPTModel, num_outputs: int | None = 1) -> GPTModel:
     else:
         head = LinearHead(model.config, groups, num_outputs=num_outputs)
     model.output_layer = head  # type: ignore[assignment]
+    for name in ("lm_head", "pooler", "binary_head"):
+        if hasattr(model, name):
+            delattr(model, name)
     if model.config.perform_initialization:
         model.initialize()
     return model

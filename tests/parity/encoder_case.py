@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import pretrain_bert
+from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
     BERTMaskedWordPieceDatasetConfig,
@@ -44,6 +45,8 @@ from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import open_model
+from megatron.post_training.heads import replace_head
+from megatron.post_training.loss_functions import contrastive_loss_func
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import ResolvedRun
@@ -170,6 +173,20 @@ def logits_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
     return output, lambda output, non_loss_data: output
 
 
+def embedding_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
+    """Tell the text of each even row's key, the text of the next row, from all others."""
+    batch = pretrain_bert.get_batch(iterator)
+    vectors = model(batch["text"], batch["padding_mask"], tokentype_ids=batch["types"])
+
+    def loss_func(vectors: Tensor) -> Any:
+        mask = get_batch_on_this_cp_rank({"loss_mask": batch["padding_mask"]})
+        loss, _ = contrastive_loss_func(mask, vectors, temperature=0.2)
+        share = ProcessGroupCollection.current().cp.size()
+        return loss, {"lm loss": torch.stack((loss.detach(), torch.ones(()))) / share}
+
+    return vectors, loss_func
+
+
 def train(
     groups: ProcessGroupCollection,
     layout: LayoutCase,
@@ -177,11 +194,13 @@ def train(
     words: Sequence[str],
     directory: Path | None,
     num_steps: int,
+    embeds: bool = False,
 ) -> EncoderReport:
     """Train from the weights of a directory, or from drawn ones; the job of one rank.
 
     Returns:
-        losses: the sum of all reported means, for every step; gradients of the first step.
+        losses: the sum of all reported means, for every step; gradients of the first step. With
+        `embeds` those of a contrastive loss over the vectors of texts.
     """
     rng_state().set_seed(SEED)
     flags = [*words, *(["--load-hf", str(directory)] if directory else [])]
@@ -189,6 +208,8 @@ def train(
     samples = dataset(vocab_file, run.encoders.bert_binary_head)
     config = run.transformer_config
     chunks = build_chunks(run, groups)
+    if embeds:
+        chunks = [replace_head(chunk, None) for chunk in chunks]
     if directory is not None:
         for chunk in chunks:
             load_state(
@@ -244,7 +265,8 @@ def train(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reported = run_schedule(
-            forward_step_func=forward_step, data_iterator=data(step), forward_only=False,
+            forward_step_func=embedding_step if embeds else forward_step,
+            data_iterator=data(step), forward_only=False,
             num_microbatches=SAMPLES // layout.micro_batch_size // dp_size,
         )  # fmt: skip
         if reported:

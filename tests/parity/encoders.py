@@ -107,12 +107,13 @@ def run_layout(
     words: tuple[str, ...],
     directory: Path | None = None,
     num_steps: int = 1,
+    embeds: bool = False,
 ) -> list[EncoderReport]:
     """Train in a layout on worker processes."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
     return run_distributed(
         train, layout.world_size, layout, folder / "vocab.txt", words, directory, num_steps,
-        timeout_s=240.0, **sizes,
+        embeds, timeout_s=240.0, **sizes,
     )  # fmt: skip
 
 
@@ -174,10 +175,12 @@ def curves(
 
 
 @functools.cache
-def serial_run(folder: Path, words: tuple[str, ...], micro_batch_size: int) -> Run:
+def serial_run(
+    folder: Path, words: tuple[str, ...], micro_batch_size: int, embeds: bool = False
+) -> Run:
     """Train on one process."""
     layout = LayoutCase(micro_batch_size=micro_batch_size)
-    return assembled(run_layout(layout, folder, words, num_steps=2))
+    return assembled(run_layout(layout, folder, words, num_steps=2, embeds=embeds))
 
 
 def against_one_process(case: str, layout: LayoutCase, folder: Path) -> Errors:
@@ -185,6 +188,18 @@ def against_one_process(case: str, layout: LayoutCase, folder: Path) -> Errors:
     words = (*_SHAPE, *DRAWN[case])
     run = assembled(run_layout(layout, folder, words, num_steps=2))
     return compare(run, serial_run(folder, words, layout.micro_batch_size))
+
+
+def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:
+    """Train an embedding model with a contrastive loss, as `against_one_process` does.
+
+    The keys of all replicas are the others of a query, so that one process takes the samples of
+    their micro batches in one.
+    """
+    words = (*_SHAPE, "--untie-embeddings-and-output-weights")
+    run = assembled(run_layout(layout, folder, words, num_steps=2, embeds=True))
+    size = layout.micro_batch_size * layout.dp
+    return compare(run, serial_run(folder, words, size, embeds=True))
 
 
 def draw_layout(generator: random.Random) -> LayoutCase:

@@ -17,6 +17,7 @@ from tests.parity.encoders import (
     against_one_process,
     against_transformers,
     curves,
+    embeddings_against_one_process,
     saved,
 )
 from tests.parity.layouts import LayoutCase
@@ -43,6 +44,19 @@ def folder(tmp_path_factory):
 )
 def test_an_encoder_with_dropout_trains_as_in_one_process(case, layout, folder):
     errors = against_one_process(case, layout, folder)
+    assert not exceeds(errors), errors
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LayoutCase(tp=2, sp=True, cp=2, dp=2, stage=1, micro_batch_size=2),
+        LayoutCase(pp=2, dp=2, micro_batch_size=4),
+    ],
+    ids=str,
+)
+def test_embeddings_learn_from_the_keys_of_all_replicas_as_in_one_process(layout, folder):
+    errors = embeddings_against_one_process(layout, folder)
     assert not exceeds(errors), errors
 
 

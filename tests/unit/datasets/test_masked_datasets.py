@@ -11,6 +11,10 @@ from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.masked_dataset import continues_word
+from megatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
@@ -117,6 +121,60 @@ def test_a_long_text_is_cut_to_the_length_of_a_sample(tokenizer):
         assert (restored(sample) == tokenizer.sep).sum() == 2
 
 
+@pytest.fixture(scope="module")
+def with_sentinels(tmp_path_factory):
+    file = write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
+    return make_tokenizer("BertWordPieceLowerCase", vocab_file=str(file), vocab_extra_ids=12)
+
+
+def t5(tokenizer, **settings):
+    config = T5MaskedWordPieceDatasetConfig(
+        **{"random_seed": 5, "sequence_length": LENGTH, "sequence_length_decoder": 48,
+           "tokenizer": tokenizer, "short_sequence_probability": 0.2, **settings}
+    )  # fmt: skip
+    corpus = Sentences([[[57 + (7 * d + s) % 36] * 9 for s in range(9)] for d in range(20)])
+    return T5MaskedWordPieceDataset(corpus, None, range(20), 100, Split.train, config)
+
+
+def filled(sample, tokenizer):
+    """Put the spans that the decoder writes in the place of their sentinels."""
+    spans, current = {}, []
+    for token in sample["labels"][sample["loss_mask"] == 1].tolist():
+        if token in tokenizer.additional_special_tokens_ids:
+            current = spans.setdefault(token, [])
+        elif token != tokenizer.eos:
+            current.append(token)
+    text = sample["text_enc"][sample["enc_mask"] == 1].tolist()
+    return [token for shown in text for token in spans.get(shown, [shown])], spans
+
+
+def test_the_decoder_writes_what_sentinels_stand_for(with_sentinels):
+    plain = t5(with_sentinels, masking_probability=0.0)
+    hidden = t5(with_sentinels, masking_probability=0.3)
+    share = []
+    for i in range(60):
+        sample = hidden[i]
+        text, spans = filled(sample, with_sentinels)
+        assert text == filled(plain[i], with_sentinels)[0]
+        assert list(spans) == with_sentinels.additional_special_tokens_ids[: len(spans)]
+        assert sample["text_dec"][0] == with_sentinels.bos
+        count = int(sample["dec_mask"].sum())
+        assert torch.equal(sample["text_dec"][1:count], sample["labels"][: count - 1])
+        assert sample["labels"][count - 1] == with_sentinels.eos
+        share.append(sum(map(len, spans.values())) / len(text))
+    assert np.mean(share) == pytest.approx(0.3, abs=0.03)
+
+
+def test_spans_end_where_sentinels_or_the_length_of_the_decoder_do(with_sentinels):
+    for sample in (t5(with_sentinels, sequence_length_decoder=6)[i] for i in range(30)):
+        assert sample["dec_mask"].sum() <= 6
+        _, spans = filled(sample, with_sentinels)
+        assert sum(1 + len(span) for span in spans.values()) <= 5
+    file_without = make_tokenizer("ByteTokenizer")
+    with pytest.raises(DataError, match="no bos token"):
+        t5(file_without)
+
+
 def test_mistakes_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="between 0 and 1"):
         bert(tokenizer, masking_probability=1.5)
@@ -126,5 +184,7 @@ def test_mistakes_are_refused(tokenizer):
         bert(tokenizer, [[[40] * 9]])
     with pytest.raises(DataError, match="outside the vocabulary"):
         bert(tokenizer, [[[400] * 9] * 2])[0]
+    with pytest.raises(DataError, match="no sentinels"):
+        t5(tokenizer)
     with pytest.raises(DataError, match="no cls token"):
         bert(make_tokenizer("NullTokenizer", vocab_size=100))

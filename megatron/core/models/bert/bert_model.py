@@ -170,7 +170,8 @@ class BertModel(LanguageModule):
         Returns:
             the stage's hidden states [s/cp, b, h]; on the last stage (loss of every token
             [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels; logits [b, 2] of the
-            binary head, or None), or with `return_embeddings` [b, h].
+            binary head, or None), or with `return_embeddings` [b, h]. After
+            `post_training.heads.replace_head` what that head gives, [b, s/cp, n].
         """
         refuse_given(
             "BertModel.forward",
@@ -197,6 +198,9 @@ class BertModel(LanguageModule):
         hidden_states = in_compute_dtype(hidden_states, self.config)
         if self.return_embeddings:
             return self._mean_states(hidden_states, attention_mask)
+        if not hasattr(self, "lm_head"):  # another head is in the place of BERT's
+            vectors, _ = self.output_layer(hidden_states)
+            return vectors.transpose(0, 1).contiguous()
         binary_logits = None
         if self.add_binary_head:
             binary_logits, _ = self.binary_head(self.pooler(hidden_states))
