@@ -76,15 +76,16 @@ def read_config(path: Path, file: Path) -> PeftConfig:
     kind, bias = rest.pop("peft_type", "LORA"), rest.pop("bias", "none")
     start = rest.pop("init_lora_weights", True)
     rank, alpha = rest.pop("r", None), rest.pop("lora_alpha", None)
+    dropout, parameters = rest.pop("lora_dropout", 0.0) or 0.0, rest.pop("target_parameters", None)
     ranks, alphas = rest.pop("rank_pattern", None) or {}, rest.pop("alpha_pattern", None) or {}
     known = PeftConfig(
         path,
         rank if isinstance(rank, int) and rank > 0 else 1,
         alpha if isinstance(alpha, int | float) and alpha else 1.0,
         bool(rest.pop("use_rslora", False)),
-        float(rest.pop("lora_dropout", 0.0) or 0.0),
+        dropout if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0,
         bool(rest.pop("use_dora", False)),
-        tuple(rest.pop("target_parameters", None) or ()),
+        tuple(str(name) for name in parameters) if isinstance(parameters, list) else (),
         alphas if isinstance(alphas, dict) else {},
     )
     if kind != "LORA":
@@ -100,6 +101,10 @@ def read_config(path: Path, file: Path) -> PeftConfig:
         )
     if (rank, alpha) != (known.rank, known.alpha):
         raise problem(path, f"r = {rank!r}, lora_alpha = {alpha!r}")
+    if dropout != known.dropout:
+        raise problem(path, f"lora_dropout = {dropout!r}")
+    if parameters is not None and not isinstance(parameters, list):
+        raise problem(path, f"target_parameters = {parameters!r} is no list of names")
     patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
     for name, pattern in patterns.items():
         if not _is_pattern(pattern):

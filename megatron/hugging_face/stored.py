@@ -98,16 +98,18 @@ class StoredAdapters:
         return Factors(down, up, magnitude[0] if magnitude else None)
 
     def merged(self, megatron_name: str, weight: Tensor) -> Tensor:
-        """Return the weight [o, i], or [e, o, i], with its adapter in it, computed in fp32."""
+        """Return a weight [o, i], or [e, o, i], with its adapter in it, computed in fp32.
+
+        Those of experts are written into `weight`, one after the other.
+        """
         found = self.of(megatron_name)
         if found is None:
             return weight
         if weight.dim() == 2:
             return self._merged(weight, found.down, found.up, found.magnitude)
-        out = torch.empty_like(weight)
-        for expert, (down, up) in enumerate(zip(found.down, found.up, strict=True)):
-            out[expert] = self._merged(weight[expert], down, up, None)
-        return out
+        for rows, down, up in zip(weight, found.down, found.up, strict=True):
+            rows.copy_(self._merged(rows, down, up, None))
+        return weight
 
     def _merged(self, weight: Tensor, down: Tensor, up: Tensor, magnitude: Tensor | None) -> Tensor:
         dtype = torch.promote_types(weight.dtype, torch.float32)

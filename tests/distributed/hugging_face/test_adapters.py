@@ -23,7 +23,12 @@ from megatron.training.config.resolve import resolve
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
-from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import (
+    BF16_REORDERED_SUM,
+    FP32_AFTER_OPTIMIZER,
+    FP32_REORDERED_SUM,
+    assert_close,
+)
 from tests.parity.adapters import compare, problems
 from tests.unit.hugging_face.models import VOCAB, flags_for, our_model, saved
 from tools.checkpoint.__main__ import main as convert
@@ -150,6 +155,15 @@ def trained_elsewhere(base, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_loaded_adapters_are_those_of_the_main_weights(base, trained_elsewhere, tmp_path):
+    directory, merged = trained_elsewhere
+    words = f"--load-adapter {directory} --lr 0 --min-lr 0 --bf16 --save-hf-dtype fp32"
+    _, found = train(base, tmp_path, "run", 1, words)
+    for name, tensor in found.items():
+        assert_close(tensor, merged[name], BF16_REORDERED_SUM, name)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_adapter_of_peft_is_read_in_any_layout(base, trained_elsewhere, tmp_path):
     directory, merged = trained_elsewhere
     read = read_adapters(directory, read_model_directory(base))
@@ -262,6 +276,8 @@ def test_adapters_of_older_experts_are_read(tmp_path):
         ("init_lora_weights", "pissa_niter_4", "init_lora_weights = 'pissa_niter_4'"),
         ("lora_bias", True, "lora_bias"),
         ("modules_to_save", ["lm_head"], "modules_to_save"),
+        ("lora_dropout", 1.5, "lora_dropout = 1.5"),
+        ("target_parameters", "x", "target_parameters"),
         ("peft_type", "LOHA", "peft_type = 'LOHA'"),
         ("alpha_pattern", {"(": 1}, "alpha_pattern"),
     ],

@@ -25,11 +25,14 @@ LAYOUTS = {
         4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
            " --expert-tensor-parallel-size 1 --use-distributed-optimizer", {"tp": 2, "ep": 4,
                                                                             "expt_tp": 1}),
-    "qwen2, tied": (2, "--tensor-model-parallel-size 2 --lora-rank 4", {"tp": 2}),
+    "qwen2, tied": (2, "--tensor-model-parallel-size 2 --lora-rank 4 --use-dora", {"tp": 2}),
+    "mixtral": (
+        2, "--expert-model-parallel-size 2 --lora-rank 4"
+           " --lora-target-modules linear_qkv experts.linear_fc1 experts.linear_fc2", {"ep": 2}),
     "gpt_oss": (
         2, "--pipeline-model-parallel-size 2", {"pp": 2}),
 }  # fmt: skip
-BUCKET_BYTES = {"gpt_oss": 250_000}
+BUCKET_BYTES = {"gpt_oss": 250_000, "mixtral": 250_000}
 """Of each case, 60 kB but where a tensor is larger."""
 
 
