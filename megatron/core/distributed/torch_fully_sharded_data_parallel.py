@@ -158,6 +158,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         groups = self.pg_collection
         return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp, replicate=SINGLE_RANK)
 
+    def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
+        """Return the pieces of a parameter that this rank holds, of a frozen one as well."""
+        return self._shards_of.get(parameter) or self._frozen.get(parameter, [])
+
     def unbucketed_shards(self) -> list[ParameterShard]:
         """Return what this rank updates: every shard has its gradient in `.grad`."""
         return [shard for shards in self._shards_of.values() for shard in shards]

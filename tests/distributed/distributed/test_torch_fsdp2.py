@@ -19,6 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.parameters.rng import rng_state
+from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import (
     FP32_AFTER_OPTIMIZER,
@@ -91,6 +92,21 @@ def test_an_evaluation_leaves_parameters_sharded(groups):
         ddp(batch["tokens"], None, None, labels=batch["labels"])
     assert all(now is before for now, before in zip(ddp.parameters(), trained, strict=True))
     assert ddp.sharded_state_dict(), "which knows parameters by themselves"
+
+
+@distributed(world_size=2)
+def test_frozen_parameters_are_sharded_and_count_in_the_norm_of_all(groups):
+    layout, model = LayoutCase(dp=2), ModelCase("llama", False, 0.0)
+    config = transformer_config(layout, model)
+    (chunk,) = build_chunks(config, model, layout, groups)
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("linear_fc1" in name)
+    expected, total = params_norm([chunk], groups), sum(p.numel() for p in chunk.parameters())
+    settings = DistributedDataParallelConfig()
+    ddp = TorchFullyShardedDataParallel(config, settings, chunk, pg_collection=groups)
+    assert_close(params_norm([ddp], groups), expected, FP32_REORDERED_SUM, "norm")
+    held = sum(values.numel() for own in ddp.sharded_values().values() for values in own)
+    assert abs(held - total / 2) < 0.01 * total
 
 
 DROPLESS = ModelCase("llama", True, 0.0, experts="dropless")
