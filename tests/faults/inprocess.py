@@ -133,6 +133,7 @@ def run_inprocess(
     with CaseRun(case.name) as run:
         words = [*MODEL.split(), *layout.split(), "--train-iters", str(num_steps)]
         words += ["--num-workers", "2", "--slow-step", "0.02", "--save", str(folder / "save")]
+        words += ["--hold-file", str(folder / "hold")]
         words += ["--save-interval", "10", "--load", str(folder / "save")]
         words += ["--metrics-jsonl", str(folder / "metrics")]
         job = run.start(
@@ -141,10 +142,10 @@ def run_inprocess(
         )  # fmt: skip
         returned = []
         for number in range(case.num_failures):
-            count = len(job.iterations()) + source.randrange(2, 8)
+            count = len(job.iterations()) + source.randrange(2, 6)
             await_that(job, lambda n=count: len(job.iterations()) >= n, f"before loss {number}")
-            await_that(job, lambda: is_spare_ready(job), "waiting for a spare")
-            time.sleep(source.uniform(0.0, 0.2))
+            hold_until_ready(job, folder / "hold", num_ranks + 1)
+            time.sleep(source.uniform(0.0, 0.1))
             act = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
             returned.append(lose_a_rank(job, act, source.randrange(num_ranks)))
         left = job.wait_until_gone(COME_BACK_S)
@@ -172,7 +173,8 @@ def run_elastic(case: ElasticCase, folder: Path, seed: str) -> Result:
         place = folder / "save"
         train_in_harness(place, metrics["undisturbed"], case.sizes[0], *flags, num_steps=num_steps)
         job = run.start(
-            folder / "job", [*words, "--slow-step", "0.05", "--metrics-jsonl",
+            folder / "job",
+            [*words, "--slow-step", "0.02", "--hold-file", str(folder / "hold"), "--metrics-jsonl",
             str(metrics["elastic"])], num_ranks=case.sizes[0], launcher=LAUNCHER,
             launcher_flags=("--min-ranks", str(min(case.sizes)), "--replacement-delay-s", "8",
             *port_of(source)),
@@ -182,6 +184,7 @@ def run_elastic(case: ElasticCase, folder: Path, seed: str) -> Result:
             count = len(job.iterations()) + 3
             await_that(job, lambda n=count: len(job.iterations()) >= n, "steps")
             returned.append(lose_a_rank(job, signal.SIGKILL, source.randrange(size + 1)))
+        hold_until_ready(job, folder / "hold", case.sizes[-1])
         left = job.wait_until_gone(COME_BACK_S)
         if left or job.process.returncode:
             run.result.problems.append(f"exit status {job.process.returncode}, there: {left}")
@@ -207,12 +210,18 @@ def losses(path: Path) -> Iterator[tuple[int, float]]:
             yield step, fields["lm loss"]
 
 
-def is_spare_ready(job: Job) -> bool:
-    """Return whether a process waits that is no member, its imports done."""
-    named = set(generations(job)[-1][1])
-    ready = set(re.findall(r"^launcher: (\S+) waits$", job.text(), re.MULTILINE))
-    living = {p.environment.get(PROCESS) for p in job.processes() if p.parent == job.pid}
-    return bool((ready & living) - named)
+def hold_until_ready(job: Job, hold: Path, number: int) -> None:
+    """Let no step end until so many processes train or wait to, their imports done."""
+
+    def is_ready() -> bool:
+        named = set(generations(job)[-1][1])
+        ready = set(re.findall(r"^launcher: (\S+) waits$", job.text(), re.MULTILINE))
+        living = {p.environment.get(PROCESS) for p in job.processes() if p.parent == job.pid}
+        return len((ready | named) & living) >= number
+
+    hold.touch()
+    await_that(job, is_ready, "waiting for a spare")
+    hold.unlink()
 
 
 def port_of(source: random.Random) -> tuple[str, ...]:

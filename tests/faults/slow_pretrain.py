@@ -2,6 +2,7 @@
 
     --slow-building S      while the datasets are built
     --slow-step S          in every micro batch of training
+    --hold-file FILE       in every micro batch of training, while there is such a file
     --slow-evaluation S    in every micro batch of evaluations
     --long-evaluation S    once in each evaluation, on rank 1
     --long-save S          in each save, on rank 1, with the interpreter lock
@@ -15,6 +16,7 @@ It prints when it builds and when an evaluation begins.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ class SlowFlags:
 
     slow_building: float = 0.0
     slow_step: float = 0.0
+    hold_file: str = ""
     slow_evaluation: float = 0.0
     long_evaluation: float = 0.0
     long_save: float = 0.0
@@ -91,6 +94,8 @@ def slow_forward_step(data_iterator: Any, model: Any) -> tuple:
             time.sleep(args.long_evaluation)
     _was_training = model.training
     time.sleep(args.slow_step if model.training else args.slow_evaluation)
+    while model.training and args.hold_file and os.path.exists(args.hold_file):
+        time.sleep(0.01)
     if args.rank == args.slow_rank:
         is_slow = args.curr_iteration + 1 >= args.slow_from
         planted.compute_more(args.slow_factor - 1.0 if is_slow else 0.0)

@@ -276,13 +276,15 @@ class Desk:
 
 
 def value_of(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag of a training command; "" if it is not there."""
+    """Return the value of a flag of a training command, the last one if it is there several times;
+    "" if it is not there."""
+    value = ""
     for number, word in enumerate(words):
         if word == flag and number + 1 < len(words):
-            return words[number + 1]
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return ""
+            value = words[number + 1]
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value
 
 
 def limits_of(flags: Flags) -> Limits:

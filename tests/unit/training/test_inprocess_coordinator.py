@@ -120,6 +120,13 @@ def test_numbers_that_cannot_be_are_refused_with_a_way_out(words, what, capsys):
 
 
 def test_the_batch_of_the_command_limits_the_replicas():
-    command = ("s.py", "--global-batch-size=24", "--micro-batch-size", "2")
+    command = (
+        "s.py",
+        "--global-batch-size",
+        "8",
+        "--global-batch-size=24",
+        "--micro-batch-size",
+        "2",
+    )
     limits = limits_of(Flags(nproc_per_node=4, min_ranks=1, command=command))
     assert (limits.global_batch, limits.size_for(3)) == (12, 3)
