@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.experts import ExpertConfig
-from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
+from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, MAMBA, LayerKind
+from megatron.core.transformer.config.linear_attention import (
+    MIXER_OF_VARIANT,
+    LinearAttentionConfig,
+)
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.hugging_face.weight_map import Geometry
 
@@ -90,6 +95,12 @@ class ModelDescription:
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    hybrid_layer_pattern: str | None = None
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
+    mamba_step_limits: tuple[float, float] = (0.0, math.inf)
     num_experts: int | None = None
     moe_layer_freq: int | list[int] = 1
     moe_ffn_hidden_size: int | None = None
@@ -185,13 +196,19 @@ class ModelDescription:
         return experts.layers_with_experts(self.num_layers)
 
     @property
-    def linear_attention_layers(self) -> list[bool]:
-        """For every layer, whether a recurrence takes the place of attention."""
-        kinds = LinearAttentionConfig(
-            experimental_attention_variant=self.experimental_attention_variant,
-            linear_attention_freq=self.linear_attention_freq,
-        )
-        return kinds.linear_attention_layers(self.num_layers)
+    def mixers(self) -> LinearAttentionConfig:
+        """The settings of mixers with a state."""
+        fields = dataclasses.fields(LinearAttentionConfig)
+        return LinearAttentionConfig(**{f.name: getattr(self, f.name) for f in fields})
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What every layer is made of."""
+        return self.mixers.kinds_of_layers(self.layers_with_experts)
+
+    def layers_where(self, holds: Callable[[LayerKind], object]) -> tuple[int, ...]:
+        """Return the numbers, from 0, of the layers of which something holds."""
+        return tuple(number for number, kind in enumerate(self.layer_kinds) if holds(kind))
 
     @property
     def windowed_layers(self) -> list[bool]:
@@ -223,6 +240,7 @@ _DEFAULTS = {
     for field in dataclasses.fields(ModelDescription)
     if not _is_required(field)
 }
+_OF_ALL_MIXERS = {"linear_conv_kernel_dim", "linear_attention_freq"}
 _OF_TRAINING = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
     "unpadded_vocab_size": 0,
@@ -256,9 +274,12 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         without_effect.add("add_qkv_bias")  # implied
     if model.num_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
-    is_linear = model.linear_attention_layers
-    if not any(is_linear):
-        without_effect |= {n for n in _DEFAULTS if n.startswith(("linear_", "experimental_"))}
+    mixers = {kind.mixer for kind in model.layer_kinds}
+    for mixer, prefix in ((GATED_DELTA_NET, "linear_"), (MAMBA, "mamba_")):
+        if mixer not in mixers:
+            without_effect |= {n for n in _DEFAULTS if n.startswith(prefix)} - _OF_ALL_MIXERS
+    if not mixers & {GATED_DELTA_NET, MAMBA}:
+        without_effect |= {"experimental_attention_variant", *_OF_ALL_MIXERS}
     if model.architecture != "bert":
         without_effect.add("bert_binary_head")
     if model.moe_router_topk_scaling_factor == 1.0:
@@ -281,11 +302,11 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         # The width of dense layers, of which there may be none.
         dense_width = 0 if all(has_experts) else model.ffn_hidden_size
         model = replace(model, moe_ffn_hidden_size=model.experts_width, ffn_hidden_size=dense_width)
-    if any(is_linear):
+    if "experimental_attention_variant" not in without_effect and not model.hybrid_layer_pattern:
+        is_recurrent = [int(kind.is_recurrent) for kind in model.layer_kinds]
+        variant = MIXER_OF_VARIANT[model.experimental_attention_variant or ""]
         model = replace(
-            model,
-            experimental_attention_variant="gated_delta_net",
-            linear_attention_freq=[int(has_it) for has_it in is_linear],
+            model, experimental_attention_variant=variant, linear_attention_freq=is_recurrent
         )
     window = model.window_size
     return replace(

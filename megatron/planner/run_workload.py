@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.transformer.config.layer_kinds import ATTENTION
 from megatron.planner.hardware import Gpu
 from megatron.planner.layout_space import Choices, counted_layers
 from megatron.planner.workload import Workloads
@@ -66,12 +67,13 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
             flags=["--bf16", "--fp16"],
             fix="add --bf16",
         )
-    if size.recurrent is not None:
+    others = sum(not (kind.mixer == ATTENTION and kind.mlp) for kind in size.layer_kinds)
+    if others:
         raise ConfigError(
-            f"{size.num_recurrent_layers} layers have a recurrence in the place of attention.",
+            f"{others} layers are not attention and an MLP.",
             rule="the planner has no time for them; their parameters, operations and memory are"
             " those that pretrain_gpt.py --dry-run and tools/plan.py memory print",
-            flags=["--experimental-attention-variant"],
+            flags=["--experimental-attention-variant", "--hybrid-layer-pattern"],
             fix="leave it out to plan a model with attention",
         )
     states = state_bytes(run.optimizer, precision, grads_in_fp32=run.ddp.grad_reduce_in_fp32)

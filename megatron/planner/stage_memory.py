@@ -92,12 +92,10 @@ def _message_bytes(run: ResolvedRun) -> int:
 def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> Hashable:
     """Return what decides the memory of a stage: its parts, and the kind of each layer."""
     config = run.transformer_config
-    has_experts = config.layers_with_experts(config.num_layers)
-    skips = config.no_rope_freq
+    kinds, skips = config.layer_kinds(), config.no_rope_freq
     layers = [
         (
-            has_experts[layer],
-            config.has_linear_attention(layer + 1),
+            kinds[layer],
             config.window_of(layer + 1),
             bool(skips and skips[layer]),
         )

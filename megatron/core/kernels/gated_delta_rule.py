@@ -2,8 +2,7 @@
 
 S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
 section 3, arXiv 2412.06464. Inside a chunk the product of the Householder-like factors has the WY
-form, whose triangular system is solved once; from chunk to chunk goes only the state. States and
-everything in log space are fp32 (fp64 for fp64 inputs), whatever the dtype of the activations.
+form, whose triangular system is solved once; from chunk to chunk goes only the state.
 
 Legend: s rows, b micro batch, g key heads, n value heads, r = n/g of them to a key head, d width
 of a key head, e of a value head, c chunks, l rows of a chunk. A state is [b, g, r, d, e].
@@ -17,21 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Rows of a chunk: the triangular system grows with its square, the number of steps shrinks."""
-
-
-@dataclass(frozen=True)
-class DocumentRows:
-    """Which document each row belongs to; a state ends with its document.
-
-    Attributes:
-        ids: [b, s].
-        before: [b], of the row before the first, which the given state comes from.
-    """
-
-    ids: Tensor
-    before: Tensor
+from megatron.core.kernels.chunks import CHUNK, Cut, DocumentRows, chunk_decays
 
 
 @dataclass(frozen=True)
@@ -54,7 +39,7 @@ class DeltaChunks:
     """[.., l, d], decayed until the chunk ends."""
     keep: Tensor
     """[.., 1, 1], the decay of a whole chunk; 0 where a document begins inside it."""
-    num_rows: int
+    cut: Cut
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the outputs [s, b, n, e] and the state after the last row.
@@ -74,14 +59,13 @@ class DeltaChunks:
             written = value - read @ state
             outputs.append(query @ state + scores @ written)
             state = keep * state + key.mT @ written
-        out = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, : self.num_rows]
-        return out.permute(3, 0, 1, 2, 4).flatten(2, 3), state
+        return self.cut.restore(torch.stack(outputs, 3)), state
 
-    def transition(self) -> tuple[Tensor, Tensor]:
+    def transition(self) -> Tensor:
         """Return what all chunks together do to a state: after = factor @ before + term.
 
         Returns:
-            factor [b, g, r, d, d], term [b, g, r, d, e].
+            [b, g, r, d, d + e], the factor beside the term.
         """
         width = self.values.shape[-1]
         eye = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)
@@ -90,8 +74,14 @@ class DeltaChunks:
         steps = (part.unbind(3) for part in (values, self.reads, self.keys, self.keep))
         for value, read, key, keep in zip(*steps, strict=True):
             joined = keep * joined + key.mT @ (value - read @ joined)
-        factor, term = joined.split([len(eye), width], -1)
-        return factor, term
+        return joined
+
+    @staticmethod
+    def after(transition: Tensor, state: Tensor | None) -> Tensor:
+        """Return the state [b, g, r, d, e] after all chunks."""
+        d = transition.shape[-2]
+        term = transition[..., d:]
+        return term if state is None else transition[..., :d] @ state + term
 
     def _zeros(self, width: int) -> Tensor:
         return self.keys.new_zeros((*self.keys.shape[:3], self.keys.shape[-1], width))
@@ -116,45 +106,20 @@ def delta_chunks(
         documents: a row sees no state of another document; None is one document.
         chunk: rows of a chunk; a shorter sequence is one chunk.
     """
-    s, b, g, d = key.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    length = min(chunk, s)
-    pad = -s % length
-
-    def cut(x: Tensor, *tail: int) -> Tensor:
-        """[s, b, heads, ...] -> [b, g, r or 1, c, l, ...]; rows that pad it change no state."""
-        x = F.pad(x.to(dtype).movedim(0, -1), (0, pad)).movedim(-1, 1)
-        return x.reshape(b, -1, length, g, x.shape[2] // g, *tail).movedim((3, 4), (1, 2))
-
-    query, key, value = cut(query, d), cut(key, d), cut(value, value.shape[-1])
-    log_decay, beta = cut(log_decay), cut(beta).unsqueeze(-1)
-    since_start = log_decay.cumsum(-1)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
-    # Each sum of its own, not the difference of two since the start: those grow with the chunk, and
-    # neighbours would differ by what rounding leaves of two large numbers, gradients too.
-    between = log_decay.unsqueeze(-1).masked_fill(hidden.mT.logical_not(), 0).cumsum(-2)
-    until_end = between[..., -1, :].exp().unsqueeze(-1)
-    keep = since_start[..., -1, None, None].exp()
-    since_start = since_start.exp().unsqueeze(-1)
-    if documents is not None:
-        ids = torch.cat((documents.ids, documents.ids[:, -1:].expand(-1, pad)), 1)
-        ids = ids.view(b, 1, 1, -1, length)
-        before = torch.cat((documents.before.view(b, 1, 1, 1), ids[..., :-1, -1]), -1).unsqueeze(-1)
-        hidden = hidden | (ids.unsqueeze(-1) != ids.unsqueeze(-2))
-        since_start = since_start * (ids == before).unsqueeze(-1)
-        until_end = until_end * (ids == ids[..., -1:]).unsqueeze(-1)
-        keep = keep * (ids[..., -1:] == before).unsqueeze(-1)
-    decays = between.exp().masked_fill(hidden, 0)
-    system = beta * (key @ key.mT) * decays
-    right = torch.cat((beta * value, beta * since_start * key), -1)
+    s, _, g, d = key.shape
+    cut = Cut(s, min(chunk, s), g)
+    query, key, value, beta = cut(query), cut(key), cut(value), cut(beta).unsqueeze(-1)
+    decays = chunk_decays(cut(log_decay), documents, cut)
+    system = beta * (key @ key.mT) * decays.between
+    right = torch.cat((beta * value, beta * decays.since_start * key), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, reads = solved.split([value.shape[-1], d], -1)
     return DeltaChunks(
-        queries=since_start * query,
-        scores=(query @ key.mT) * decays,
+        queries=decays.since_start * query,
+        scores=(query @ key.mT) * decays.between,
         values=values,
         reads=reads,
-        keys=until_end * key,
-        keep=keep,
-        num_rows=s,
+        keys=decays.until_end * key,
+        keep=decays.keep,
+        cut=cut,
     )

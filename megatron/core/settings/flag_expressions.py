@@ -53,3 +53,14 @@ def int_pair(text: str) -> tuple[int, int]:
     if not all(-1 <= part < 2**31 for part in (left, right)):
         raise ValueError("is not two numbers of tokens, or -1 for all")
     return left, right
+
+
+def float_pair(text: str) -> tuple[float, float]:
+    """Read two numbers, `0.001,inf`."""
+    try:
+        low, high = (float(part) for part in text.strip("() ").split(","))
+    except ValueError:
+        raise ValueError("is not two numbers such as 0.001,0.1") from None
+    if not 0 <= low < high:
+        raise ValueError("is not two numbers from 0, of which the first is less")
+    return low, high

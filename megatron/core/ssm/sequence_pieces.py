@@ -2,9 +2,8 @@
 
 A rank holds two pieces of the sequence (`megatron.core.context_parallel.partition`). They lie side
 by side in the batch, so that both are computed at once, each from what is before it: a few rows for
-a convolution, and a state. What a piece does to a state is a linear map as wide as the state. Ranks
-gather these maps of all pieces, whose bytes do not depend on the length of the sequence, and
-compose them.
+a convolution, and a state. What a piece does to a state is a linear map. Ranks gather these maps of
+all pieces, whose bytes do not depend on the length of the sequence, and compose them.
 
 Legend: s rows of this rank, b micro batch, p pieces of this rank (2, or 1 on a single rank), which
 are first in the batch: [p*b].
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.chunks import Chunks
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.topology.group import Group
@@ -80,22 +80,20 @@ class SequencePieces:
             before.append(torch.cat((nothing, *pieces[:piece]), 1)[:, -count:])
         return torch.cat(before).transpose(0, 1)
 
-    def states_before(self, factor: Tensor, term: Tensor) -> Tensor:
+    def states_before(self, chunks: Chunks) -> Tensor:
         """Return the state before each piece; it is zero before the sequence.
 
         Args:
-            factor: [p*b, ..., d, d] and
-            term: [p*b, ..., d, e]: a piece makes factor @ state + term of a state.
+            chunks: of this rank's pieces, [p*b, ...].
         Returns:
-            [p*b, ..., d, e].
+            [p*b, ...].
         Communication:
-            forward all-gather of both, backward reduce-scatter, on `cp`.
+            forward all-gather of what the pieces do to a state, backward reduce-scatter, on `cp`.
         """
-        width = factor.shape[-1]
-        pieces = self._of_all_ranks(torch.cat((factor, term), -1))
-        states = [torch.zeros_like(pieces[0][..., width:])]
+        pieces = self._of_all_ranks(chunks.transition())
+        states = [torch.zeros_like(chunks.after(pieces[0], None))]
         for piece in pieces[: self.mine[-1]]:
-            states.append(piece[..., :width] @ states[-1] + piece[..., width:])
+            states.append(chunks.after(piece, states[-1]))
         return torch.cat([states[piece] for piece in self.mine])
 
     def _of_all_ranks(self, x: Tensor) -> Sequence[Tensor]:

@@ -53,15 +53,24 @@ class ShortConvolution(ParallelLayer):
     Args:
         channels: of all ranks together, c; each rank holds c/tp.
         taps: k, the row itself and those before it.
+        has_bias: add a bias of each channel.
     """
 
     def __init__(
-        self, channels: int, taps: int, *, config: TransformerConfig, tp_group: Group
+        self,
+        channels: int,
+        taps: int,
+        *,
+        config: TransformerConfig,
+        tp_group: Group,
+        has_bias: bool = False,
     ) -> None:
         super().__init__(config, tp_group=tp_group)
-        self.weight = self.new_parameter(
-            divide(channels, tp_group.size()), 1, taps, init_method=fill_taps, split_dim=0
-        )
+        width = divide(channels, tp_group.size())
+        self.weight = self.new_parameter(width, 1, taps, init_method=fill_taps, split_dim=0)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = self.new_parameter(width, init_method=nn.init.zeros_, split_dim=0)
 
     def forward(self, x: Tensor, before: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         """Convolve [s, b, c/tp]; of the arguments see `causal_convolution`.
@@ -70,4 +79,6 @@ class ShortConvolution(ParallelLayer):
             [s, b, c/tp] in the dtype of x.
         """
         out = causal_convolution(x, self.weight.squeeze(1), before, ids)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
         return F.silu(out).to(x.dtype)

@@ -258,17 +258,13 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 
-        With `metadata["non_homogeneous_layers"]`, and where some layers have experts or a
-        recurrence and others have not, each layer keeps keys of its own,
+        With `metadata["non_homogeneous_layers"]`, and where layers are not all of one kind, each
+        layer keeps keys of its own,
         `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
         num_layers = self.config.num_layers
-        kinds = (
-            self.config.layers_with_experts(num_layers),
-            self.config.linear_attention_layers(num_layers),
-        )
-        mixed = any(len(set(kind)) > 1 for kind in kinds)
+        mixed = len(set(self.config.layer_kinds())) > 1
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):

@@ -17,6 +17,7 @@ from megatron.core.transformer.config.context_parallel import context_parallel_p
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
 from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
 from megatron.core.transformer.config.overlap_f_b import overlap_f_b_problems
@@ -51,6 +52,7 @@ class TransformerConfig(
 
     def __post_init__(self) -> None:
         """Derive what follows from other fields, then raise all problems together."""
+        self._derive_layers()
         self._derive_parallel()
         self.virtual_pipeline_model_parallel_size = self.derived_virtual_stages(
             self.pipeline_model_parallel_size,
@@ -63,6 +65,7 @@ class TransformerConfig(
         self.derive_maximal_update(self.hidden_size)
         self.derive_initialization(self.num_layers, self.hidden_init_factor)
         self.derive_recompute()
+        self.derive_mixers(self.hidden_size)
         self.derive_experts(self.ffn_hidden_size, self.recompute_modules)
         problems = [
             *self.check_shape(),
@@ -92,13 +95,31 @@ class TransformerConfig(
             problems = self._check_splits()
         raise_together(problems, summary=type(self).__name__)
 
-    def has_linear_attention(self, layer_number: int) -> bool:
-        """Return whether a layer, by its 1-based number in the whole model, is a recurrence.
+    def _derive_layers(self) -> None:
+        """Fill what the letters of the layers say of their number, experts and stages."""
+        try:
+            pattern = self.pattern
+        except ConfigError:
+            return  # check_linear_attention reports it
+        if pattern is None:
+            return
+        self.num_layers = self.num_layers or len(pattern.layers)
+        self.moe_layer_freq = pattern.layers_with_experts
+        self.mtp_num_layers = self.mtp_num_layers or len(pattern.later) or None
+        self.pipeline_model_parallel_layout = (
+            self.pipeline_model_parallel_layout or pattern.pipeline_layout
+        )
+
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Return what each layer of the model is made of."""
+        return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+
+    def layer_kind(self, layer_number: int) -> LayerKind:
+        """Return what a layer is made of, by its 1-based number in the whole model.
 
         Layers after the last one (those of later tokens) are like it.
         """
-        layers = self.linear_attention_layers(self.num_layers)
-        return layers[min(layer_number, self.num_layers) - 1]
+        return self.layer_kinds()[min(layer_number, self.num_layers) - 1]
 
     def _check_combinations(self) -> list[MegatronError]:
         """Return which fields of different groups exclude each other."""
@@ -112,6 +133,34 @@ class TransformerConfig(
                     rule="the pattern is one 0 or 1 per layer",
                     flags=["--window-attn-skip-freq", "--num-layers"],
                     fix="use a number N, or a list expression of the right length",
+                )
+            )
+        pattern_of_letters = self.hybrid_layer_pattern or ""
+        if "E" in pattern_of_letters and self.num_moe_experts is None:
+            problems.append(
+                ConfigError(
+                    f"hybrid_layer_pattern={pattern_of_letters!r} without experts.",
+                    rule="E is a layer of experts",
+                    flags=["--hybrid-layer-pattern", "--num-experts"],
+                    fix="set --num-experts, or write - in place of E",
+                )
+            )
+        if "+" in pattern_of_letters and not self.multi_latent_attention:
+            problems.append(
+                ConfigError(
+                    f"hybrid_layer_pattern={pattern_of_letters!r} without latents.",
+                    rule="+ is attention with latents",
+                    flags=["--hybrid-layer-pattern", "--multi-latent-attention"],
+                    fix="set --multi-latent-attention, or write * in place of +",
+                )
+            )
+        if pattern_of_letters and self.use_parallel_residual:
+            problems.append(
+                ConfigError(
+                    "hybrid_layer_pattern with use_parallel_residual.",
+                    rule="a layer of one letter has no second part beside the first",
+                    flags=["--hybrid-layer-pattern", "--use-parallel-residual"],
+                    fix="drop --use-parallel-residual",
                 )
             )
         if self.cross_entropy_loss_fusion and self.final_logit_softcapping:

@@ -125,6 +125,8 @@ class TransformerLayer(GraphableMegatronModule):
             **self._context_parallel_options(),
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.has_mlp = get_module(submodules.mlp) is not IdentityOp
+        self.has_mixer = get_module(submodules.self_attention) is not IdentityOp
         self.has_cross_attention = get_module(submodules.cross_attention) is not IdentityOp
         if self.has_cross_attention:
             self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
@@ -137,8 +139,10 @@ class TransformerLayer(GraphableMegatronModule):
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
         if config.sandwich_norm:
-            self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
-            self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+            if self.has_mixer:
+                self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+            if self.has_mlp:
+                self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
         has_experts = isinstance(self.mlp, MoELayer)
         if has_experts:
@@ -197,25 +201,29 @@ class TransformerLayer(GraphableMegatronModule):
         )
         with self._rng_scope(hidden_states):
             layer_input = hidden_states
-            hidden_states, normed = self._forward_attention(
-                hidden_states,
-                attention_mask=attention_mask,
-                inference_context=inference_context or inference_params,
-                rotary_pos_emb=rotary_pos_emb,
-                rotary_pos_cos=rotary_pos_cos,
-                rotary_pos_sin=rotary_pos_sin,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
+            normed = None
+            if self.has_mixer:
+                hidden_states, normed = self._forward_attention(
+                    hidden_states,
+                    attention_mask=attention_mask,
+                    inference_context=inference_context or inference_params,
+                    rotary_pos_emb=rotary_pos_emb,
+                    rotary_pos_cos=rotary_pos_cos,
+                    rotary_pos_sin=rotary_pos_sin,
+                    attention_bias=attention_bias,
+                    packed_seq_params=packed_seq_params,
+                )
             if self.has_cross_attention:
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
-            mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
-            return self._forward_mlp(mlp_input, hidden_states, padding_mask, normed), context
+            if self.has_mlp:
+                mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
+                hidden_states = self._forward_mlp(mlp_input, hidden_states, padding_mask, normed)
+            return hidden_states, context
 
     def _context_parallel_options(self) -> dict[str, Any]:
         """Return what an attention is told of context parallelism, if there is any."""
         kind = cp_comm_type_of_layer(self.config, self.layer_number)
-        if kind is None or self.config.has_linear_attention(self.layer_number):
+        if kind is None or not self.config.layer_kind(self.layer_number).attends:
             return {}
         return {"cp_comm_type": kind}
 

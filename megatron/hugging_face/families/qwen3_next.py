@@ -66,7 +66,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **fields,
         "partial_rotary_factor": settings.rotary_percent,
-        "layer_types": [_KINDS[is_linear] for is_linear in settings.linear_attention_layers],
+        "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
         **{name: getattr(settings, name) for name in _SIZES},
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -79,11 +79,8 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
-    is_linear = settings.linear_attention_layers
-    recurrent, attending = (
-        tuple(layer for layer, is_one in enumerate(is_linear) if is_one == wanted)
-        for wanted in (True, False)
-    )
+    recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
+    attending = settings.layers_where(lambda kind: kind.attends)
     of_attention = f"{_MEGATRON}self_attention.linear_qkv.weight"
     attention = [
         rule

@@ -197,18 +197,14 @@ def memory_of_stages(
 ) -> list[MemoryEstimate]:
     """Return the bytes of a rank of each pipeline stage."""
     in_flight = plan_report(_plan(run)).peak_live_activations
-    has_experts = size.experts.pattern if size.experts else [False] * size.num_layers
-    recurrent = size.recurrent.pattern if size.recurrent else [False] * size.num_layers
     found = []
     for rank in range(layout.num_ranks):
         chunks = [
             ChunkSize(
-                len(layout.layers(rank, chunk)),
+                [size.layer_kinds[layer] for layer in layout.layers(rank, chunk)],
                 layout.has_embedding(rank, chunk),
                 layout.has_loss(rank, chunk),
-                sum(has_experts[layer] for layer in layout.layers(rank, chunk)),
                 predicts=layout.stage(rank, chunk) == layout.prediction_stage,
-                num_recurrent_layers=sum(recurrent[layer] for layer in layout.layers(rank, chunk)),
             )
             for chunk in range(layout.num_chunks)
         ]

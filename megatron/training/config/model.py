@@ -89,8 +89,16 @@ class ModelSettings(
     """The shape of GPT-OSS."""
     spec: list[str] | None = flag(None, nargs="*")
     """Own layer spec: module and function name (or module.function)."""
-    hybrid_layer_pattern: str | None = flag(None, refuse="describe the model by --num-layers")
-    """Sequence of unlike layers, one letter each."""
+    is_hybrid_model: bool = flag(False, note="--hybrid-layer-pattern says it")
+    """Accepted from older launch scripts."""
+    use_mamba_mem_eff_path: bool = flag(
+        True, "--disable-mamba-mem-eff-path", note="there is one implementation of Mamba-2"
+    )
+    """Compute Mamba-2 step by step instead of in one kernel."""
+    mtp_hybrid_override_pattern: str | None = flag(
+        None, refuse="write the layers of later tokens after / in --hybrid-layer-pattern"
+    )
+    """Letters of the layers that predict later tokens."""
     init_method_xavier_uniform: bool = False
     """Draw initial weights from the Xavier uniform distribution instead."""
     fp16_lm_cross_entropy: bool = flag(False, refuse="the loss is computed in fp32")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flag_expressions import expand_layer_pattern
@@ -45,6 +46,7 @@ def resolve(
     """
     log = DerivationLog()
     machine = machine or Machine()
+    config = _hybrid(config, log)
     topology = _topology(config.parallelism, world_size, machine.rank, log)
     parallelism = _parallelism(config.parallelism, config.model.num_layers, log)
     log.is_of_training = True
@@ -89,6 +91,33 @@ def resolve(
         topology=topology,
         derivations=tuple(log.derivations),
         extra=dict(extra or {}),
+    )
+
+
+def _hybrid(config: RunConfig, log: DerivationLog) -> RunConfig:
+    """Return the groups with what the letters of the layers say of them."""
+    try:
+        pattern = config.model.pattern
+    except ConfigError:
+        return config  # the model's own check reports it
+    if pattern is None:
+        return config
+    formula = "--hybrid-layer-pattern"
+    model, experts, parallelism = config.model, config.experts, config.parallelism
+    if not model.num_layers:
+        model = log.derived(model, replace(model, num_layers=len(pattern.layers)), formula)
+    if any(pattern.layers_with_experts):
+        freq = pattern.layers_with_experts
+        experts = log.derived(experts, replace(experts, moe_layer_freq=freq), formula)
+    layout = pattern.pipeline_layout
+    if layout is not None and parallelism.pipeline_model_parallel_layout is None:
+        after = replace(parallelism, pipeline_model_parallel_layout=layout)
+        parallelism = log.derived(parallelism, after, formula)
+    latent = config.latent_attention
+    if pattern.later and latent.mtp_num_layers is None:
+        latent = log.derived(latent, replace(latent, mtp_num_layers=len(pattern.later)), formula)
+    return replace(
+        config, model=model, experts=experts, parallelism=parallelism, latent_attention=latent
     )
 
 

@@ -47,25 +47,13 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     windowed, full = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
     keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
-    matrices = _layer_matrices(size.num_layers, size.num_expert_layers, size)
-    matrices += _layer_matrices(size.mtp_num_layers, size.num_mtp_expert_layers, size)
+    kinds = size.passed_kinds
+    matrices = sum(size.token_matrices(kind) for kind in kinds)
     matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
     matrices += (1 + size.mtp_num_layers) * size.head_matrix
     matrices += size.has_word_head * size.hidden_size**2
-    num_recurrent = size.num_recurrent_layers + size.num_mtp_recurrent_layers
-    num_attending = size.num_layers + size.mtp_num_layers - num_recurrent
-    matrices += num_recurrent * size.recurrent_layer_matrices
-    if size.recurrent is not None:
-        matrices += num_recurrent * size.recurrent.token_products
-    return 2 * matrices + num_attending * attention
-
-
-def _layer_matrices(num_layers: int, num_expert_layers: int, size: ModelSize) -> int:
-    """Return the elements that one token is multiplied with: of the experts, its own."""
-    count = (num_layers - num_expert_layers) * size.layer_matrices
-    return count + num_expert_layers * (
-        size.active_expert_layer_matrices if num_expert_layers else 0
-    )
+    matrices += sum(size.mixers[k.mixer].token_products for k in kinds if k.is_recurrent)
+    return 2 * matrices + sum(kind.attends for kind in kinds) * attention
 
 
 def training_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:

@@ -8,6 +8,7 @@ is used; activations in flight from the simulated schedule.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -19,6 +20,7 @@ from megatron.core.foundation.device import device_type
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
+from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
 
@@ -63,13 +65,12 @@ class MemoryEstimate:
 class ChunkSize:
     """What one model chunk holds."""
 
-    num_layers: int
+    kinds: Sequence[LayerKind]
+    """Of its layers."""
     has_embedding: bool
     has_loss: bool
-    num_expert_layers: int = 0
     predicts: bool | None = None
     """Whether it ends with the final norm and predicts later tokens; None: if it has the loss."""
-    num_recurrent_layers: int = 0
 
     def parameters(self, size: ModelSize) -> tuple[int, int]:
         """Return how many parameters it has beside routed experts, and in these."""
@@ -79,10 +80,8 @@ class ChunkSize:
             "has_loss": self.has_loss,
             "predicts": predicts,
         }
-        layers = self.num_layers, self.num_expert_layers
-        recurrent = self.num_recurrent_layers
-        count = size.stage_parameters(*layers, **ends, num_recurrent_layers=recurrent)
-        routed = size.stage_routed_parameters(self.num_expert_layers, predicts=predicts)
+        count = size.stage_parameters(self.kinds, **ends)
+        routed = size.stage_routed_parameters(self.kinds, predicts=predicts)
         return count - routed, routed
 
 
@@ -92,14 +91,8 @@ def gibibytes(num_bytes: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def layer_activation_bytes(
-    run: ResolvedRun, size: ModelSize, *, has_experts: bool = False, is_recurrent: bool = False
-) -> float:
-    """Return what one layer keeps of one micro batch for its backward, with an even load.
-
-    Args:
-        is_recurrent: a recurrence is in the place of attention.
-    """
+def layer_activation_bytes(run: ResolvedRun, size: ModelSize, kind: LayerKind) -> float:
+    """Return what one layer keeps of one micro batch for its backward, with an even load."""
     cp = run.parallelism.context_parallel_size
     s, b, h = size.seq_length / cp, run.schedule.micro_batch_size, size.hidden_size
     tp = run.parallelism.tensor_model_parallel_size
@@ -108,13 +101,14 @@ def layer_activation_bytes(
     if run.precision.recompute_granularity == "full":
         return s * b * h * item / shard
     kept_masks = 2 * (run.model.hidden_dropout > 0)
-    # Inputs of both norms and of both blocks, outside the tensor-parallel regions.
-    outside = (4 * item + kept_masks * item) / shard
+    # Inputs of norm and block of each part, outside the tensor-parallel regions.
+    num_parts = bool(kind.mixer) + bool(kind.mlp)
+    outside = num_parts * (2 * item + kept_masks / 2 * item) / shard
     attention = (size.qkv_width + size.attention_width) / h * item / tp
     # Of the gate its sigmoid is kept, in fp32; what it multiplies is in the gate's own place.
     attention += size.has_output_gate * size.attention_width / h * 4 / tp
     mlp = (3 if size.is_gated else 2) * size.ffn_hidden_size / h * item / tp
-    if has_experts and size.experts is not None:
+    if kind.has_experts and size.experts is not None:
         sizes, kept = size.experts, 3 if size.is_gated else 2
         # Each assignment keeps its token beside the activations of the expert; latents that come
         # back are kept for the projection up.
@@ -127,11 +121,15 @@ def layer_activation_bytes(
     if run.model.attention_dropout > 0 and run.precision.recompute_granularity is None:
         # Dropout on the weights keeps the probabilities and their mask.
         scores = 2 * item * size.num_attention_heads * size.seq_length / (h * tp)
-    if is_recurrent and size.recurrent is not None:
+    if kind.is_recurrent:
         recomputes = run.transformer_config.recomputes("core_attn")
-        attention = size.recurrent.activation_bytes(item, recomputes_core=recomputes) / (h * tp)
+        mixer = size.mixers[kind.mixer]
+        attention = mixer.activation_bytes(item, recomputes_core=recomputes) / (h * tp)
+    elif not kind.mixer:
+        attention = 0.0
+    if not kind.attends:
         scores = 0.0
-    return s * b * h * (outside + attention + mlp + scores)
+    return s * b * h * (outside + attention + bool(kind.mlp) * mlp + scores)
 
 
 @dataclass(frozen=True)
@@ -213,12 +211,12 @@ def buffer_bytes(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize])
     if zero_stage == 2:
         bucket = run.ddp.bucket_size or max(40_000_000, 1_000_000 * shards)
         return min(sum(_held(run, size, chunks)), (MAX_IN_FLIGHT + 1) * bucket) * per.gradient
-    with_experts = sum(chunk.num_expert_layers for chunk in chunks)
-    dense_layers = sum(chunk.num_layers for chunk in chunks) - with_experts
-    units = [size.layer_parameters / tp] * dense_layers
-    if with_experts:
-        routed = size.routed_parameters / expert_ranks(run)
-        units += [size.expert_layer_parameters / tp + routed] * with_experts
+    routed = size.routed_parameters / expert_ranks(run)
+    units = [
+        size.layer_parameters(kind) / tp + kind.has_experts * routed
+        for chunk in chunks
+        for kind in chunk.kinds
+    ]
     table = size.vocab_size * size.hidden_size / tp
     units += [table for chunk in chunks if chunk.has_embedding]
     units += [table for chunk in chunks if chunk.has_loss and not size.is_tied]
@@ -255,13 +253,8 @@ def estimate_memory(
     optimizer, gradients, weights = (
         sharded if zero_stage >= first else dense + routed for first in (1, 2, 3)
     )
-    layers = sum(
-        (chunk.num_layers - chunk.num_expert_layers) * layer_activation_bytes(run, size)
-        + chunk.num_expert_layers * layer_activation_bytes(run, size, has_experts=True)
-        + chunk.num_recurrent_layers
-        * (layer_activation_bytes(run, size, is_recurrent=True) - layer_activation_bytes(run, size))
-        for chunk in chunks
-    )
+    kinds = Counter(kind for chunk in chunks for kind in chunk.kinds)
+    layers = sum(n * layer_activation_bytes(run, size, kind) for kind, n in kinds.items())
     per_chunk = layers / len(chunks)
     logits = 0.0
     if any(chunk.has_loss for chunk in chunks):

@@ -6,11 +6,14 @@ v rows of the vocabulary, s sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatron.core.ssm.mixer_sizes import MixerSizes
+from megatron.core.ssm.mixers import RECURRENT_MIXERS
+from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LayerKind
 from megatron.core.transformer.norm import NORMS
-from megatron.training.metrics.recurrent_sizes import RecurrentSizes
 
 if TYPE_CHECKING:
     from megatron.training.config.resolved import ResolvedRun
@@ -61,8 +64,6 @@ class ExpertSizes:
     shared_width: int = 0
     """Width of the expert that every token uses; 0 if there is none."""
     has_shared_gate: bool = False
-    pattern: tuple[bool, ...] = ()
-    """For each layer of the model, whether it has experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,10 @@ class ModelSize:
     """Sizes of multi-latent attention."""
     experts: ExpertSizes | None = None
     """Sizes of mixture-of-experts layers."""
-    recurrent: RecurrentSizes | None = None
-    """Sizes of layers with a recurrence in the place of attention."""
+    mixers: Mapping[str, MixerSizes] = field(default_factory=dict)
+    """Sizes of each mixer with a state that a layer has."""
+    kinds: tuple[LayerKind, ...] = ()
+    """What each layer is made of; none: attention and a dense MLP."""
     is_bidirectional: bool = False
     """A query sees the keys of both sides."""
     num_tokentypes: int = 0
@@ -117,6 +120,7 @@ class ModelSize:
         learned = run.model.position_embedding_type == "learned_absolute"
         window = run.model.window_size
         is_bert = run.encoders.architecture == "bert"
+        kinds = run.model.kinds_of_layers(run.experts.layers_with_experts(run.model.num_layers))
         return ModelSize(
             num_layers=run.model.num_layers,
             hidden_size=run.model.hidden_size,
@@ -135,7 +139,7 @@ class ModelSize:
             has_qk_norm=run.model.qk_layernorm,
             has_output_gate=run.model.attention_output_gate,
             num_layer_norms=4 if run.model.sandwich_norm else 2,
-            windowed_share=_windowed_share(run),
+            windowed_share=_windowed_share(run, kinds),
             has_sinks=run.model.softmax_type == "learnable",
             mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
             num_built_mtp_layers=run.latent_attention.num_built_prediction_layers,
@@ -149,7 +153,11 @@ class ModelSize:
             if run.latent_attention.multi_latent_attention
             else None,
             experts=_expert_sizes(run),
-            recurrent=RecurrentSizes.of(run),
+            mixers={
+                mixer: RECURRENT_MIXERS[mixer].sizes_of(run.transformer_config)
+                for mixer in sorted({kind.mixer for kind in kinds if kind.is_recurrent})
+            },
+            kinds=kinds,
             window=window[0] if window is not None and window[0] >= 0 else None,
             is_bidirectional=is_bert,
             num_tokentypes=2 if is_bert else 0,
@@ -158,43 +166,23 @@ class ModelSize:
         )
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is made of."""
+        return self.kinds or (LayerKind(),) * self.num_layers
+
+    @property
+    def passed_kinds(self) -> tuple[LayerKind, ...]:
+        """What a token passes: the layers, and as the last one those that predict later tokens."""
+        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_num_layers
+
+    @property
+    def _built_mtp_kinds(self) -> tuple[LayerKind, ...]:
+        return self.layer_kinds[-1:] * self.num_built_mtp_layers
+
+    @property
     def num_expert_layers(self) -> int:
         """Layers with experts, of those that predict the next token."""
-        return 0 if self.experts is None else sum(self.experts.pattern)
-
-    @property
-    def num_mtp_expert_layers(self) -> int:
-        """Passes of layers with experts that predict later tokens; they are as the model's last."""
-        return self.mtp_num_layers if self._ends_with_experts else 0
-
-    @property
-    def _ends_with_experts(self) -> bool:
-        return self.experts is not None and self.experts.pattern[-1]
-
-    @property
-    def _num_built_mtp_expert_layers(self) -> int:
-        return self.num_built_mtp_layers if self._ends_with_experts else 0
-
-    @property
-    def num_recurrent_layers(self) -> int:
-        """Layers with a recurrence, of those that predict the next token."""
-        return 0 if self.recurrent is None else sum(self.recurrent.pattern)
-
-    @property
-    def num_mtp_recurrent_layers(self) -> int:
-        """Passes of such layers that predict later tokens; they are as the model's last."""
-        return self.mtp_num_layers if self._ends_with_recurrence else 0
-
-    @property
-    def _ends_with_recurrence(self) -> bool:
-        return self.recurrent is not None and self.recurrent.pattern[-1]
-
-    @property
-    def recurrent_layer_matrices(self) -> int:
-        """Elements of matrices that a recurrence has more than attention in its place."""
-        if self.recurrent is None:
-            return 0
-        return self.recurrent.matrices(self.hidden_size) - self._attention_matrices
+        return sum(kind.has_experts for kind in self.layer_kinds)
 
     @property
     def qkv_width(self) -> int:
@@ -212,24 +200,32 @@ class ModelSize:
             return self.num_attention_heads * self.latent.value
         return self.num_attention_heads * self.kv_channels
 
-    @property
-    def layer_matrices(self) -> int:
-        """Elements of the matrices of one dense layer: what its products multiply with."""
-        return self._attention_matrices + self._mlp_matrices(self.ffn_hidden_size)
+    def token_matrices(self, kind: LayerKind) -> int:
+        """Elements of the matrices that one token is multiplied with in a layer: of the experts,
+        its own."""
+        count = 0
+        if kind.attends:
+            count += self._attention_matrices
+        elif kind.is_recurrent:
+            count += self.mixers[kind.mixer].matrices(self.hidden_size)
+        if kind.mlp == DENSE:
+            count += self._mlp_matrices(self.ffn_hidden_size)
+        elif kind.mlp == EXPERTS:
+            sizes = self._experts
+            count += self._shared_matrices + sizes.topk * self._mlp_matrices(
+                sizes.width, sizes.latent
+            )
+        return count
 
     @property
-    def active_expert_layer_matrices(self) -> int:
-        """Elements that one token is multiplied with in a layer with experts."""
-        sizes = self.experts
-        assert sizes is not None
-        routed = sizes.topk * self._mlp_matrices(sizes.width, sizes.latent)
-        return self._attention_matrices + self._shared_matrices + routed
+    def _experts(self) -> ExpertSizes:
+        assert self.experts is not None, "a layer of experts in a model without"
+        return self.experts
 
     @property
     def _shared_matrices(self) -> int:
         """Elements of router, shared expert and its gate, projections to and from latents."""
-        sizes = self.experts
-        assert sizes is not None
+        sizes = self._experts
         shared = self._mlp_matrices(sizes.shared_width) + sizes.has_shared_gate * self.hidden_size
         return (sizes.num_experts + 2 * sizes.latent) * self.hidden_size + shared
 
@@ -269,22 +265,28 @@ class ModelSize:
     def _norm_parameters(self, width: int) -> int:
         return sum(NORMS[self.normalization].sizes(width).values())
 
-    @property
-    def layer_parameters(self) -> int:
-        """All parameters of one dense layer."""
-        mlp = self._mlp_matrices(self.ffn_hidden_size) + self._mlp_biases(self.ffn_hidden_size)
-        return self._attention_parameters + mlp
-
-    @property
-    def expert_layer_parameters(self) -> int:
-        """All parameters of one layer with experts, but those of the routed experts."""
-        sizes = self.experts
-        assert sizes is not None
-        shared = self._shared_matrices + self._mlp_biases(sizes.shared_width)
-        biases = sizes.num_experts  # of the router
-        if sizes.latent:
-            biases += sizes.latent + self.hidden_size
-        return self._attention_parameters + shared + biases * self.has_linear_bias
+    def layer_parameters(self, kind: LayerKind) -> int:
+        """All parameters of one layer, but those of routed experts."""
+        norms = self.num_layer_norms // 2 * self.norm_parameters
+        count = 0
+        if kind.mixer:
+            count += norms
+            count += (
+                self._attention_parameters
+                if kind.attends
+                else self.mixers[kind.mixer].parameters(self.hidden_size)
+            )
+        if kind.mlp == DENSE:
+            width = self.ffn_hidden_size
+            count += norms + self._mlp_matrices(width) + self._mlp_biases(width)
+        elif kind.mlp == EXPERTS:
+            sizes = self._experts
+            biases = sizes.num_experts  # of the router
+            if sizes.latent:
+                biases += sizes.latent + self.hidden_size
+            biases *= self.has_linear_bias
+            count += norms + self._shared_matrices + self._mlp_biases(sizes.shared_width) + biases
+        return count
 
     @property
     def routed_parameters(self) -> int:
@@ -297,9 +299,9 @@ class ModelSize:
 
     @property
     def _attention_parameters(self) -> int:
-        """Parameters of a layer's attention, and its norms."""
+        """Parameters of a layer's attention."""
         h = self.hidden_size
-        count = self._attention_matrices + self.num_layer_norms * self.norm_parameters
+        count = self._attention_matrices
         count += self.num_attention_heads * self.has_sinks
         if self.has_linear_bias:
             count += h
@@ -316,30 +318,21 @@ class ModelSize:
     def mtp_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        layers = self._layers(
-            self.num_built_mtp_layers,
-            self._num_built_mtp_expert_layers,
-            self.num_built_mtp_layers if self._ends_with_recurrence else 0,
-        )
-        return self.num_built_mtp_layers * joining + layers
+        return self.num_built_mtp_layers * joining + self._layers(self._built_mtp_kinds)
 
-    def _layers(self, num_layers: int, num_expert_layers: int, num_recurrent_layers: int) -> int:
+    def _layers(self, kinds: Iterable[LayerKind]) -> int:
         """All parameters of some layers."""
-        count = (num_layers - num_expert_layers) * self.layer_parameters
-        if num_expert_layers:
-            count += num_expert_layers * (self.expert_layer_parameters + self.routed_parameters)
-        if self.recurrent is not None:
-            norms = self.num_layer_norms * self.norm_parameters
-            more = self.recurrent.parameters(self.hidden_size) + norms - self._attention_parameters
-            count += num_recurrent_layers * more
-        return count
+        return sum(
+            self.layer_parameters(kind) + kind.has_experts * self.routed_parameters
+            for kind in kinds
+        )
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token meets: all but the routed experts that it is not routed to."""
         if self.experts is None:
             return self.total_parameters
-        layers = self.num_expert_layers + self._num_built_mtp_expert_layers
+        layers = sum(k.has_experts for k in self.layer_kinds + self._built_mtp_kinds)
         met = self.routed_parameters * self.experts.topk // self.experts.num_experts
         return self.total_parameters - layers * (self.routed_parameters - met)
 
@@ -360,36 +353,33 @@ class ModelSize:
     def total_parameters(self) -> int:
         """All parameters of the model; a tied head counts once."""
         head = self.further_head_parameters + (0 if self.is_tied else self.head_matrix)
-        layers = self._layers(self.num_layers, self.num_expert_layers, self.num_recurrent_layers)
-        layers += self.mtp_parameters
+        layers = self._layers(self.layer_kinds) + self.mtp_parameters
         return layers + self.embedding_parameters + self.norm_parameters + head
 
-    def stage_routed_parameters(self, num_expert_layers: int, *, predicts: bool) -> int:
+    def stage_routed_parameters(self, kinds: Iterable[LayerKind], *, predicts: bool) -> int:
         """Parameters of routed experts that one pipeline stage holds, before any split."""
-        later = self._num_built_mtp_expert_layers if predicts else 0
-        return (num_expert_layers + later) * self.routed_parameters
+        held = [*kinds, *(self._built_mtp_kinds if predicts else ())]
+        return sum(kind.has_experts for kind in held) * self.routed_parameters
 
     def stage_parameters(
         self,
-        num_layers: int,
-        num_expert_layers: int = 0,
+        kinds: Iterable[LayerKind],
         *,
         has_embedding: bool,
         has_loss: bool,
         predicts: bool | None = None,
-        num_recurrent_layers: int = 0,
     ) -> int:
         """Parameters that one pipeline stage holds, before any tensor-parallel split.
 
         The last stage keeps its own copy of a tied embedding.
 
         Args:
+            kinds: of its layers.
             predicts: whether the stage ends with the final norm, and predicts later tokens if any
                 are; None: that of the loss does.
-            num_recurrent_layers: of these layers, those with a recurrence in place of attention.
         """
         predicts = has_loss if predicts is None else predicts
-        count = self._layers(num_layers, num_expert_layers, num_recurrent_layers)
+        count = self._layers(kinds)
         if has_embedding:
             count += self.embedding_parameters
         if predicts:
@@ -402,19 +392,15 @@ class ModelSize:
         return count
 
 
-def _windowed_share(run: ResolvedRun) -> float:
-    model = run.model
-    recurrent = model.linear_attention_layers(model.num_layers)
-    attending = [number for number, is_one in enumerate(recurrent, 1) if not is_one]
-    windowed = [model.window_of(number) is not None for number in attending]
+def _windowed_share(run: ResolvedRun, kinds: Iterable[LayerKind]) -> float:
+    attending = [number for number, kind in enumerate(kinds, 1) if kind.attends]
+    windowed = [run.model.window_of(number) is not None for number in attending]
     return sum(windowed) / max(1, len(windowed))
 
 
 def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:
     if not run.experts.num_moe_experts:
         return None
-    freq, num_layers = run.experts.moe_layer_freq, run.model.num_layers
-    pattern = [layer % freq == 0 for layer in range(num_layers)] if isinstance(freq, int) else freq
     return ExpertSizes(
         num_experts=run.experts.num_moe_experts,
         topk=run.experts.moe_router_topk,
@@ -422,5 +408,4 @@ def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:
         latent=run.experts.moe_latent_size or 0,
         shared_width=run.experts.moe_shared_expert_intermediate_size or 0,
         has_shared_gate=run.experts.moe_shared_expert_gate,
-        pattern=tuple(map(bool, pattern)),
     )

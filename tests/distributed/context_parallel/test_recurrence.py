@@ -18,16 +18,17 @@ from tests.harness.tolerances import FP64_REORDERED_SUM, assert_close
 BATCH, HIDDEN = 2, 32
 
 
-def outputs_and_gradients(groups, length, documents, taps):
+def outputs_and_gradients(groups, variant, length, documents, taps):
     """Return this rank's output rows, its part of the input's gradient, and the weights' sums."""
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, init_method_std=0.3,
-        context_parallel_size=groups.cp.size(), experimental_attention_variant="gated_delta_net",
+        context_parallel_size=groups.cp.size(), experimental_attention_variant=variant,
+        mamba_num_groups=2, mamba_num_heads=4, mamba_head_dim=6, mamba_state_dim=5,
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6,
         linear_value_head_dim=5, linear_conv_kernel_dim=taps, use_cpu_initialization=True,
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(linear_attention=True).submodules.self_attention
+    spec = get_gpt_layer_local_spec(kind=config.layer_kind(1)).submodules.self_attention
     mixer = build_module(spec, config=config, layer_number=1, pg_collection=groups).double()
     made = torch.Generator().manual_seed(1)
     size, rank = groups.cp.size(), groups.cp.rank()
@@ -56,9 +57,10 @@ CASES = [
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("variant", ["gated_delta_net", "mamba2"])
 @pytest.mark.parametrize(("cp", "length", "documents", "taps"), CASES)
-def test_outputs_and_gradients_are_those_of_one_process(cp, length, documents, taps):
-    case = (length, documents, taps)
+def test_outputs_and_gradients_are_those_of_one_process(variant, cp, length, documents, taps):
+    case = (variant, length, documents, taps)
     out, of_input, gradients = outputs_and_gradients(ProcessGroupCollection.single(), *case)
     for rank, found in enumerate(run_distributed(outputs_and_gradients, cp, *case, cp=cp)):
         mine = shard_sequence(out, 0, rank, cp)

@@ -38,6 +38,10 @@ FAMILIES = {
         "linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 6, "linear_value_head_dim": 5,
     },
+    "mamba": {
+        "normalization": "RMSNorm", "hybrid_layer_pattern": "M-", "mamba_num_groups": 4,
+        "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -88,6 +92,7 @@ CASES = [
     ("gpt2", True, 2, {}),
     ("gpt2", False, 2, {"sequence_parallel": True}),
     ("llama", False, 2, {}),
+    ("mamba", True, 4, {"sequence_parallel": True}),
     ("llama", True, 4, {"sequence_parallel": True}),
     ("qwen", False, 2, {"sequence_parallel": True}),
     ("qwen", True, 4, {}),

@@ -150,15 +150,45 @@ EXPERTS = (
     switch("moe-per-layer-logging", 1.0, given("num-experts")),
 )  # fmt: skip
 
+_VARIANT = "experimental-attention-variant"
+
+
+def _is_delta(s: Settings) -> bool:
+    return s.get(_VARIANT) == "gated_delta_net"
+
+
+def _is_mamba(s: Settings) -> bool:
+    return s.get(_VARIANT) == "mamba2" or "hybrid-layer-pattern" in s
+
+
+def _letters(letters: str) -> Option:
+    """Return letters for a model of as many layers, with experts if it has letters of them."""
+    return Option(
+        "hybrid-layer-pattern",
+        {None: 5, letters: 1},
+        lambda s: (
+            s["num-layers"] == len(letters)
+            and ("num-experts" in s) == ("E" in letters)
+            and not {_VARIANT, "use-parallel-residual", "moe-layer-freq", "no-rope-freq"} & set(s)
+        ),
+    )
+
+
 MIXERS = (
-    Option("experimental-attention-variant", {None: 7, "gated_delta_net": 1}),
-    Option("linear-attention-freq", {2: 3, 3: 1, None: 1}, given("experimental-attention-variant")),
-    Option("linear-num-key-heads", {4: 3, 8: 1}, given("experimental-attention-variant")),
-    Option("linear-num-value-heads", {8: 1, 16: 1}, given("experimental-attention-variant")),
-    Option("linear-key-head-dim", {6: 1, 4: 1}, given("experimental-attention-variant")),
-    Option("linear-value-head-dim", {5: 1, 8: 1}, given("experimental-attention-variant")),
+    Option(_VARIANT, {None: 8, "gated_delta_net": 1, "mamba2": 1}),
+    Option("linear-attention-freq", {2: 3, 3: 1, None: 1}, given(_VARIANT)),
+    *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME")),
+    Option("linear-num-key-heads", {4: 3, 8: 1}, _is_delta),
+    Option("linear-num-value-heads", {8: 1, 16: 1}, _is_delta),
+    Option("linear-key-head-dim", {6: 1, 4: 1}, _is_delta),
+    Option("linear-value-head-dim", {5: 1, 8: 1}, _is_delta),
     Option("linear-conv-kernel-dim", {None: 2, 2: 1, 1: 1},
-           given("experimental-attention-variant")),
+           lambda s: _is_delta(s) or _is_mamba(s)),
+    Option("mamba-num-groups", {4: 3, 8: 1}, _is_mamba),
+    Option("mamba-num-heads", {8: 1, 16: 1}, _is_mamba),
+    Option("mamba-head-dim", {5: 1, 8: 1}, _is_mamba),
+    Option("mamba-state-dim", {6: 1, 4: 1}, _is_mamba),
+    Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
 )  # fmt: skip
 
 MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS)

@@ -56,6 +56,12 @@ MODELS = {
          "linear_value_head_dim": 5},
         {},
     ),
+    "letters": (
+        TransformerConfig,
+        {"num_layers": 4, "hybrid_layer_pattern": "M*-M", "mamba_num_groups": 2,
+         "mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_state_dim": 5},
+        {},
+    ),
     "latents": (
         MLATransformerConfig,
         {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
@@ -68,7 +74,7 @@ MODELS = {
 def model(name):
     kind, fields, options = MODELS[name]
     rng_state().set_seed(5)
-    config = kind(**COMMON, **fields)
+    config = kind(**COMMON | fields)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
     return GPTModel(
         config,
@@ -100,7 +106,7 @@ def test_logits_of_pieces_are_those_of_the_whole(name):
         begin += length
 
 
-@pytest.mark.parametrize("name", ["learned positions", "window", "latents", "states"])
+@pytest.mark.parametrize("name", ["learned positions", "window", "latents", "states", "letters"])
 @torch.no_grad()
 def test_rows_may_be_at_places_of_their_own(name):
     gpt, ids = model(name), tokens(3, 12)

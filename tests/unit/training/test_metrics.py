@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.presets import preset, preset_names
 from megatron.core.parameters.param_meta import get_param_meta
+from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.metrics.flops import (
@@ -104,6 +105,9 @@ RECURRENT = (
 )
 
 
+MAMBA = "--mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 6 --mamba-state-dim 5"
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_published_models_are_counted(name):
     found = preset(name)
@@ -130,14 +134,18 @@ def test_parameters_of_published_models_are_counted(name):
         " --moe-shared-expert-intermediate-size 8 --attention-output-gate"
         " --group-query-attention --num-query-groups 2",
         f"{RECURRENT} --linear-attention-freq 2 --mtp-num-layers 1 --qk-layernorm",
+        f"{MAMBA} --experimental-attention-variant mamba2 --linear-attention-freq 2 --swiglu",
+        f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*G-M"
+        " --num-experts 2 --moe-latent-size 12",
         f"{RECURRENT} --num-experts 2 --normalization RMSNorm --add-qkv-bias",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     words = (
-        "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --mock-data"
+        "--hidden-size 32 --num-attention-heads 4 --seq-length 8 --mock-data"
         " --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope"
         f" --transformer-impl local {flags}"
+        f"{'' if 'pattern' in flags else ' --num-layers 3'}"
     ).split()
     if not is_tied:
         words.append("--untie-embeddings-and-output-weights")
@@ -151,12 +159,9 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     )  # fmt: skip
     size = ModelSize.from_settings(run, vocab_size=64)
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
-    whole = size.stage_parameters(
-        3, size.num_expert_layers, has_embedding=True, has_loss=True,
-        num_recurrent_layers=size.num_recurrent_layers,
-    )  # fmt: skip
+    whole = size.stage_parameters(size.layer_kinds, has_embedding=True, has_loss=True)
     assert whole == size.total_parameters
-    routed = size.stage_routed_parameters(size.num_expert_layers, predicts=True)
+    routed = size.stage_routed_parameters(size.layer_kinds, predicts=True)
     assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
     share = run.experts.moe_router_topk / (
         run.experts.num_moe_experts or run.experts.moe_router_topk
@@ -188,7 +193,7 @@ def test_operations_of_recurrent_layers_do_not_grow_with_the_sequence():
 def test_stages_hold_all_parameters_between_them():
     size = size_of(preset("llama3-8b"), seq_length=1024)
     stages = [
-        size.stage_parameters(8, has_embedding=stage == 0, has_loss=stage == 3)
+        size.stage_parameters([LayerKind()] * 8, has_embedding=stage == 0, has_loss=stage == 3)
         for stage in range(4)
     ]
     assert sum(stages) == size.total_parameters
@@ -201,7 +206,7 @@ def test_an_early_stage_of_prediction_has_a_copy_of_the_embedding(is_tied):
     ends = [(True, False, False), (False, False, True), (False, True, False)]
     names = ("has_embedding", "has_loss", "predicts")
     held = [
-        size.stage_parameters(layers, **dict(zip(names, which, strict=True)))
+        size.stage_parameters([LayerKind()] * layers, **dict(zip(names, which, strict=True)))
         for layers, which in zip((20, 12, 0), ends, strict=True)
     ]
     assert sum(held) == size.total_parameters + size.head_matrix * (1 + is_tied)
@@ -232,7 +237,9 @@ def test_memory_of_the_175b_model_is_that_of_the_paper():
     )
     run = resolve(parse_command_line(words).config, world_size=64)
     size = ModelSize.from_settings(run, vocab_size=51200)
-    found = estimate_memory(run, size, chunks=[ChunkSize(12, False, False)], chunks_in_flight=8)
+    found = estimate_memory(
+        run, size, chunks=[ChunkSize([LayerKind()] * 12, False, False)], chunks_in_flight=8
+    )
     assert found.states / 2**30 == pytest.approx(45.56, rel=0.01)
 
 
@@ -258,8 +265,10 @@ def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
     words += ["--num-distributed-optimizer-instances", str(instances)]
     run = resolve(parse_command_line(words).config, world_size=8)
     size = ModelSize.from_settings(run, vocab_size=128)
-    found = estimate_memory(run, size, chunks=[ChunkSize(2, True, True)], chunks_in_flight=1)
-    count = size.stage_parameters(2, has_embedding=True, has_loss=True)
+    found = estimate_memory(
+        run, size, chunks=[ChunkSize([LayerKind()] * 2, True, True)], chunks_in_flight=1
+    )
+    count = size.stage_parameters([LayerKind()] * 2, has_embedding=True, has_loss=True)
     assert found.states / count == pytest.approx(bytes_per_parameter)
 
 

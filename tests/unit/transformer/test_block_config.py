@@ -79,5 +79,5 @@ def test_every_nth_layer_sees_all_keys(pattern, windowed):
 )
 def test_every_nth_layer_keeps_attention(pattern, recurrent):
     config = TransformerConfig(**SIZES, **LINEAR, linear_attention_freq=pattern)
-    assert config.linear_attention_layers(4) == recurrent
-    assert config.has_linear_attention(5) == recurrent[-1]  # of later tokens
+    assert [kind.is_recurrent for kind in config.layer_kinds()] == recurrent
+    assert config.layer_kind(5).is_recurrent == recurrent[-1]  # of later tokens

@@ -18,9 +18,12 @@ from megatron.core.models.common.language_module.language_module import (
     loss_needs,
 )
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
+from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, MAMBA
 from megatron.core.transformer.dot_product_attention import asked_backend
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+_RECURRENCES = {GATED_DELTA_NET: "gated delta rule", MAMBA: "state-space dual"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def kernel_choices(
             layer: ATTENTION.choose(
                 request(_attention_needs(config, layer, has_documents, attention_backend)), asked
             )
-            for layer in range(1, config.num_layers + 1)
-            if not config.has_linear_attention(layer)
+            for layer, kind in enumerate(config.layer_kinds(), 1)
+            if kind.attends
         }
         lines += [
             _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
@@ -77,10 +80,12 @@ def kernel_choices(
     else:
         note = _dropout_note(config, None, device)
         lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
-    is_recurrent = config.linear_attention_layers(config.num_layers)
-    recurrent = [layer for layer, is_one in enumerate(is_recurrent, 1) if is_one]
-    if recurrent:
-        lines.append(KernelLine(f"gated delta rule, layers {_ranges(recurrent)}", "chunks"))
+    by_mixer: dict[str, list[int]] = {}
+    for layer, kind in enumerate(config.layer_kinds(), 1):
+        if kind.is_recurrent:
+            by_mixer.setdefault(kind.mixer, []).append(layer)
+    for mixer, layers in by_mixer.items():
+        lines.append(KernelLine(f"{_RECURRENCES[mixer]}, layers {_ranges(layers)}", "chunks"))
     if config.gated_linear_unit:
         gate = Gate(
             config.activation_func, config.activation_func_clamp_value, config.glu_linear_offset

@@ -8,9 +8,11 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import resolve_group
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mixers import RECURRENT_MIXERS
+from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
+from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LayerKind
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -54,26 +56,29 @@ def gpt_layer_submodules(
     moe_grouped_gemm: bool = False,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
-    linear_attention: bool = False,
+    kind: LayerKind = ATTENTION_AND_MLP,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a GPT layer made of a backend's classes: dense, or with experts.
 
     Args:
-        linear_attention: a recurrence mixes the sequence in the place of attention.
+        kind: what the layer is made of; `num_experts` says whether an MLP are experts.
         attn_mask_type: what the mask of attention hides by itself; encoders have `padding`.
     """
-    multi_latent_attention = multi_latent_attention and not linear_attention
+    has_latents = multi_latent_attention and kind.attends
     fused = backend.norm_column_linear()
     norm = backend.norm() if fused is None else IdentityOp
-    attention = _latent_attention if multi_latent_attention else _attention
     norm_keys = dict(FUSED_NORM_KEYS)
-    if linear_attention:
+    if kind.is_recurrent:
+        mixer = _recurrent_mixer(backend, kind.mixer)
         norm_keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    if multi_latent_attention:
+    elif kind.attends:
+        attention = _latent_attention if has_latents else _attention
+        mixer = attention(backend, qk_layernorm, attn_mask_type)
+    if has_latents:
         del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
     if fused is not None:
-        norm_keys = dict(LATENT_NORM_KEYS) if multi_latent_attention else {}
+        norm_keys = dict(LATENT_NORM_KEYS) if has_latents else {}
     mlp_parts = MLPSubmodules(
         linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
     )
@@ -81,21 +86,16 @@ def gpt_layer_submodules(
     if num_experts:
         mlp = _experts(backend, moe_grouped_gemm)
         norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
-    return TransformerLayerSubmodules(
-        input_layernorm=backend.norm() if multi_latent_attention else norm,
-        self_attention=(
-            _gated_delta_net(backend)
-            if linear_attention
-            else attention(backend, qk_layernorm, attn_mask_type)
-        ),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=backend.norm() if num_experts else norm,
-        mlp=mlp,
-        mlp_bda=get_bias_dropout_add,
-        post_self_attn_layernorm=backend.norm(),
-        post_mlp_layernorm=backend.norm(),
-        sharded_state_dict_keys_map=norm_keys,
-    )
+    parts = TransformerLayerSubmodules(sharded_state_dict_keys_map=norm_keys)
+    if kind.mixer:
+        parts.input_layernorm = backend.norm() if has_latents else norm
+        parts.self_attention, parts.self_attn_bda = mixer, get_bias_dropout_add
+        parts.post_self_attn_layernorm = backend.norm()
+    if kind.mlp:
+        parts.pre_mlp_layernorm = backend.norm() if num_experts else norm
+        parts.mlp, parts.mlp_bda = mlp, get_bias_dropout_add
+        parts.post_mlp_layernorm = backend.norm()
+    return parts
 
 
 def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
@@ -135,10 +135,10 @@ def _attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) ->
     )
 
 
-def _gated_delta_net(backend: Backend) -> ModuleSpec:
+def _recurrent_mixer(backend: Backend, mixer: str) -> ModuleSpec:
     return ModuleSpec(
-        module=GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(
+        module=RECURRENT_MIXERS[mixer],
+        submodules=RecurrentMixerSubmodules(
             in_proj=backend.norm_column_linear() or backend.column_linear(),
             out_proj=backend.row_linear(),
         ),
@@ -176,7 +176,7 @@ def get_gpt_layer_local_submodules(
     normalization: str | None = None,
     qk_l2_norm: bool = False,
     *,
-    linear_attention: bool = False,
+    kind: LayerKind = ATTENTION_AND_MLP,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer in plain torch.
@@ -191,7 +191,7 @@ def get_gpt_layer_local_submodules(
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
-        linear_attention=linear_attention,
+        kind=kind,
     )
 
 
@@ -209,7 +209,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
     fp8: str | None = None,
     qk_l2_norm: bool = False,
     *,
-    linear_attention: bool = False,
+    kind: LayerKind = ATTENTION_AND_MLP,
     **options: object,
 ) -> TransformerLayerSubmodules:
     """Return the parts of a layer under the parameter names of NVIDIA Transformer Engine's classes.
@@ -223,7 +223,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
         moe_grouped_gemm=moe_grouped_gemm,
         qk_layernorm=qk_layernorm,
         multi_latent_attention=multi_latent_attention,
-        linear_attention=linear_attention,
+        kind=kind,
     )
 
 
@@ -269,23 +269,17 @@ def get_gpt_decoder_layer_specs(
         if use_transformer_engine
         else get_gpt_layer_local_spec
     )
-    kinds = list(
-        zip(
-            config.layers_with_experts(config.num_layers),
-            config.linear_attention_layers(config.num_layers),
-            strict=True,
-        )
-    )
+    kinds = config.layer_kinds()
     made = {
-        (has_experts, is_linear): make(
-            num_experts=config.num_moe_experts if has_experts else None,
+        kind: make(
+            num_experts=config.num_moe_experts if kind.has_experts else None,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             qk_l2_norm=qk_l2_norm,
-            linear_attention=is_linear,
+            kind=kind,
         )
-        for has_experts, is_linear in sorted(set(kinds))
+        for kind in sorted(set(kinds))
     }
     return [made[kind] for kind in kinds]
 

@@ -1,115 +1,232 @@
-"""Layers that mix the sequence by a recurrence of fixed state: which they are, and their sizes."""
+"""Which layers mix the sequence by a recurrence of fixed state, and their sizes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.settings.flag_expressions import layer_pattern
+from megatron.core.settings.flag_expressions import float_pair, layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.layer_kinds import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    GATED_DELTA_NET,
+    MAMBA,
+    HybridPattern,
+    LayerKind,
+    hybrid_pattern,
+)
 from megatron.core.utils import best_divisor
 
-LINEAR_ATTENTION = ("gated_delta_net", "gdn")
-"""Values of `experimental_attention_variant` whose layers are Gated DeltaNet."""
-_NOT_HERE = "use gated_delta_net"
+MIXER_OF_VARIANT = {"gated_delta_net": GATED_DELTA_NET, "gdn": GATED_DELTA_NET, "mamba2": MAMBA}
+"""Values of `experimental_attention_variant` -> the mixer of such layers."""
+_NOT_HERE = "use gated_delta_net or mamba2"
 _PART = "experimental_attention_variant"
+_HYBRID = "hybrid_layer_pattern"
+_SIZES = {
+    GATED_DELTA_NET: ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+                      "linear_num_key_heads", "linear_num_value_heads"),
+    MAMBA: ("linear_conv_kernel_dim", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
+            "mamba_num_heads"),
+}  # fmt: skip
+"""Sizes of each mixer, which are positive."""
 
 
 @dataclass
 class LinearAttentionConfig:
-    """Gated DeltaNet (arXiv 2412.06464) in the place of attention, in some of the layers."""
+    """Layers whose mixer is a recurrence: Gated DeltaNet (arXiv 2412.06464), Mamba-2."""
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=("gdn", "gdn2", "dsa", "gated_delta_net"),
+        choices=("gdn", "gdn2", "dsa", "gated_delta_net", "mamba2"),
         refuse_values={"gdn2": _NOT_HERE, "dsa": _NOT_HERE},
     )
     """What mixes the sequence in the layers of --linear-attention-freq: gated_delta_net, for short
-    gdn (arXiv 2412.06464)."""
+    gdn (arXiv 2412.06464), or mamba2 (arXiv 2405.21060)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_PART
     )
     """Which layers do so: N for all but every N-th, which keeps attention, or per layer 1 or 0.
     None is all of them."""
+    hybrid_layer_pattern: str | None = flag(
+        None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
+    )
+    """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, *
+    attention, - MLP, E experts; | separates pipeline stages, / precedes what predicts a later
+    token: "M-M*-|M-M*-"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_PART)
-    """Taps of the causal convolution of queries, keys and values."""
+    """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_PART)
-    """Width of a query and key head of these layers."""
+    """Width of a query and key head of Gated DeltaNet."""
     linear_value_head_dim: int = flag(128, part_of=_PART)
-    """Width of a value head of these layers."""
+    """Width of a value head of Gated DeltaNet."""
     linear_num_key_heads: int = flag(16, part_of=_PART)
-    """Query and key heads of these layers."""
+    """Query and key heads of Gated DeltaNet."""
     linear_num_value_heads: int = flag(32, part_of=_PART)
-    """Value heads of these layers; each key head serves an equal number of them."""
+    """Value heads of Gated DeltaNet; each key head serves an equal number of them."""
+    mamba_state_dim: int = flag(128, part_of=_HYBRID)
+    """Width of the state of Mamba-2."""
+    mamba_head_dim: int = flag(64, part_of=_HYBRID)
+    """Width of a head of Mamba-2."""
+    mamba_num_groups: int = flag(8, part_of=_HYBRID)
+    """Groups of heads of Mamba-2; the heads of a group share what they write and read by."""
+    mamba_num_heads: int | None = flag(None, part_of=_HYBRID)
+    """Heads of Mamba-2; None: as many as make twice the hidden size."""
+    mamba_step_limits: tuple[float, float] = flag(
+        (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_HYBRID
+    )
+    """Least and largest step size of Mamba-2."""
 
-    def linear_attention_layers(self, num_layers: int) -> list[bool]:
-        """Return for each layer of the model whether it is a recurrence."""
-        if self.experimental_attention_variant is None:
-            return [False] * num_layers
-        pattern = self.linear_attention_freq
+    def derive_mixers(self, hidden_size: int) -> None:
+        """Fill the number of heads of Mamba-2."""
+        if self.mamba_num_heads is None and self.mamba_head_dim > 0:
+            self.mamba_num_heads = 2 * hidden_size // self.mamba_head_dim
+
+    @property
+    def pattern(self) -> HybridPattern | None:
+        """The letters of the layers; None without them.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        return (
+            None if self.hybrid_layer_pattern is None else hybrid_pattern(self.hybrid_layer_pattern)
+        )
+
+    def kinds_of_layers(self, has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
+        """Return what each layer is made of.
+
+        Args:
+            has_experts: for each layer that its MLP are experts, without a pattern of letters.
+        """
+        if self.pattern is not None:
+            return self.pattern.kinds
+        mixer = MIXER_OF_VARIANT.get(self.experimental_attention_variant or "", ATTENTION)
+        pattern, count = self.linear_attention_freq, len(has_experts)
         if isinstance(pattern, int):
-            return [number % pattern != 0 for number in range(1, num_layers + 1)]
-        return [bool(is_linear) for is_linear in pattern or [1] * num_layers]
+            is_linear = [number % pattern != 0 for number in range(1, count + 1)]
+        else:
+            is_linear = [bool(is_one) for is_one in pattern or [1] * count]
+        return tuple(
+            LayerKind(mixer if is_one else ATTENTION, EXPERTS if routed else DENSE)
+            for is_one, routed in zip(is_linear, has_experts, strict=True)
+        )
 
     def check_linear_attention(self, num_layers: int, tp: int) -> list[MegatronError]:
         """Return the problems of these layers; tp is the tensor-parallel size."""
-        variant, pattern = self.experimental_attention_variant, self.linear_attention_freq
-        if variant is None:
+        if self.hybrid_layer_pattern is None and self.experimental_attention_variant is None:
             return []
-        problems: list[MegatronError] = []
-        if variant not in LINEAR_ATTENTION:
-            problems.append(
-                ConfigError(
-                    f"experimental_attention_variant={variant!r} is unknown.",
-                    rule=f"known variants are {', '.join(LINEAR_ATTENTION)}",
-                    flags=["--experimental-attention-variant"],
-                    fix="use gated_delta_net",
-                )
-            )
-        if isinstance(pattern, list) and (len(pattern) != num_layers or set(pattern) - {0, 1}):
-            problems.append(
-                ConfigError(
-                    f"linear_attention_freq gives {len(pattern)} layers for a model of"
-                    f" {num_layers}.",
-                    rule="the pattern is one 0 or 1 per layer",
-                    flags=["--linear-attention-freq", "--num-layers"],
-                    fix="use a number N, or a list expression of the right length",
-                )
-            )
-        sizes = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-                 "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
-        wrong = [name for name in sizes if getattr(self, name) < 1]
-        if isinstance(pattern, int) and pattern < 1:
-            wrong.append("linear_attention_freq")
-        problems += [
+        problems = self._pattern_problems(num_layers)
+        if problems:
+            return problems
+        mixers = {kind.mixer for kind in self.kinds_of_layers([False] * num_layers)} & set(_SIZES)
+        names = sorted({name for mixer in mixers for name in _SIZES[mixer]})
+        problems = [
             ConfigError(
                 f"{name}={getattr(self, name)}.",
                 rule="it is a positive number",
                 flags=["--" + name.replace("_", "-")],
                 fix=f"use --{name.replace('_', '-')} 4",
             )
-            for name in wrong
+            for name in names
+            if getattr(self, name) < 1
         ]
-        if wrong:
+        if problems:
             return problems
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        if values % keys:
+        if GATED_DELTA_NET in mixers:
+            keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+            problems += _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
+                                        values, tp, "key heads, and the value heads that share"
+                                        " them")  # fmt: skip
+        if MAMBA in mixers:
+            groups, heads = self.mamba_num_groups, self.mamba_num_heads or 0
+            problems += _split_problems("mamba_num_groups", groups, "mamba_num_heads", heads, tp,
+                                        "groups, and the heads that share them")  # fmt: skip
+        return problems
+
+    def _pattern_problems(self, num_layers: int) -> list[MegatronError]:
+        variant, freq = self.experimental_attention_variant, self.linear_attention_freq
+        problems: list[MegatronError] = []
+        try:
+            letters = self.pattern
+        except ConfigError as error:
+            return [error]
+        if letters is not None:
+            if variant is not None:
+                problems.append(
+                    ConfigError(
+                        "hybrid_layer_pattern with experimental_attention_variant.",
+                        rule="the letters say what each layer is",
+                        flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
+                        fix="drop --experimental-attention-variant",
+                    )
+                )
+            if len(letters.layers) != num_layers:
+                problems.append(
+                    ConfigError(
+                        f"hybrid_layer_pattern has {len(letters.layers)} layers for a model of"
+                        f" {num_layers}.",
+                        rule="the pattern is one letter per layer",
+                        flags=["--hybrid-layer-pattern", "--num-layers"],
+                        fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
+                    )
+                )
+            return problems
+        if variant not in MIXER_OF_VARIANT:
             problems.append(
                 ConfigError(
-                    f"linear_num_value_heads={values} cannot share linear_num_key_heads={keys}.",
-                    rule="each key head serves a whole number of value heads",
-                    flags=["--linear-num-value-heads", "--linear-num-key-heads"],
-                    fix=f"use --linear-num-key-heads {best_divisor(values, keys)}",
+                    f"experimental_attention_variant={variant!r} is unknown.",
+                    rule=f"known variants are {', '.join(MIXER_OF_VARIANT)}",
+                    flags=["--experimental-attention-variant"],
+                    fix=_NOT_HERE,
                 )
             )
-        if keys % tp:
+        if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
             problems.append(
                 ConfigError(
-                    f"linear_num_key_heads={keys} cannot be split over tensor-parallel size {tp}.",
-                    rule="each tensor-parallel rank owns a whole number of key heads, and the value"
-                    " heads that share them",
-                    flags=["--linear-num-key-heads", "--tensor-model-parallel-size"],
-                    fix=f"use --tensor-model-parallel-size {best_divisor(keys, tp)}",
+                    f"linear_attention_freq gives {len(freq)} layers for a model of {num_layers}.",
+                    rule="the pattern is one 0 or 1 per layer",
+                    flags=["--linear-attention-freq", "--num-layers"],
+                    fix="use a number N, or a list expression of the right length",
+                )
+            )
+        if isinstance(freq, int) and freq < 1:
+            problems.append(
+                ConfigError(
+                    f"linear_attention_freq={freq}.",
+                    rule="it is a positive number",
+                    flags=["--linear-attention-freq"],
+                    fix="use --linear-attention-freq 4",
                 )
             )
         return problems
+
+
+def _split_problems(
+    name: str, blocks: int, name_of_heads: str, heads: int, tp: int, owned: str
+) -> list[MegatronError]:
+    """Return what cannot be shared or split: heads share blocks, and ranks own whole blocks."""
+    flags = ["--" + each.replace("_", "-") for each in (name, name_of_heads)]
+    problems: list[MegatronError] = []
+    if heads % blocks:
+        problems.append(
+            ConfigError(
+                f"{name_of_heads}={heads} cannot share {name}={blocks}.",
+                rule="each serves a whole number of heads",
+                flags=flags[::-1],
+                fix=f"use {flags[0]} {best_divisor(heads, blocks)}",
+            )
+        )
+    if blocks % tp:
+        problems.append(
+            ConfigError(
+                f"{name}={blocks} cannot be split over tensor-parallel size {tp}.",
+                rule=f"each tensor-parallel rank owns a whole number of {owned}",
+                flags=[flags[0], "--tensor-model-parallel-size"],
+                fix=f"use --tensor-model-parallel-size {best_divisor(blocks, tp)}",
+            )
+        )
+    return problems

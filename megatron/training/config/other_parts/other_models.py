@@ -7,17 +7,8 @@ from dataclasses import dataclass
 from megatron.core.settings.flag_rows import FlagTable
 
 _ROWS = """
-refused: describe the model by --num-layers
---hybrid-override-pattern str
---is-hybrid-model on
-of hybrid_layer_pattern
---mamba-head-dim int = 64
---mamba-num-groups int = 8
---mamba-num-heads int
---mamba-state-dim int = 128
+refused: states are fp32
 --mamba-training-ssm-states-dtype str: fp32/bf16
---disable-mamba-mem-eff-path off-switch
---mtp-hybrid-override-pattern str
 
 refused: use --experimental-attention-variant gated_delta_net, or --multi-latent-attention
 --gdp-cutedsl-kernel on

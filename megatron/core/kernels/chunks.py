@@ -1,0 +1,134 @@
+"""What recurrences have in common that are computed in chunks: how they are cut, and decays.
+
+A state decays by a factor for each row and head. Inside a chunk all pairs of rows are computed by
+products, and from chunk to chunk goes only the state. States and everything in log space are fp32
+(fp64 for fp64 inputs), whatever the dtype of the activations.
+
+Legend: s rows, b micro batch, g groups of heads that share keys, n heads, r = n/g, c chunks, l rows
+of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Rows of a chunk: what is computed inside grows with its square, the number of steps shrinks."""
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Which document each row belongs to; a state ends with its document.
+
+    Attributes:
+        ids: [b, s].
+        before: [b], of the row before the first, which the given state comes from.
+    """
+
+    ids: Tensor
+    before: Tensor
+
+
+class Chunks(Protocol):
+    """A sequence cut into chunks, after what does not depend on the state before them."""
+
+    def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the outputs [s, b, n, e] and the state after the last row.
+
+        Args:
+            state: [b, ...] before the first row; None is zero.
+        """
+        ...
+
+    def transition(self) -> Tensor:
+        """Return what all chunks together do to a state, [b, ...], for `after`."""
+        ...
+
+    @staticmethod
+    def after(transition: Tensor, state: Tensor | None) -> Tensor:
+        """Return the state [b, ...] that `transition` [b, ...] makes of a state; None is zero."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a sequence is cut into chunks; a shorter sequence is one chunk.
+
+    Attributes:
+        num_rows: s.
+        length: l.
+        num_groups: g.
+    """
+
+    num_rows: int
+    length: int
+    num_groups: int
+
+    @property
+    def pad(self) -> int:
+        """Rows that fill the last chunk."""
+        return -self.num_rows % self.length
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Cut [s, b, heads, ...] into [b, g, heads/g, c, l, ...], fp32 or wider.
+
+        Rows that fill the last chunk are 0.
+        """
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        x = F.pad(x.movedim(0, -1), (0, self.pad)).movedim(-1, 1)
+        shape = (x.shape[0], -1, self.length, self.num_groups, x.shape[2] // self.num_groups)
+        return x.reshape(*shape, *x.shape[3:]).movedim((3, 4), (1, 2))
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return the rows [s, b, n, ...] of chunks [b, g, r, c, l, ...]."""
+        rows = x.flatten(3, 4)[:, :, :, : self.num_rows]
+        return rows.movedim(3, 0).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class ChunkDecays:
+    """Products of decays inside chunks, 0 from one document to another: [b, g, r, c, ...]."""
+
+    since_start: Tensor
+    """[.., l, 1], from the state before the chunk to a row."""
+    until_end: Tensor
+    """[.., l, 1], from a row to the state after the chunk."""
+    between: Tensor
+    """[.., l, l], from a row (last dimension) to itself and to a later one."""
+    keep: Tensor
+    """[.., 1, 1], of a whole chunk."""
+
+
+def chunk_decays(log_decay: Tensor, documents: DocumentRows | None, cut: Cut) -> ChunkDecays:
+    """Return the products of decays.
+
+    Args:
+        log_decay: [b, g, r, c, l], the logarithm of each row's decay, at most 0.
+        documents: None is one document.
+    Returns:
+        [b, g, r, c, ...] each.
+    """
+    length = cut.length
+    since_start = log_decay.cumsum(-1)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)
+    # Each sum of its own, not the difference of two since the start: those grow with the chunk, and
+    # neighbours would differ by what rounding leaves of two large numbers, gradients too.
+    between = log_decay.unsqueeze(-1).masked_fill(hidden.mT.logical_not(), 0).cumsum(-2)
+    until_end = between[..., -1, :].exp().unsqueeze(-1)
+    keep = since_start[..., -1, None, None].exp()
+    since_start = since_start.exp().unsqueeze(-1)
+    if documents is not None:
+        ids = torch.cat((documents.ids, documents.ids[:, -1:].expand(-1, cut.pad)), 1)
+        ids = ids.view(len(ids), 1, 1, -1, length)
+        before = documents.before.view(-1, 1, 1, 1)
+        before = torch.cat((before, ids[..., :-1, -1]), -1).unsqueeze(-1)
+        hidden = hidden | (ids.unsqueeze(-1) != ids.unsqueeze(-2))
+        since_start = since_start * (ids == before).unsqueeze(-1)
+        until_end = until_end * (ids == ids[..., -1:]).unsqueeze(-1)
+        keep = keep * (ids[..., -1:] == before).unsqueeze(-1)
+    return ChunkDecays(since_start, until_end, between.exp().masked_fill(hidden, 0), keep)

@@ -1,0 +1,122 @@
+"""What each layer of a model is made of, and the string of letters that says it.
+
+A layer has a mixer, which moves information along the sequence, and an MLP; in a hybrid model one
+letter is one layer, which has one of the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.foundation.errors import ConfigError
+
+ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba2"
+DENSE, EXPERTS = "dense", "experts"
+NOTHING = ""
+"""The mixer of a layer without one, and likewise its MLP."""
+
+
+@dataclass(frozen=True, order=True)
+class LayerKind:
+    """The parts of a layer."""
+
+    mixer: str = ATTENTION
+    """attention, the name of a mixer with a state, or NOTHING."""
+    mlp: str = DENSE
+    """dense, experts or NOTHING."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether its mixer is attention."""
+        return self.mixer == ATTENTION
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether its mixer is one with a state of fixed size."""
+        return self.mixer not in (ATTENTION, NOTHING)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its MLP are experts."""
+        return self.mlp == EXPERTS
+
+
+ATTENTION_AND_MLP = LayerKind()
+
+KINDS = {
+    "M": LayerKind(MAMBA, NOTHING),
+    "G": LayerKind(GATED_DELTA_NET, NOTHING),
+    "*": LayerKind(ATTENTION, NOTHING),
+    "+": LayerKind(ATTENTION, NOTHING),
+    "-": LayerKind(NOTHING, DENSE),
+    "E": LayerKind(NOTHING, EXPERTS),
+}
+"""Letters of --hybrid-layer-pattern; + is attention with latents, as all of such a model is."""
+_FLAG = "--hybrid-layer-pattern"
+_EXAMPLE = "use letters of M, G, *, +, - and E, for example M-M*-|M-M*-"
+
+
+@dataclass(frozen=True)
+class HybridPattern:
+    """A pattern of letters, taken apart.
+
+    Attributes:
+        layers: letters of the layers that predict the next token.
+        stages: the same, one string for each pipeline stage; one if the pattern says nothing of it.
+        later: letters of the layers that predict each later token.
+    """
+
+    stages: tuple[str, ...]
+    later: tuple[str, ...]
+
+    @property
+    def layers(self) -> str:
+        """Letters of all stages."""
+        return "".join(self.stages)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(KINDS[letter] for letter in self.layers)
+
+    @property
+    def layers_with_experts(self) -> list[int]:
+        """1 for each layer with experts, 0 for others."""
+        return [int(kind.has_experts) for kind in self.kinds]
+
+    @property
+    def pipeline_layout(self) -> str | None:
+        """The layout string of its stages; None if it says nothing of them."""
+        if len(self.stages) == 1:
+            return None
+        stages = ["t" * len(letters) for letters in self.stages]
+        return "E" + "|".join(stages) + "m" * len(self.later) + "L"
+
+
+def hybrid_pattern(text: str) -> HybridPattern:
+    """Read `M-M*-|M-M*-/*`: letters, | between pipeline stages, / before each later token's.
+
+    Raises:
+        ConfigError: a letter is unknown, or the layers of later tokens cannot be built.
+    """
+    main, *later = text.split("/")
+    unknown = sorted(set(text) - set(KINDS) - set("|/"))
+    if unknown or not main.strip("|"):
+        raise ConfigError(
+            f"hybrid_layer_pattern={text!r} has {', '.join(unknown) or 'no layer'}.",
+            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, * attention, + attention with"
+            " latents, - MLP, E experts; | separates pipeline stages, / precedes what predicts a"
+            " later token",
+            flags=[_FLAG],
+            fix=_EXAMPLE,
+        )
+    pattern = HybridPattern(tuple(main.split("|")), tuple(later))
+    last = pattern.layers[-1]
+    if any(letters != last for letters in later):
+        raise ConfigError(
+            f"hybrid_layer_pattern={text!r} predicts later tokens by {' and '.join(later)}.",
+            rule="a later token is predicted by one layer like the model's last",
+            flags=[_FLAG],
+            fix=f"write {main + ('/' + last) * len(later)}",
+        )
+    return pattern
