@@ -11,7 +11,12 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.experts import ExpertConfig
-from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, MAMBA, LayerKind
+from megatron.core.transformer.config.layer_kinds import (
+    DENSE,
+    GATED_DELTA_NET,
+    MAMBA,
+    LayerKind,
+)
 from megatron.core.transformer.config.linear_attention import (
     MIXER_OF_VARIANT,
     LinearAttentionConfig,
@@ -196,6 +201,11 @@ class ModelDescription:
         return experts.layers_with_experts(self.num_layers)
 
     @property
+    def mamba_heads(self) -> int:
+        """The number of heads of Mamba-2."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
     def mixers(self) -> LinearAttentionConfig:
         """The settings of mixers with a state."""
         fields = dataclasses.fields(LinearAttentionConfig)
@@ -299,15 +309,20 @@ def _canonical(model: ModelDescription) -> ModelDescription:
             num_query_groups=model.num_key_value_heads,
         )
     if model.num_experts is not None:
-        # The width of dense layers, of which there may be none.
-        dense_width = 0 if all(has_experts) else model.ffn_hidden_size
-        model = replace(model, moe_ffn_hidden_size=model.experts_width, ffn_hidden_size=dense_width)
+        model = replace(model, moe_ffn_hidden_size=model.experts_width)
+    if all(kind.mlp != DENSE for kind in model.layer_kinds):
+        model = replace(model, ffn_hidden_size=0)
+    if not any(kind.attends for kind in model.layer_kinds):
+        model = replace(model, num_attention_heads=0, num_query_groups=0, kv_channels=0)
+        model = replace(model, max_position_embeddings=0, softmax_scale=None)
     if "experimental_attention_variant" not in without_effect and not model.hybrid_layer_pattern:
         is_recurrent = [int(kind.is_recurrent) for kind in model.layer_kinds]
         variant = MIXER_OF_VARIANT[model.experimental_attention_variant or ""]
         model = replace(
             model, experimental_attention_variant=variant, linear_attention_freq=is_recurrent
         )
+    if MAMBA in mixers:
+        model = replace(model, mamba_num_heads=model.mamba_heads)
     window = model.window_size
     return replace(
         replace(model, **plain),

@@ -19,6 +19,7 @@ from megatron.hugging_face.families import (
     phi3,
     qwen3_next,
     relatives,
+    state_space,
 )
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.model_description import ModelDescription, differences
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     *relatives.FAMILIES,
     bert.BERT,
     bert.MEGATRON_BERT,
+    *state_space.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""
 

@@ -214,6 +214,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
          "linear_value_head_dim": 20},
     ),
+    "mamba2": (
+        "Mamba2Config",
+        {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_heads": 8,
+         "head_dim": 16, "n_groups": 4, "state_size": 12, "time_step_limit": (0.01, 0.9)},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {"vocab_size": VOCAB, "pad_token_id": None, "hidden_size": 64, "intermediate_size": 96,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+         "mamba_num_heads": 8, "mamba_head_dim": 12,
+         "n_groups": 4, "ssm_state_size": 10, "n_routed_experts": 4, "num_experts_per_tok": 2,
+         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+         "moe_latent_size": 24, "routed_scaling_factor": 2.5,
+         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
+    ),
+    "bamba": (
+        "BambaConfig",
+        {**_SIZES, "rms_norm_eps": 1e-2, "pad_token_id": None, "attn_layer_indices": [2],
+         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12},
+    ),
     "gpt_bigcode": (
         "GPTBigCodeConfig",
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
@@ -316,6 +336,11 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     if "lm_head.weight" in names:
         names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
     buffers = dict(theirs.named_buffers())
+    # Nemotron-H calls its model `model`, and `backbone` in files.
+    for found in (names, buffers):
+        found |= {
+            n.replace("model.", "backbone.", 1): found[n] for n in [*found] if n[:6] == "model."
+        }
     model = read_model_directory(directory)
     geometry = model.settings.geometry
     prefix = model.family.prefixes[0]
@@ -350,7 +375,7 @@ def _in_blocks(theirs: Tensor, num_blocks: int) -> Tensor:
     return theirs.unflatten(1, (-1, num_blocks)).transpose(1, 2).flatten(0, 2)
 
 
-_EXPERT = re.compile(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*)\.(block_sparse_moe|mlp|mixer)\.experts\.(\d+)\.(\w+)\.weight")
 _HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
 
 
@@ -358,7 +383,9 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
     """Return the gradient of a tensor of their files: modules hold all experts in one tensor."""
     expert = _EXPERT.fullmatch(name)
     if expert is not None:
-        layer, number, part = expert[1], int(expert[2]), expert[3]
+        layer, number, part = expert[1], int(expert[3]), expert[4]
+        if expert[2] == "mixer":  # without a gate
+            return names[f"{layer}.mixer.experts.{part}"].grad[number]
         if part not in _HALF:
             return names[f"{layer}.mlp.experts.down_proj"].grad[number]
         both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
