@@ -56,9 +56,11 @@ from megatron.core.transformer.replicated_linear import ReplicatedLinear
 TARGETS = (
     "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
     "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2",
+    "in_proj", "out_proj",
 )  # fmt: skip
 """Layers that have an adapter unless others are named; a model has either linear_qkv or those of
-latent attention. An MLP is a dense one or that of the shared experts."""
+latent attention, and in_proj and out_proj are those of mixers with a state. An MLP is a dense one
+or that of the shared experts."""
 EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
 """Layers of routed experts, which have one where they are named."""
 ATTRIBUTE = "adapter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from argparse import Namespace
 from typing import Any
 
@@ -17,7 +18,7 @@ def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None 
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
     `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
-    TransformerConfig (or nothing) and returns one.
+    TransformerConfig (or nothing), and vp_stage if it has such an argument, and returns one.
     """
     model = from_args(ModelSettings, vars(args))
     if not model.spec:
@@ -33,6 +34,8 @@ def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None 
         )
     if not callable(found):
         return found
+    if "vp_stage" in inspect.signature(found).parameters:
+        return found(config, vp_stage=vp_stage)
     try:
         return found(config)
     except TypeError:

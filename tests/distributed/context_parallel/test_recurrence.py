@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from megatron.core.context_parallel.partition import shard_sequence
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import sequence_pieces
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.distributed import run_distributed
@@ -69,3 +72,28 @@ def test_outputs_and_gradients_are_those_of_one_process(variant, cp, length, doc
         assert_close(found[1], mine, FP64_REORDERED_SUM, "gradient of the input")
         for name, gradient in found[2].items():
             assert_close(gradient, gradients[name], FP64_REORDERED_SUM, f"gradient of {name}")
+
+
+def gathered_bytes(groups, variant, length):
+    """Return the bytes that this rank gives to each gather of a forward pass."""
+    found, gather = [], sequence_pieces.gather_from_sequence_parallel_region
+
+    def counting(x, **options):
+        found.append(x.nbytes)
+        return gather(x, **options)
+
+    with patch.object(sequence_pieces, "gather_from_sequence_parallel_region", counting):
+        outputs_and_gradients(groups, variant, length, None, 4)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("variant", ["gated_delta_net", "mamba2"])
+def test_bytes_of_the_exchange_do_not_depend_on_the_length(variant):
+    short, long = (run_distributed(gathered_bytes, 2, variant, n, cp=2) for n in (16, 512))
+    assert short == long
+    pieces, item = 2 * BATCH, 8
+    # Of each head a matrix or a number, and a state: 2 groups of 2 heads.
+    state = {"gated_delta_net": 2 * 2 * 6 * (6 + 5), "mamba2": 2 * 2 * (1 + 5) * 6}[variant]
+    channels = {"gated_delta_net": 2 * 2 * 6 + 4 * 5, "mamba2": 4 * 6 + 2 * 2 * 5}[variant]
+    assert short == [[pieces * 3 * channels * item, pieces * state * item]] * 2

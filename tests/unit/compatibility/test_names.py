@@ -153,7 +153,7 @@ def test_names_cost_nothing_before_they_are_asked_for():
     code = (
         "import sys, megatron, megatron.core\n"
         "assert 'torch' not in sys.modules\n"
-        "from megatron.core.models.mamba import MambaModel\n"
+        "from megatron.core.energy_monitor import EnergyMonitor\n"
         "assert 'torch' not in sys.modules\n"
         "from megatron.core import mpu, __version__\n"
         "assert mpu is sys.modules['megatron.core.parallel_state']\n"
