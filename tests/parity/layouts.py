@@ -34,6 +34,8 @@ class LayoutCase:
     """Compute MLP and loss for a few tokens at a time."""
     recomputes: bool = False
     """Form all activations again in backward."""
+    recomputed: tuple[str, ...] = ()
+    """Compute again in backward what these modules keep."""
     ep: int = 1
     expt_tp: int = 1
     """Expert-parallel size, and tensor-parallel size inside experts."""
@@ -81,6 +83,7 @@ class LayoutCase:
         parts += ["one by one"] * (not self.grouped) + ["in turns"] * self.combined
         parts += ["engine"] * self.engine
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
+        parts += [f"recompute {' '.join(self.recomputed)}"] * bool(self.recomputed)
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         parts += ["fsdp2"] * self.fsdp2
         if self.instances > 1:
@@ -148,6 +151,8 @@ class ModelCase:
     """A kind of `EXPERTS`, or none."""
     padded: bool = False
     """The ends of sequences are padding, which is routed to no expert."""
+    gated: bool = False
+    """A sigmoid gate multiplies the output of attention."""
     largest_logit: float | None = None
     """Attention logit above which the weights of a head are scaled down."""
     replayed: bool = False
@@ -167,6 +172,7 @@ class ModelCase:
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
+        name += " gated" * self.gated
         name += f" muP from {self.base_width}" * (self.base_width is not None)
         name += f" clipped at {self.largest_logit}" * (self.largest_logit is not None)
         name += " by counter" * self.draws_by_counter

@@ -118,7 +118,8 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             moe_expert_rank_capacity_factor=layout.capacity or None,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.expt_tp,
-            moe_shared_expert_overlap=layout.grouped
+            moe_shared_expert_overlap="shared_experts" not in layout.recomputed
+            and layout.grouped
             and layout.dispatcher == "alltoall"
             and "moe_shared_expert_intermediate_size" in EXPERTS[model.experts],
             **EXPERTS[model.experts],
@@ -135,7 +136,12 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         context_parallel_size=layout.cp,
         cp_comm_type=layout.cp_kind,
         hierarchical_context_parallel_sizes=list(layout.levels) or None,
-        recompute_granularity="full" if layout.recomputes else None,
+        recompute_granularity="full"
+        if layout.recomputes
+        else "selective"
+        if layout.recomputed
+        else None,
+        recompute_modules=list(layout.recomputed),
         recompute_method="uniform" if layout.recomputes else None,
         recompute_num_layers=1 if layout.recomputes else None,
         mlp_chunks_for_training=3 if layout.tiled else 1,
@@ -147,6 +153,7 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         mup_base_hidden_size=model.base_width,
         mup_embedding_mult=2.0,
         mup_output_mult=3.0,
+        attention_output_gate=model.gated,
         qk_clip=model.largest_logit is not None,
         qk_clip_threshold=model.largest_logit or 100.0,
         qk_clip_alpha=0.3,
