@@ -115,7 +115,11 @@ class LanguageModule(MegatronModule):
             )
         if self.post_process and self.output_layer.bias is not None:
             bias = self.output_layer.bias
-            meta = replace(get_param_meta(bias), num_rows=self.config.unpadded_vocab_size)
+            meta = replace(
+                get_param_meta(bias),
+                is_embedding_or_output=True,
+                num_rows=self.config.unpadded_vocab_size,
+            )
             set_param_meta(bias, meta)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
