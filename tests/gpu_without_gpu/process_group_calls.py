@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.distributed import communication
+from megatron.core.distributed.zero import sharded_params
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transport import collectives, comm_buffer, transport, unit_memory
 from megatron.core.transport.shm import page_pool
@@ -95,7 +96,7 @@ def ways_of_nccl() -> Iterator[None]:
     """Inside, tensors on CPUs are kept and sent as those on GPUs are: by torch's allocator, by
     collectives of the backend alone, without tags, a channel for each direction of a pipeline."""
     with ExitStack() as stack:
-        for module in (transport, communication, unit_memory):
+        for module in (transport, communication, sharded_params, unit_memory):
             stack.enter_context(mock.patch.object(module, "has_tags", return_value=False))
         for module in (transport, comm_buffer, page_pool):
             stack.enter_context(mock.patch.object(module, "maps_pages", return_value=False))

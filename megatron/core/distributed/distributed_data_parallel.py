@@ -131,6 +131,10 @@ class DistributedDataParallel(nn.Module):
         return {p: [s.values.detach() for s in shards] for p, shards in self._sharded().items()}
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
+        """Return the shards of what is sharded, which the caller may change."""
+        for buffer in self.gradient_buffers:
+            if isinstance(buffer, Zero3Buffer):
+                buffer.params.forget_copies()
         return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
 
     def _locations(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
@@ -311,10 +315,14 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def _syncing(self, in_backward: bool) -> Iterator[None]:
         before, self._syncs_in_backward = self._syncs_in_backward, in_backward
+        if self._units is not None:
+            self._units.expect_forward(not in_backward)
         try:
             yield
         finally:
             self._syncs_in_backward = before
+            if self._units is not None:
+                self._units.expect_forward(False)
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: gradients of the last one are void. No memory is written."""
@@ -389,6 +397,8 @@ class DistributedDataParallel(nn.Module):
         """
         for buffer in self.gradient_buffers:
             buffer.start_gathers()
+        if self._units is not None:
+            self._units.prefetch_first()
         if force_sync or not self.ddp_config.overlap_param_gather:
             self.finish_param_sync()
 
@@ -415,6 +425,7 @@ class DistributedDataParallel(nn.Module):
         copies: list[tuple[Tensor, Group]] = []
         for buffer in self.gradient_buffers:
             if isinstance(buffer, Zero3Buffer):
+                buffer.params.forget_copies()
                 copies += [(shard, buffer.flat.mesh.replicate) for shard in buffer.params.shards]
         for parameter in self.module.parameters():
             if not self._is_sharded(parameter):

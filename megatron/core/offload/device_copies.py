@@ -1,4 +1,4 @@
-"""Copies from host memory to the device that are made while others compute.
+"""Copies between host memory and the device that are made while others compute.
 
 On an accelerator a stream of its own makes them, from pinned memory (**not run on one**); where the
 device is the host, a thread does, so that the same program runs there.
@@ -6,8 +6,9 @@ device is the host, a thread does, so that the same program runs there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -16,11 +17,32 @@ from torch import Tensor
 from megatron.core.foundation.device import current_stream, is_host_memory, set_current_stream
 
 
+class Copy(Protocol):
+    """A copy in flight; a `transport.work.Handle`."""
+
+    @property
+    def target(self) -> Tensor:
+        """Where the values will be; void before `wait`."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Return the target when it has the values; on an accelerator only the stream waits."""
+        ...
+
+
 class DeviceCopies(Protocol):
     """Makes copies in the order in which they are started."""
 
-    def start(self, source: Tensor) -> Callable[[], Tensor]:
-        """Start to copy `source` [n]; calling the result waits, and returns the copy."""
+    def start(self, source: Tensor) -> Copy:
+        """Start to copy `source` [n] to memory of the device."""
+        ...
+
+    def after(self, copy: Copy) -> AbstractContextManager[None]:
+        """Inside, start what reads a copy. It waits for it; what computes afterwards does not."""
         ...
 
 
@@ -32,24 +54,35 @@ def device_copies(device: torch.device) -> DeviceCopies:
 class ThreadCopies:
     """Copies that a thread makes; torch lets go of the interpreter while it copies."""
 
-    def __init__(self, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """
-        Args:
-            copy: (target, source).
-        """
-        self._copy = copy
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-to-device")
 
-    def start(self, source: Tensor) -> Callable[[], Tensor]:
+    def start(self, source: Tensor) -> Copy:
         """See `DeviceCopies`."""
         target = torch.empty_like(source)
-        work: Future[object] = self._thread.submit(self._copy, target, source)
+        return _ThreadCopy(target, self._thread.submit(self.carry, target, source))
 
-        def wait() -> Tensor:
-            work.result()
-            return target
+    def carry(self, target: Tensor, source: Tensor) -> None:
+        """Copy, in the thread."""
+        target.copy_(source)
 
-        return wait
+    @contextmanager
+    def after(self, copy: Copy) -> Iterator[None]:
+        """See `DeviceCopies`; there is no queue that could wait, so the caller does."""
+        copy.wait()
+        yield
+
+
+class _ThreadCopy:
+    def __init__(self, target: Tensor, work: Future[None]) -> None:
+        self.target, self._work = target, work
+
+    def is_completed(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> Tensor:
+        self._work.result()
+        return self.target
 
 
 class StreamCopies:
@@ -58,23 +91,47 @@ class StreamCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
+        self._readers = torch.Stream(device)
 
-    def start(self, source: Tensor) -> Callable[[], Tensor]:
-        """See `DeviceCopies`; waiting lets the current stream wait, and the host go on."""
-        computing = current_stream()
-        set_current_stream(self._stream)
-        try:
+    def start(self, source: Tensor) -> Copy:
+        """See `DeviceCopies`."""
+        with _queued_on(self._stream):
             target = torch.empty_like(source, device=self._device)
             target.copy_(source, non_blocking=True)
-            copied = self._stream.record_event()
-        finally:
-            set_current_stream(computing)
+            return _StreamCopy(target, self._stream.record_event())
 
-        def wait() -> Tensor:
-            reader = current_stream()
-            assert reader is not None
-            reader.wait_event(copied)
-            target.record_stream(reader)
-            return target
+    @contextmanager
+    def after(self, copy: Copy) -> Iterator[None]:
+        """See `DeviceCopies`; what is started inside also waits for what was queued before."""
+        computing = current_stream()
+        assert computing is not None
+        queued = computing.record_event()
+        with _queued_on(self._readers):
+            self._readers.wait_event(queued)
+            copy.wait()
+            yield
 
-        return wait
+
+class _StreamCopy:
+    def __init__(self, target: Tensor, copied: torch.Event) -> None:
+        self.target, self._copied = target, copied
+
+    def is_completed(self) -> bool:
+        return False  # a stream that waits costs nothing, an event that is asked costs a call
+
+    def wait(self) -> Tensor:
+        reader = current_stream()
+        assert reader is not None
+        reader.wait_event(self._copied)
+        self.target.record_stream(reader)
+        return self.target
+
+
+@contextmanager
+def _queued_on(stream: torch.Stream) -> Iterator[None]:
+    computing = current_stream()
+    set_current_stream(stream)
+    try:
+        yield
+    finally:
+        set_current_stream(computing)

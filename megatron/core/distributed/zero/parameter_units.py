@@ -3,9 +3,14 @@
     forward    gather unit k, start unit k+1 | compute | free unit k
     backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
 
-One unit beyond the computing one is on its way, never more; the shards of the next after it are
-brought near where they are not in the device's memory. The last unit of a chunk, and what
-belongs to the chunk itself, stay unsharded between forward and backward, which needs them first.
+One unit beyond the computing one is on its way, never more; the shards of those after it are
+brought near where they are not in the device's memory, in the order in which they will be gathered:
+those of the backward pass at the end of a forward pass, those of the next micro batch's forward
+pass at the end of a backward pass, and those of the next step after the update.
+
+What the end of a pass and the beginning of the next one need stays unsharded between them: the last
+unit of a chunk, what belongs to the chunk itself, and a tied weight that the head has read, from
+forward to backward; the first units from backward to the forward pass of another micro batch.
 Inside backward (activation recompute) a forward pass frees nothing: the unit's backward pass
 follows and does it.
 
@@ -19,9 +24,10 @@ gathers in the same order; gradients belong to the one backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +39,9 @@ from megatron.core.distributed.zero.flat_param import Pass
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
+
+_NUM_FIRST = 3
+"""The rest of a chunk, its embedding and its first layer."""
 
 _Location = tuple[Zero3Buffer, int]
 """A buffer, and the number of a unit in it."""
@@ -59,7 +68,14 @@ class ParameterUnits:
             found = dict.fromkeys(locations[p] for p in sharded)
             self._locations.append(sorted(found, key=lambda location: location[1]))
             self._unit_of |= dict.fromkeys(sharded, number)
+        self._buffers = list(dict.fromkeys(b for b, _ in chain.from_iterable(self._locations)))
         self._last = len(units) - 1
+        self._read_late: set[int] = set()
+        """Units with a weight that a module after them has read, too: a tied one."""
+        self._has_backward = False
+        """The forward pass that has begun last is followed by a backward pass."""
+        self._has_next_forward = False
+        """The backward passes that run are followed by another micro batch."""
         self._install_hooks(units)
 
     def _install_hooks(self, units: Sequence[Unit]) -> None:
@@ -86,19 +102,17 @@ class ParameterUnits:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             user = Pass.BACKWARD if _is_in_backward() else Pass.FORWARD
             if used == (0,) and user is Pass.FORWARD:
-                for number in range(3):
-                    self._prefetch(number)
+                self._has_backward = torch.is_grad_enabled()
+                self.prefetch_first()
             self._gather(self._with_arguments((*used, *tied), args, kwargs), user)
-            if used and used[-1] < self._last and user is Pass.FORWARD:
-                self._start_gather(used[-1] + 1, user)
-                self._prefetch(used[-1] + 2)
+            if used and user is Pass.FORWARD:
+                if used[-1] < self._last:
+                    self._start_gather(used[-1] + 1, user)
+                self._prefetch(self._after(used[-1], Pass.FORWARD))
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             numbers = self._with_arguments((*used, *tied), args, kwargs)
-            before_that = used[0] - 1 if used and used[0] > 1 else None
-            self._after_forward(numbers, before_that, output)
-            if used and used[-1] == self._last and torch.is_grad_enabled():
-                self._prefetch(self._last - 1)  # backward comes to it second
+            self._after_forward(numbers, used, output)
             if used == (0,) and not _is_in_backward():
                 self._end(Pass.FORWARD)
 
@@ -113,21 +127,29 @@ class ParameterUnits:
         ]
         return (*used, *(number for number in passed if number not in used))
 
-    def _after_forward(
-        self, numbers: tuple[int, ...], before_that: int | None, output: Any
-    ) -> None:
+    def _after_forward(self, numbers: tuple[int, ...], used: tuple[int, ...], output: Any) -> None:
+        """
+        Args:
+            numbers: units whose weights a module has computed with.
+            used: those of them that are its own.
+        """
         if not numbers:
             return
+        unit = used[0] if used else None
         if torch.is_grad_enabled():
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._before_backward(numbers, before_that))
+                    tensor.register_hook(lambda _: self._before_backward(numbers, unit))
         if _is_in_backward():
             return
         for number in numbers:
-            self._release(number, Pass.FORWARD)
+            # What is read late is read early by the backward pass.
+            is_late = number not in used
+            self._release(number, Pass.FORWARD, is_late=is_late)
+            if is_late:
+                self._read_late.add(number)
 
-    def _before_backward(self, numbers: tuple[int, ...], before_that: int | None) -> None:
+    def _before_backward(self, numbers: tuple[int, ...], unit: int | None) -> None:
         """Gather units, give them places for gradients, and start the gather of another one."""
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
@@ -139,19 +161,45 @@ class ParameterUnits:
         if numbers[0] == 1:
             # The gradient of a large table comes next, when nearly all activations are gone.
             return_free_pages()
-        if before_that is not None:
-            self._start_gather(before_that, Pass.BACKWARD)
-            self._prefetch(before_that - 1)
+        if unit is not None:
+            if unit > 1:
+                self._start_gather(unit - 1, Pass.BACKWARD)
+            self._prefetch(self._after(unit or self._last, Pass.BACKWARD))
+
+    def _after(self, number: int, user: Pass) -> list[int]:
+        """Return the units that are gathered after a unit, in their order."""
+        if user is Pass.FORWARD:
+            backward = range(self._last - 1, 0, -1) if self._has_backward else ()
+            return [*range(number + 1, self._last + 1), *sorted(self._read_late), *backward]
+        forward = range(self._last + 1) if self._has_next_forward else ()
+        return [*range(number - 1, 0, -1), *forward]
+
+    def expect_forward(self, is_expected: bool) -> None:
+        """Say whether another micro batch follows the backward passes that begin now.
+
+        What its forward pass begins with stays unsharded then: a backward pass ends with it.
+        """
+        self._has_next_forward = is_expected
+        sections: dict[Zero3Buffer, set[int]] = {b: set() for b in self._buffers}
+        for buffer, section in chain.from_iterable(self._locations[:_NUM_FIRST]):
+            sections[buffer].add(section)
+        for buffer, first in sections.items():
+            buffer.kept_after_backward = frozenset(first if is_expected else ())
 
     def _start_gather(self, number: int, user: Pass) -> None:
         for buffer, section in self._locations[number]:
             buffer.start_gather(section, user)
 
-    def _prefetch(self, number: int) -> None:
-        """Bring the shards of a unit near, which is gathered after the one that is on its way."""
-        if 0 <= number <= self._last:
-            for buffer, section in self._locations[number]:
-                buffer.prefetch(section)
+    def prefetch_first(self) -> None:
+        """Bring near what a forward pass begins with."""
+        self._prefetch(range(self._last + 1))
+
+    def _prefetch(self, numbers: Iterable[int]) -> None:
+        """Bring the shards of units near, of the first ones as many as may be."""
+        for number in numbers:
+            takes_more = [buffer.prefetch(section) for buffer, section in self._locations[number]]
+            if not all(takes_more):
+                return
 
     def _gather(self, numbers: Sequence[int], user: Pass) -> None:
         for number in numbers:
@@ -160,8 +208,9 @@ class ParameterUnits:
             for buffer, section in self._locations[number]:
                 buffer.gather(section, user)
 
-    def _release(self, number: int, user: Pass) -> None:
-        keep = user is Pass.FORWARD and number in (0, self._last) and torch.is_grad_enabled()
+    def _release(self, number: int, user: Pass, *, is_late: bool = False) -> None:
+        is_first = number in (0, self._last) or is_late
+        keep = user is Pass.FORWARD and is_first and torch.is_grad_enabled()
         for buffer, section in self._locations[number]:
             buffer.release(section, user, keep=keep)
 
@@ -181,9 +230,7 @@ class ParameterUnits:
         try:
             yield
         finally:
-            for buffer in dict.fromkeys(
-                buffer for locations in self._locations for buffer, _ in locations
-            ):
+            for buffer in self._buffers:
                 buffer.wait_for_readers()
 
 

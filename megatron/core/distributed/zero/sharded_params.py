@@ -13,6 +13,7 @@ read by mistake does not crash.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,8 +25,9 @@ from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.distributed.zero.flat_param import FlatParam, Pass
 from megatron.core.distributed.zero.shard_storage import shard_storage
 from megatron.core.parameters.initialization import fill_deferred_weights, without_memory
+from megatron.core.transport.transport import has_tags
 from megatron.core.transport.unit_memory import UnitMemory
-from megatron.core.transport.work import Work
+from megatron.core.transport.work import Steps, Work
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers overlap with reductions."""
@@ -106,20 +108,43 @@ class ShardedParams:
                 unit.gathers = [self._gather_bucket(unit, bucket) for bucket in unit.buckets]
 
     def _gather_bucket(self, unit: FlatParam, bucket: Bucket) -> Work[Tensor]:
-        shard, slot = self._storage.contribution(bucket.number)
-        return gather_parameters(
+        return Work(self._gather_steps(unit, bucket))
+
+    def _gather_steps(self, unit: FlatParam, bucket: Bucket) -> Steps[Tensor]:
+        """Gather a bucket, when its shard is near: a copy on its way delays nothing else."""
+        storage, mesh = self._storage, self._flat.mesh
+        copy, copies = storage.take_copy(bucket.number), storage.copies
+        shard = storage.shards[bucket.number] if copy is None else copy.target
+        start = partial(
+            gather_parameters,
             unit.part_of(bucket),
-            self._flat.mesh,
+            mesh,
             tag=self._flat.tag + _GATHER_TAGS + bucket.number,
             shard=shard,
-            slot=slot,
+            slot=storage.slot(bucket.number),
         )
+        if copy is None or copies is None:
+            return (yield from start())
+        if mesh.shard_size > 1 and not has_tags(mesh.shard):
+            # Without tags collectives must start in one order on all ranks: here.
+            with copies.after(copy):
+                gather = start()
+            return (yield from gather)
+        if not copy.is_completed():
+            yield [copy]
+        copy.wait()
+        return (yield from start())
 
-    def prefetch(self, number: int) -> None:
-        """Bring a unit's shards near, from their file or to the device, if it is still sharded."""
+    def prefetch(self, number: int) -> bool:
+        """Bring a unit's shards near, from their file or to the device, if it is still sharded.
+
+        Returns:
+            whether more may follow.
+        """
         unit = self.units[number]
-        if not unit.is_unsharded and not unit.gathers:
-            self._storage.prefetch(bucket.number for bucket in unit.buckets)
+        if unit.is_unsharded or unit.gathers:
+            return True
+        return self._storage.prefetch([bucket.number for bucket in unit.buckets])
 
     def page_out(self, buckets: Iterable[Bucket]) -> None:
         """Leave own shards to their file, if they have one."""
@@ -180,6 +205,10 @@ class ShardedParams:
         self._storage.forget_copies()
         if not self._memory.wait_for_mapped_readers():
             self._storage.wait_for_readers()
+
+    def forget_copies(self) -> None:
+        """Drop copies of shards, which may change."""
+        self._storage.forget_copies()
 
     def trim(self) -> None:
         """Return spare pages to the system."""

@@ -65,6 +65,8 @@ class Zero3Buffer:
             self.flat, policy, self._reduce, max_in_flight=lambda: _MAX_IN_FLIGHT
         )
         self.params = ShardedParams(self.flat, model, offload_path, is_on_host)
+        self.kept_after_backward: frozenset[int] = frozenset()
+        """Units that stay unsharded when a backward pass releases them: a forward pass follows."""
         self._deferred: set[int] = set()
         """Parameters that a backward pass is done with, but for deferred gradients."""
         self._no_gradient: list[Tensor | None] = [
@@ -90,9 +92,9 @@ class Zero3Buffer:
         """Start to gather a unit; see `ShardedParams`."""
         self.params.start_gather(number, user)
 
-    def prefetch(self, number: int) -> None:
+    def prefetch(self, number: int) -> bool:
         """Bring the shards of a unit near; see `ShardedParams`."""
-        self.params.prefetch(number)
+        return self.params.prefetch(number)
 
     def gather(self, number: int, user: Pass) -> None:
         """Unshard a unit; see `ShardedParams`."""
@@ -102,6 +104,7 @@ class Zero3Buffer:
         """Free a unit that no pass uses any more; see `ShardedParams`."""
         if user is Pass.BACKWARD:
             self._deferred.difference_update(self.params.units[number].param_indices)
+            keep = number in self.kept_after_backward
         self.params.release(number, user, keep=keep)
 
     def start_gathers(self) -> None:

@@ -1,0 +1,162 @@
+"""How much of a slow transfer between the device and host memory is hidden by computation.
+
+    python -m benchmarks.offload_copies
+    python -m benchmarks.offload_copies --simulated --compute 1.0
+
+One process trains the plain PyTorch GPT of `benchmarks.data_parallel` with ZeRO-3 and its shards
+in host memory (`param_cpu_offload`). On a CPU the host is the device, and the copies would cost
+little, so each one also waits until it has taken as long as `--rate` bytes a second allow. The
+computing thread notes how long it waits for a copy; the rest of the transfer is hidden:
+
+    hidden = 1 - waited / (bytes / rate)
+
+With `--simulated` nothing is timed: the same program starts and waits for copies by a clock that
+advances only by what a layer takes, which is `--compute` times as long as its weights travel in the
+forward pass and twice that in the backward pass. The result does not depend on the machine.
+
+`--timeline` prints the copies and the waits of the last step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from benchmarks.data_parallel import CONFIG, Workload, backward, build_model, micro_batches
+from benchmarks.slow_link import Clock, Interval, Record, SimulatedCopies, SlowCopies
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.zero import shard_storage
+from megatron.core.distributed.zero.stage3 import Zero3Buffer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.command_line import read_command_line
+
+WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(Workload):
+    """What the command line says."""
+
+    vocabulary: int = 1024
+    microbatches: int = 4
+    rate: float = 1e9
+    """Bytes a second of the slow copies."""
+    rounds: int = 10
+    """Steps."""
+    simulated: bool = False
+    """Count time instead of taking it."""
+    compute: float = 1.0
+    """Time of a layer's forward pass over that of its transfer; with --simulated."""
+    timeline: bool = False
+    """Print when copies were made and waited for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step took."""
+
+    seconds: float
+    transfer_s: float
+    waited_s: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of the transfer that nobody waited for."""
+        return 1 - self.waited_s / self.transfer_s
+
+
+class Training:
+    """A model whose copies go over a slow link."""
+
+    def __init__(self, model: nn.Module, options: Flags) -> None:
+        self.options, self.record, self.clock = options, Record(), Clock()
+        if options.simulated:
+            self._give_time(model)
+            link = SimulatedCopies("parameters", options.rate, self.record, self.clock)
+        else:
+            link = SlowCopies("parameters", options.rate, self.record)
+        self._groups = ProcessGroupCollection.single()
+        settings = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params", param_cpu_offload=True
+        )
+        with patch.object(shard_storage, "device_copies", lambda _: link):
+            self.model = DistributedDataParallel(
+                CONFIG, settings, model, pg_collection=self._groups
+            )
+        self._batches = micro_batches(0, options)
+
+    def _give_time(self, model: nn.Module) -> None:
+        per_byte = self.options.compute / self.options.rate
+        inside = 0
+        for block in model.blocks:
+            num_bytes = sum(p.nbytes for p in block.parameters())
+            self.clock.compute(block, num_bytes * per_byte)
+            inside += num_bytes
+        outside = sum(p.nbytes for p in model.parameters()) - inside
+        self.clock.compute(model, outside * per_byte)
+
+    def now(self) -> float:
+        """Return the time."""
+        return self.clock() if self.options.simulated else time.perf_counter()
+
+    def step(self) -> Step:
+        """Train on all micro batches."""
+        self.record.clear()
+        model, batches, begin = self.model, self._batches, self.now()
+        model.zero_grad_buffer()
+        with model.no_sync():
+            for index in range(len(batches) - 1):
+                backward(model, batches, index)
+        backward(model, batches, -1)
+        finalize_model_grads([model], pg_collection=self._groups)
+        model.start_param_sync()
+        transfer_s = self.record.num_bytes / self.options.rate
+        return Step(self.now() - begin, transfer_s, self.record.waited_s)
+
+
+def print_timeline(record: Record) -> None:
+    """Print copies and the waits that took time, in order."""
+    first = min(copy.begin for copy in record.copies)
+    rows: list[tuple[str, Interval]] = [("copy", copy) for copy in record.copies]
+    rows += [("wait", wait) for wait in record.waits if wait.end - wait.begin > 1e-5]
+    for kind, (name, begin, end) in sorted(rows, key=lambda row: row[1].begin):
+        print(f"{(begin - first) * 1e3:10.1f} ms  {kind} {name} {(end - begin) * 1e3:.1f} ms")
+
+
+def main() -> int:
+    """Print the table."""
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
+    torch.set_num_threads(1)
+    training = Training(build_model(options), options)
+    for _ in range(WARMUP_STEPS):
+        training.step()
+    steps = [training.step() for _ in range(1 if options.simulated else options.rounds)]
+    if options.timeline:
+        print_timeline(training.record)
+    (buffer,) = training.model.gradient_buffers
+    assert isinstance(buffer, Zero3Buffer)
+    host = sum(shard.nbytes for shard in buffer.params.shards)
+    parameters = sum(p.nbytes for p in training.model.module.parameters())
+    print(f"parameters {parameters / 2**20:.1f} MiB, on the host {host / 2**20:.1f} MiB")
+    transfer_s = steps[-1].transfer_s
+    num_mib = transfer_s * options.rate / 2**20
+    print(f"copied in a step {num_mib:.0f} MiB: {transfer_s:.2f} s at this rate")
+    seconds = statistics.median(step.seconds for step in steps)
+    waited_s = statistics.median(step.waited_s for step in steps)
+    hidden = statistics.median(step.hidden for step in steps)
+    print(f"step {seconds:.2f} s, waited for copies {waited_s:.3f} s: {hidden:.0%} hidden")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
