@@ -7,8 +7,8 @@ out on purpose: an `ImportError` sends that code the way that works.
 
 from __future__ import annotations
 
-_VISION = "models here are GPTs over text; images are not read"
-_T5 = "models here are decoders; use GPTModel"
+_VISION = "models here read text; images are not read"
+_T5 = "there is no T5 model yet; GPTModel and BertModel are here"
 _MAMBA = "a layer with a MambaMixer is a TransformerLayer; --hybrid-layer-pattern says which are"
 _FP8 = "fp8 and fp8_recipe of the config choose the recipe (docs/low_precision.md)"
 _GRAPHS = "CUDA graphs are not captured; leave --enable-cuda-graph out"

@@ -83,8 +83,8 @@ def load_document(source: ConfigSource) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise ConfigError(
-            f"{where} cannot be read: {error.msg} in line {error.lineno}, column {error.colno}:"
-            f" {line[:80]!r}.",
+            f"{where}, line {error.lineno}, column {error.colno}: {line[:80]!r} cannot be read:"
+            f" {error.msg}.",
             rule="the file is JSON: no comments, no comma after the last entry",
             flags=["--deepspeed_config"],
             fix="correct that line",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
+from megatron.core.settings.command_line import value_in
 from megatron.core.settings.flags import flag
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -186,13 +187,7 @@ class Job:
 
     def value_of(self, option: str) -> str:
         """Return the value of a flag of the training command; "" if it is not there."""
-        words = list(self.command)
-        for number, word in enumerate(words):
-            if word == option and number + 1 < len(words):
-                return words[number + 1]
-            if word.startswith(f"{option}="):
-                return word.partition("=")[2]
-        return ""
+        return value_in(self.command, option)
 
     def check_settings(self) -> None:
         """Raise everything that is wrong with the description, in one message.

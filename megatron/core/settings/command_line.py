@@ -186,6 +186,18 @@ def settings_of(settings: type[SettingsT], values: Mapping[str, Any]) -> Setting
     return settings(**found)
 
 
+def value_in(words: Sequence[str], flag: str) -> str:
+    """Return the value of a flag among the words of another program, the last one if it is there
+    several times, as argparse does; "" if it is not there."""
+    value = ""
+    for number, word in enumerate(words):
+        if word == flag and number + 1 < len(words):
+            value = words[number + 1]
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value
+
+
 def _unknown_words(
     parser: argparse.ArgumentParser, settings: type, words: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:

@@ -61,11 +61,11 @@ def _support(spec: FlagSpec) -> str:
     metadata, (support, line) = spec.metadata, support_of(spec)
     parts = []
     if metadata.part_of:
-        parts = [f"of {all_flags()[metadata.part_of].flag}"]
-    elif support is Support.ONLY_ON_GPU:
-        parts = [f"on a GPU: {line}"]
-    elif line:
-        parts = [f"{support.value}: {line}"]
+        parts.append(f"of {all_flags()[metadata.part_of].flag}")
+    # A flag that only follows its owner says no more than the row of the owner does.
+    if not metadata.part_of or metadata.refuse or metadata.note or metadata.only_on_gpu:
+        word = "on a GPU" if support is Support.ONLY_ON_GPU else support.value
+        parts += [f"{word}: {line}"] if line else []
     if metadata.refuse_values:
         parts.append(f"refused: {', '.join(map(str, metadata.refuse_values))}")
     if metadata.note_values:

@@ -91,6 +91,6 @@ def _records(path: Path) -> Iterator[tuple[int, list[int]]]:
         except ValueError:
             # A killed process leaves half a line; its successor continues after it.
             if at < len(lines) - 2 and not line.startswith("["):
-                raise DataError(f"{path}, line {at + 1} is no record.") from None
+                raise DataError(f"{path}, line {at + 1}: not a record.") from None
             continue
         yield int(first), list(sums)

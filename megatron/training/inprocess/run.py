@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.foundation.exit_status import tool
-from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.command_line import read_command_line, value_in
 from megatron.core.settings.flags import positional
 from megatron.training.inprocess.coordinator import Cause, Coordinator, Decision, Limits, lost
 from megatron.training.inprocess.membership import ENDPOINT, NODE, PROCESS
@@ -275,18 +275,6 @@ class Desk:
             store.set("status", str(decision.status))
 
 
-def value_of(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag of a training command, the last one if it is there several times;
-    "" if it is not there."""
-    value = ""
-    for number, word in enumerate(words):
-        if word == flag and number + 1 < len(words):
-            value = words[number + 1]
-        elif word.startswith(f"{flag}="):
-            value = word.partition("=")[2]
-    return value
-
-
 def limits_of(flags: Flags) -> Limits:
     """Return what the flags, and those of the training command, allow.
 
@@ -294,12 +282,12 @@ def limits_of(flags: Flags) -> Limits:
         ConfigError: no number of ranks would be allowed.
     """
     ranks = flags.nnodes * flags.nproc_per_node
-    batch = int(value_of(flags.command, "--global-batch-size") or 0)
+    batch = int(value_in(flags.command, "--global-batch-size") or 0)
     limits = Limits(
         max_ranks=ranks,
         min_ranks=flags.min_ranks or ranks,
         ranks_per_replica=flags.ranks_per_replica,
-        global_batch=batch // int(value_of(flags.command, "--micro-batch-size") or 1),
+        global_batch=batch // int(value_in(flags.command, "--micro-batch-size") or 1),
         max_same_failures=flags.same_failures,
     )
     problems: list[MegatronError] = []

@@ -70,7 +70,7 @@ def read_metrics_file(path: Path) -> ScalarFile:
             lines.append(_scalar_line(parse_json(text)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
-                f"{path}, line {number} is not a line of scalars: {error}.",
+                f"{path}, line {number}: not a line of scalars: {error}.",
                 rule="each line is a JSON object with an iteration and numbers",
                 flags=["--metrics-jsonl"],
                 fix="remove the line, or name the file of another run",

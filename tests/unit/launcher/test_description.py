@@ -85,6 +85,19 @@ def test_a_job_that_cannot_work_is_refused(settings, found):
         Job(**{"command": ("t.py",)} | settings).check_settings()
 
 
+@pytest.mark.parametrize(
+    ("words", "directory"),
+    [
+        (("--save", "a", "--save", "b"), "b"),
+        (("--save=a", "--save", "b"), "b"),
+        (("--save", "a", "--save=b"), "b"),
+        (("--load", "a"), ""),
+    ],
+)
+def test_the_last_of_several_values_counts_as_on_the_command_line(words, directory):
+    assert Job(command=("train.py", *words)).value_of("--save") == directory
+
+
 def test_all_problems_are_in_one_message():
     with pytest.raises(ConfigError) as raised:
         Job(nodes=0, name="?", command=()).check_settings()

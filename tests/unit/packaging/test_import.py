@@ -4,9 +4,9 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -91,8 +91,8 @@ def test_public_names_exist():
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])
-def test_entry_points_answer_help_quickly(script):
-    started = time.monotonic()
+def test_entry_points_answer_help_in_few_processor_seconds(script):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, script, "--help"],
         cwd=REPOSITORY,
@@ -103,4 +103,6 @@ def test_entry_points_answer_help_quickly(script):
     )
     assert done.returncode == 0, done.stderr
     assert "usage" in done.stdout
-    assert time.monotonic() - started < 30
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, so that other work on the machine does not count; 3 s are usual.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10

@@ -165,6 +165,11 @@ def test_the_document_of_flags_is_current():
     assert written == flags_document(), "python -m megatron.training.cli.flags_document"
 
 
+def test_the_document_shows_both_the_owner_of_a_flag_and_what_becomes_of_it():
+    (row,) = (line for line in flags_document().splitlines() if "`--moe-permute-fusion`" in line)
+    assert row.endswith("| of --num-experts; no effect: the fused kernel is taken where it runs |")
+
+
 def test_every_flag_that_acts_is_read_somewhere():
     """A flag that is declared and never read would be ignored without a word."""
     root = Path(__file__).parents[3]
