@@ -73,6 +73,9 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_DEEPSPEED}.engine:DeepSpeedEngine.zero_grad set_to_none",
         f"{_DEEPSPEED}.ops.adam:FusedAdam set_grad_none",
     ),
+    "a norm is computed tensor by tensor, without a kernel that takes chunks of many": (
+        f"{_HERE}.functions:local_multi_tensor_l2_norm chunk_size noop_flag",
+    ),
     "the buckets of the wrapper are those of the messages": (
         f"{_CORE}.distributed.torch_fully_sharded_data_parallel:"
         "TorchFullyShardedDataParallel.__init__ disable_bucketing",

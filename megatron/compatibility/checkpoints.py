@@ -281,3 +281,16 @@ def read_metadata(tracker_filename: str) -> tuple[int, bool]:
             fix="give a directory in which a run has saved",
         )
     return (0, True) if named == commit.RELEASE else (int(named), False)
+
+
+COMMON_STATE_FNAME = "common.pt"
+"""File of the plain state in a torch_dist checkpoint."""
+_results_queue = None
+"""Queue of the writing processes: none, checkpoints are written by threads."""
+
+
+def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the metadata of a checkpoint without process groups, which cannot be stored."""
+    if metadata is None:
+        return None
+    return {name: each for name, each in metadata.items() if not isinstance(each, Group)}

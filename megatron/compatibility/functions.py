@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -283,3 +285,88 @@ def nvtx_decorator(
         return marked  # type: ignore[return-value]
 
     return decorate
+
+
+# Kernels and machines -------------------------------------------------------------------
+
+FP8_TENSOR_CLASS: tuple[type, ...] = ()
+"""Classes of parameters that are stored in 8 bits: none, weights are cast where they are used."""
+HAVE_TE_FP8_TENSOR_CLASS = False
+
+
+class CudaGraphScope(enum.Enum):
+    """What a CUDA graph covers: members that code compares with. No graph is captured."""
+
+    full_iteration = 1
+    attn = 2
+    mlp = 3
+    moe = 4
+    moe_router = 5
+    moe_preprocess = 6
+    mamba = 7
+
+
+class MultiStorageClientFeature:
+    """Whether paths are opened by the multi-storage client: never, as in Megatron without it."""
+
+    @staticmethod
+    def is_enabled() -> bool:
+        """Return False."""
+        return False
+
+    @staticmethod
+    def import_package() -> Any:
+        """Import the client, for code that opens paths by itself."""
+        return require("multistorageclient", purpose="MultiStorageClientFeature")
+
+
+def set_ideal_affinity_for_current_gpu() -> None:
+    """Leave the processors of this process as its launcher set them."""
+
+
+def local_multi_tensor_applier(
+    op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
+) -> Any:
+    """Call `op` on lists of tensors, with the size of the chunks that a fused kernel would take."""
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
+
+
+def local_multi_tensor_l2_norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: list[list[Tensor]],
+    per_tensor: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm of all tensors of the first list, fp32 [1], and that of each if asked."""
+    norms = torch.stack([torch.linalg.vector_norm(each.float()) for each in tensor_lists[0]])
+    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else None
+
+
+def get_data_parallel_group_if_dtensor(
+    tensor: Tensor, data_parallel_group: Group | None = None
+) -> Group | None:
+    """Return the group over which a DTensor is split; of other tensors, `data_parallel_group`.
+
+    Raises:
+        ConfigError: the tensor is split over another group than those before it.
+    """
+    if not isinstance(tensor, DTensor):
+        return data_parallel_group
+    group = tensor.device_mesh.get_group()
+    if data_parallel_group is not None and group != data_parallel_group:
+        raise ConfigError(
+            "tensors are split over different data-parallel groups.",
+            rule="a norm of several tensors is summed over one group",
+            fix="call once for each group",
+        )
+    return group
+
+
+# Image models ---------------------------------------------------------------------------
+
+IGNORE_INDEX = -100
+"""Label of a position that the loss leaves out."""
+DEFAULT_IMAGE_TOKEN_INDEX = -200
+IMAGE_TOKEN = "<image>"
+"""Text that stands for an image in a prompt."""

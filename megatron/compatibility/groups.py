@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron.compatibility.state import STATE
 from megatron.core.foundation.device import current_device
@@ -239,3 +242,17 @@ def _set_global_memory_buffer() -> None:
 def destroy_global_memory_buffer() -> None:
     """Free the scratch tensors."""
     STATE.memory_buffer = None
+
+
+def update_pg_timeout(timeout: timedelta, pg: Group | None = None) -> None:
+    """Set how long collectives wait for other ranks.
+
+    Args:
+        pg: the group; None is the default group and all groups of the current collection.
+    """
+    current = ProcessGroupCollection.current()
+    known = [getattr(current, each.name) for each in fields(current)] if pg is None else [pg]
+    if pg is None and dist.is_initialized():
+        known.append(dist.group.WORLD)
+    for group in {each for each in known if isinstance(each, dist.ProcessGroup)}:
+        distributed_c10d._set_pg_timeout(timeout, group)

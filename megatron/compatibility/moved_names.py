@@ -18,16 +18,27 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{_OWN}.functions", "set_experimental_flag", "is_experimental_enabled"
     ),
     "megatron.core.config_logger": _all(f"{_OWN}.functions", "has_config_logger_enabled"),
+    "megatron.core.datasets.megatron_tokenizer": {
+        "MegatronLegacyTokenizer": f"{_OWN}.tokenizers:MegatronLegacyTokenizer",
+        "MegatronTokenizer": f"{_OWN}.tokenizers:MegatronLegacyTokenizer",
+    },
     "megatron.core.dist_checkpointing.dict_utils": _all(f"{_OWN}.functions", "nested_values"),
     "megatron.core.dist_checkpointing.serialization": _all(
         f"{_OWN}.checkpoints",
         "get_default_load_sharded_strategy",
         "get_default_save_sharded_strategy",
-    ),
+    )
+    | {"StateDict": "megatron.core.dist_checkpointing.mapping:ShardedStateDict"},
     "megatron.core.dist_checkpointing.strategies.async_utils": {
         "AsyncCallsQueue": f"{_OWN}.checkpoints:AsyncCallsQueue",
         "AsyncRequest": "megatron.core.dist_checkpointing.async_save:AsyncSave",
     },
+    "megatron.core.dist_checkpointing.strategies.common": _all(
+        f"{_OWN}.checkpoints", "COMMON_STATE_FNAME"
+    ),
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _all(
+        f"{_OWN}.checkpoints", "_results_queue"
+    ),
     "megatron.core.dist_checkpointing.strategies.fully_parallel": _all(
         f"{_OWN}.checkpoints",
         "FullyParallelLoadStrategyWrapper",
@@ -41,6 +52,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     ),
     "megatron.core.dist_checkpointing.utils": _all(
         f"{_OWN}.checkpoints",
+        "_clean_metadata_for_serialization",
         "add_prefix_for_sharding",
         "apply_prefix_mapping",
         "replace_prefix_for_sharding",
@@ -50,7 +62,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "TESpecProvider": f"{_TE}:TransformerEngineBackend"
     },
     "megatron.core.fp8_utils": _all(
-        f"{_OWN}.functions", "correct_amax_history_if_needed", "get_fp8_context"
+        f"{_OWN}.functions",
+        "FP8_TENSOR_CLASS",
+        "HAVE_TE_FP8_TENSOR_CLASS",
+        "correct_amax_history_if_needed",
+        "get_fp8_context",
     ),
     "megatron.core.fusions.fused_bias_dropout": _all(
         f"{_OWN}.layers", "bias_dropout_add_fused_inference", "bias_dropout_add_fused_train"
@@ -84,6 +100,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.models.gpt.moe_module_specs": {
         "MLPSubmodules": "megatron.core.transformer.mlp:MLPSubmodules"
     },
+    "megatron.core.models.multimodal.llava_model": _all(
+        f"{_OWN}.functions", "DEFAULT_IMAGE_TOKEN_INDEX", "IGNORE_INDEX", "IMAGE_TOKEN"
+    ),
+    "megatron.core.msc_utils": _all(f"{_OWN}.functions", "MultiStorageClientFeature"),
     "megatron.core.num_microbatches_calculator": {
         "_GLOBAL_NUM_MICROBATCHES_CALCULATOR": f"{_OWN}.functions:CURRENT_CALCULATOR"
     },
@@ -140,6 +160,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "set_pipeline_model_parallel_world_size",
         "set_tensor_model_parallel_rank",
         "set_tensor_model_parallel_world_size",
+        "update_pg_timeout",
+    ),
+    "megatron.core.pipeline_parallel.utils": _all(
+        f"{_OWN}.functions", "set_ideal_affinity_for_current_gpu"
     ),
     "megatron.core.process_groups_config": {
         "ModelCommProcessGroups": "megatron.core.process_groups_config:ProcessGroupCollection"
@@ -158,6 +182,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "get_rerun_state_machine",
         "initialize_rerun_state_machine",
     ),
+    "megatron.core.tokenizers.text.libraries": {
+        "HuggingFaceTokenizer": "megatron.core.tokenizers.hugging_face:HuggingFaceTokenizer"
+    },
     "megatron.core.transformer.custom_layers.transformer_engine": {
         **_all(
             _TE,
@@ -169,7 +196,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         ),
         "SplitAlongDim": f"{_OWN}.layers:SplitAlongDim",
     },
-    "megatron.core.transformer.enums": {"ModelType": "megatron.core.enums:ModelType"},
+    "megatron.core.transformer.enums": {
+        "CudaGraphScope": f"{_OWN}.functions:CudaGraphScope",
+        "ModelType": "megatron.core.enums:ModelType",
+    },
     "megatron.core.transformer.moe.moe_layer": {
         "BaseMoELayer": "megatron.core.transformer.moe.moe_layer:MoELayer"
     },
@@ -211,9 +241,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
             "check_param_hashes_across_dp_replicas",
             "configure_nvtx_profiling",
             "deprecate_inference_params",
+            "get_data_parallel_group_if_dtensor",
             "get_te_version",
             "get_tensor_model_parallel_group_if_none",
             "is_fa_min_version",
+            "local_multi_tensor_applier",
+            "local_multi_tensor_l2_norm",
             "log_on_each_pipeline_stage",
             "log_single_rank",
             "nvtx_decorator",

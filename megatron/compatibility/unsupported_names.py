@@ -26,9 +26,6 @@ LACKING: dict[str, dict[str, str]] = {
     "megatron.core.datasets": {
         "helpers_cpp": "indices are built by megatron.core.datasets.order.index_building"
     },
-    "megatron.core.datasets.megatron_tokenizer": {
-        "MegatronLegacyTokenizer": "derive from megatron.core.tokenizers.MegatronTokenizer"
-    },
     "megatron.core.dist_checkpointing.tensor_aware_state_dict": {
         "MCoreTensorAwareStateDict": "use --non-persistent-ckpt-type local (docs/checkpoints.md)"
     },
@@ -117,7 +114,17 @@ LACKING: dict[str, dict[str, str]] = {
             'use get_megatron_optimizer with OptimizerConfig(optimizer="muon")'
         )
     },
+    "megatron.core.optimizer.qk_clip": {
+        "clip_qk": "the optimizer's step scales the rows itself (qk_clip of the config)"
+    },
     "megatron.core.post_training.modelopt.gpt.model_specs": {"get_gpt_modelopt_spec": _QUANTIZED},
+    "megatron.core.post_training.modelopt.mamba.model_specs": {
+        "get_mamba_stack_modelopt_spec": _QUANTIZED
+    },
+    "megatron.core.quantization.utils": {
+        "kitchen_quantization_recipe_config": _QUANTIZED,
+        "load_quantization_recipe": _QUANTIZED,
+    },
     "megatron.core.post_training.modelopt.layers": {"Linear": _QUANTIZED},
     "megatron.core.ssm.mamba_layer": {"MambaLayer": _MAMBA, "MambaLayerSubmodules": _MAMBA},
     "megatron.core.ssm.mamba_mixer": {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -378,3 +380,92 @@ def test_nested_values_come_in_order_and_a_plain_tensor_is_local_as_it_is():
     tensor = torch.ones(2)
     assert to_local_if_dtensor(tensor) is tensor
     disable_jit_fuser()
+
+
+# Tokenizers, metadata, norms and time limits ----------------------------------------------------
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_tokenizer_derived_from_megatrons_base_tells_of_its_paths_and_options():
+    from megatron.core.datasets.megatron_tokenizer import MegatronLegacyTokenizer, MegatronTokenizer
+
+    class Letters(MegatronTokenizer):
+        vocab = {letter: number for number, letter in enumerate("abc")}
+        vocab_size = 3
+
+        def tokenize(self, text):
+            return [self.vocab[letter] for letter in text]
+
+        def detokenize(self, ids):
+            return "".join(self.inv_vocab[number] for number in ids)
+
+    letters = Letters("letters.txt", lower_case=True)
+    assert isinstance(letters, MegatronLegacyTokenizer)
+    assert letters.detokenize(letters.tokenize("cab")) == "cab"
+    assert letters.unique_identifiers == {
+        "class": "Letters",
+        "tokenizer_path": ["letters.txt"],
+        "lower_case": True,
+    }
+    assert letters.eod is None
+
+
+def test_metadata_of_a_checkpoint_is_kept_without_its_groups():
+    from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization
+
+    metadata = {"version": 2, "dp_cp_group": ProcessGroupCollection.current().dp_cp}
+    assert _clean_metadata_for_serialization(metadata) == {"version": 2}
+    assert "dp_cp_group" in metadata
+    assert _clean_metadata_for_serialization(None) is None
+
+
+def test_the_norm_of_many_tensors_is_that_of_one_with_all_their_elements():
+    from megatron.core.utils import local_multi_tensor_applier, local_multi_tensor_l2_norm
+
+    tensors = [torch.arange(4.0).bfloat16(), torch.ones(2, 3), torch.zeros(())]
+    norm, each = local_multi_tensor_applier(
+        local_multi_tensor_l2_norm, torch.zeros(1, dtype=torch.int), [tensors], True
+    )
+    whole = torch.cat([tensor.float().flatten() for tensor in tensors])
+    assert_close(norm, whole.norm().reshape(1), FP32_REORDERED_SUM, "norm of all")
+    assert_close(each[1], torch.tensor(6.0).sqrt(), FP32_REORDERED_SUM, "norm of one")
+    assert local_multi_tensor_l2_norm(1, norm, [tensors], False)[1] is None
+
+
+def test_the_group_of_a_norm_is_that_of_its_dtensors(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    from megatron.core.utils import get_data_parallel_group_if_dtensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = distribute_tensor(torch.ones(2), mesh)
+    assert get_data_parallel_group_if_dtensor(torch.ones(2), None) is None
+    group = get_data_parallel_group_if_dtensor(sharded)
+    assert group == mesh.get_group()
+    assert get_data_parallel_group_if_dtensor(torch.ones(2), group) is group
+    with pytest.raises(ConfigError, match="different data-parallel groups"):
+        get_data_parallel_group_if_dtensor(sharded, dist.new_group([0]))
+
+
+def test_all_groups_of_this_process_get_a_new_time_limit(process_group):
+    from megatron.core.parallel_state import update_pg_timeout
+
+    groups = [dist.new_group([0]) for _ in range(3)]
+    ProcessGroupCollection.set_current(ProcessGroupCollection(tp=groups[0], pp=groups[1]))
+
+    def limits():
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        return [int(b.options._timeout.total_seconds()) for b in backends]
+
+    assert len(set(limits())) == 1
+    update_pg_timeout(timedelta(seconds=77))
+    assert limits()[:2] == [77, 77] != limits()[1:]
+    update_pg_timeout(timedelta(seconds=78), groups[2])
+    assert limits() == [77, 77, 78]
