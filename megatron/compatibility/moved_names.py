@@ -5,6 +5,7 @@ from __future__ import annotations
 _OWN = "megatron.compatibility"
 _TE = "megatron.core.extensions.transformer_engine"
 _EMBEDDINGS = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+_TOKENIZER = "megatron.core.tokenizers.utils.build_tokenizer"
 _NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 
 
@@ -267,6 +268,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     ),
     "megatron.training.datasets.sft_dataset": {
         "SFTDataset": "megatron.core.datasets.sft_dataset:SFTDataset"
+    },
+    "megatron.training.tokenizer": _all(_TOKENIZER, "build_tokenizer"),
+    "megatron.training.tokenizer.tokenizer": {
+        "build_tokenizer": f"{_TOKENIZER}:build_tokenizer",
+        "MegatronTokenizer": "megatron.core.tokenizers:MegatronTokenizer",
+        "_NullTokenizer": "megatron.core.tokenizers.null_and_byte:NullTokenizer",
     },
     "megatron.training.utils": _all(
         f"{_OWN}.batches",

@@ -47,16 +47,21 @@ def resolve_batch(
     if ramp is not None and (min(ramp) <= 0 or ramp[0] > size):
         return found
     iters, samples = found.train_iters, found.train_samples
+    sizes = f"{size} samples"
+    if phases:
+        sizes = "the sizes of --step-batch-size-schedule"
+    elif ramp is not None:
+        sizes = f"the sizes of --rampup-batch-size, up to {size} samples"
     if iters is None and samples is not None:
         iters = (
             steps_in_phases(samples, phases) if phases else steps_for_samples(samples, ramp, size)
         )
-        formula = f"{samples} samples in batches of {size}"
+        formula = f"{samples} samples in steps of {sizes}"
     elif samples is None and iters is not None:
         samples = (
             samples_in_phases(iters, phases) if phases else samples_for_steps(iters, ramp, size)
         )
-        formula = f"{iters} steps of {size} samples"
+        formula = f"{iters} steps of {sizes}"
     else:
         return found
     return log.derived(found, replace(found, train_iters=iters, train_samples=samples), formula)

@@ -155,6 +155,25 @@ def test_a_run_in_samples_with_a_growing_batch_counts_its_steps():
     assert resolve(config, world_size=1).schedule.train_iters == 15
 
 
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (["--global-batch-size", "8"], "10 steps of 8 samples"),
+        (
+            ["--global-batch-size", "8", "--rampup-batch-size", "4", "4", "20"],
+            "10 steps of the sizes of --rampup-batch-size, up to 8 samples",
+        ),
+        (
+            ["--step-batch-size-schedule", "0:4 512:8"],
+            "10 steps of the sizes of --step-batch-size-schedule",
+        ),
+    ],
+)
+def test_the_formula_of_a_growing_batch_does_not_claim_one_size(words, sizes):
+    (found,) = (row for row in run(*words).derivations if row.name == "train_samples")
+    assert found.formula == sizes
+
+
 def test_every_derived_value_says_its_formula():
     found = run("--swiglu", "--bf16", world_size=4)
     named = {derivation.name: derivation for derivation in found.derivations}
