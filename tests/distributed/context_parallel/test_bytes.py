@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -120,6 +121,21 @@ def test_bytes_of_a_layer_are_those_of_theory(cp_comm_type, cp, levels, heads, k
     )
 
 
+@dataclass(frozen=True)
+class LinearChunks:
+    """A state S [b, WIDTH, VALUE_WIDTH] becomes A S + B; `update` [b, WIDTH, ...] is (A, B)."""
+
+    update: torch.Tensor
+
+    def transition(self):
+        return self.update
+
+    @staticmethod
+    def after(transition, state):
+        factor, added = transition.split([WIDTH, VALUE_WIDTH], dim=-1)
+        return added if state is None else factor @ state + added
+
+
 def bytes_of_recurrences(groups, *lengths):
     """Return the bytes sent forward and backward for one head's state and convolution."""
     return [bytes_of_a_recurrence(groups, rows) for rows in lengths]
@@ -131,8 +147,8 @@ def bytes_of_a_recurrence(groups, rows):
     sent = SentBytes()
     with sent.patches():
         before = pieces.rows_before(pieces.fold(x), TAPS - 1)
-        factor = before.mean() + torch.randn(2 * BATCH, WIDTH, WIDTH)
-        out = pieces.states_before(factor, torch.randn(2 * BATCH, WIDTH, VALUE_WIDTH))
+        update = before.mean() + torch.randn(2 * BATCH, WIDTH, WIDTH + VALUE_WIDTH)
+        out = pieces.states_before(LinearChunks(update))
         forward = sent.total
         out.sum().backward()
     return forward, sent.total - forward
