@@ -3,10 +3,11 @@ SHELL := bash
 VENV ?= .venv
 PYTHON_OF_VENV := $(VENV)/bin/python
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest engine triton schemas venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine triton gpu schemas venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +47,9 @@ engine: ## models of Transformer Engine's layers, by its own Python, on the CPU
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
+gpu: ## tests, limits and training on the GPUs of this machine, and a report
+	@tools/test_gpu.sh $(GPU_ARGS)
+
 schemas: ## files for clusters, read by the packages that publish their schemas
 	@tools/test_schemas.sh
 
@@ -57,7 +61,8 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove .venv-lowest
 	tools/make_venv.sh --remove .venv-engine
 	tools/make_venv.sh --remove .venv-triton
+	tools/make_venv.sh --remove .venv-gpu
 	tools/make_venv.sh --remove .venv-schemas
-	rm -rf quickstart build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf quickstart gpu_report build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -73,7 +73,7 @@ def prediction_for_log(
     try:
         run = resolved_for(command, {}, world_size)
         if is_gpu:
-            return predicted_step(run, _gpu_of_this_machine(), calibration)[0]
+            return predicted_step(run, gpu_of_this_machine(), calibration)[0]
     except MegatronError:
         # Mistakes of the command are reported where it is resolved for training; what the planner
         # has no constants for is not predicted.
@@ -81,7 +81,12 @@ def prediction_for_log(
     return predicted_step_of_machine(run, script, calibration, os.cpu_count() or 1)
 
 
-def _gpu_of_this_machine() -> Gpu:
+def gpu_of_this_machine() -> Gpu:
+    """Return the data sheet of this process' accelerator, by the name it gives.
+
+    Raises:
+        ConfigError: the planner does not know it.
+    """
     hardware, name = load_predictor().hardware, device.device_name()
     known = [kind for kind in hardware.gpus if kind in name]
     return gpu_named(max(known, key=len, default=name), hardware)

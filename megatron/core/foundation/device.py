@@ -193,6 +193,14 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def total_memory_bytes() -> int:
+    """Return the bytes of this rank's accelerator, or those of the machine on CPU."""
+    if device_type() != "cpu":
+        module = torch.get_device_module(device_type())
+        return int(module.get_device_properties(current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def device_name() -> str:
     """Return what the accelerator calls itself, or "cpu"."""
     if device_type() == "cpu":

@@ -1,4 +1,4 @@
-"""Compare a kernel, run by Triton's interpreter, with a plain formula in fp64."""
+"""Compare a kernel, run by Triton's interpreter or on a device, with a plain formula in fp64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.harness.tolerances import (
     assert_close,
 )
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "these run in Triton's interpreter"
+ON_DEVICE = os.environ.get("LATTICE_TEST_KERNELS_ON_DEVICE") == "1"
+"""Whether the kernels are compiled and run on this machine's accelerator, as `make gpu` does."""
+assert ON_DEVICE or os.environ.get("TRITON_INTERPRET") == "1", "these run in Triton's interpreter"
 TOLERANCE_OF = {torch.float32: FP32_REORDERED_SUM, torch.bfloat16: BF16_TRUNCATED}
 
 

@@ -38,8 +38,6 @@ from tests.harness.tolerances import (
     assert_close,
 )
 
-ONES = torch.ones(5)
-
 
 @pytest.mark.parametrize("dtype", TOLERANCE_OF)
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 100), (600, 33), (5, 1024), (50, 4104)])
@@ -98,7 +96,8 @@ def test_gated_activation(act, with_terms, dtype):
     if with_terms:
         inputs += [torch.randn(2 * 1030).to(dtype), torch.rand(5)]
 
-    def formula(packed, bias=0.0, weights=ONES):
+    def formula(packed, bias=0.0, weights=None):
+        weights = torch.ones(5) if weights is None else weights
         return plain_gate(packed + bias, Gate(act)) * weights.unsqueeze(-1)
 
     compare(lambda *x: gated_activation.gate_of(x[0], Gate(act), *x[1:]), formula, inputs,
