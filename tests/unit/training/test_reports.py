@@ -99,7 +99,7 @@ def test_a_line_that_is_being_written_is_left_out_and_a_damaged_one_is_named(tmp
     path.write_text(path.read_text() + '{"iteration": 3, "lm l')
     assert read_run(path).last_step == 2
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(DataError, match="line 3 is not a line of scalars"):
+    with pytest.raises(DataError, match="line 3: not a line of scalars"):
         read_run(path)
 
 
