@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
 from megatron.hugging_face import family_of_settings, open_model, read_model_directory
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.training.checkpointing.hugging_face import note_on_precision
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.rules import resolve_and_check
 from tests.unit.hugging_face.models import flags_for, saved
@@ -71,6 +72,25 @@ def test_what_a_program_notes_for_itself_does_not_stop_the_load(model):
         unsloth_fixed=True, repetition_penalty=1.1, tags=["x"],
     )  # fmt: skip
     assert read_model_directory(model).settings == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "trained", "flag"),
+    [
+        ("bfloat16", torch.float32, "--bf16"),
+        ("float16", torch.float32, "--fp16"),
+        ("bfloat16", torch.bfloat16, None),
+        ("float32", torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_half_precision_model_trained_in_fp32_is_told_the_flag(
+    model, field, stored, trained, flag
+):
+    change_config(model, dtype=None, torch_dtype=None)
+    change_config(model, **{field: stored})
+    said = note_on_precision(model, trained)
+    assert said is None if flag is None else f"trained in float32 here; {flag} computes" in said
 
 
 def test_an_unknown_field_of_a_config_is_refused_with_a_way_to_go_on(model):

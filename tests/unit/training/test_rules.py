@@ -238,6 +238,15 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
     assert problems("--load", save, "--save", save) == []
 
 
+@pytest.mark.parametrize(("words", "is_told"), [([], True), (["--mock-data"], False)])
+def test_a_command_line_with_problems_and_no_corpus_is_told_that_its_samples_are_synthetic(
+    words, is_told
+):
+    with pytest.raises(ConfigError) as caught:
+        resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
+    assert ("No corpus is named: such a run trains on synthetic" in str(caught.value)) is is_told
+
+
 def test_every_problem_names_a_flag_and_a_fix():
     words = ["--perform-rl-step", "--mock-data", "--clip-grad", "-1"]
     with pytest.raises(ConfigError) as caught:
