@@ -6,9 +6,10 @@ import enum
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -304,6 +305,21 @@ class CudaGraphScope(enum.Enum):
     moe_router = 5
     moe_preprocess = 6
     mamba = 7
+
+
+class FullCudaGraphWrapper:
+    """What holds the graphs of whole steps, of which there are none; it cannot be built."""
+
+    cuda_graph: Mapping[str, object] = MappingProxyType({})
+    result: Mapping[str, object] = MappingProxyType({})
+
+    def __init__(self, forward_backward_func: object, cuda_graph_warmup_steps: int = 1) -> None:
+        raise ConfigError(
+            f"{forward_backward_func} cannot be captured after {cuda_graph_warmup_steps} steps.",
+            rule="steps run eagerly, and no CUDA graph is captured",
+            flags=["--cuda-graph-impl"],
+            fix="leave the flag out",
+        )
 
 
 class MultiStorageClientFeature:

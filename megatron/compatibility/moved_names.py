@@ -69,6 +69,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "correct_amax_history_if_needed",
         "get_fp8_context",
     ),
+    "megatron.core.full_cuda_graph": _all(f"{_OWN}.functions", "FullCudaGraphWrapper"),
     "megatron.core.fusions.fused_bias_dropout": _all(
         f"{_OWN}.layers", "bias_dropout_add_fused_inference", "bias_dropout_add_fused_train"
     ),

@@ -47,7 +47,6 @@ LACKING: dict[str, dict[str, str]] = {
         "TEDelayedScaling": _FP8,
         "te_checkpoint": "use megatron.core.tensor_parallel.checkpoint",
     },
-    "megatron.core.full_cuda_graph": {"FullCudaGraphWrapper": _GRAPHS},
     "megatron.core.inference.common_inference_params": {"CommonInferenceParams": _SERVING},
     "megatron.core.inference.communication_utils": {
         "recv_from_prev_pipeline_rank_": _SERVING,

@@ -28,6 +28,7 @@ from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 from megatron.core.transformer.config.shape import ShapeConfig
 from megatron.core.transformer.config.stages import StageConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import best_divisor
 
 
@@ -60,6 +61,7 @@ class TransformerConfig(
             self.pipeline_schedule,
         )
         self.derive_shape(heads_share_width=not self.multi_latent_attention)
+        self.attention_backend = self.attention_backend or AttnBackend.auto
         if self.fp32_residual_connection and self.pipeline_dtype is None:
             self.pipeline_dtype = torch.float32  # stages hand on the residual stream
         self.derive_maximal_update(self.hidden_size)

@@ -24,14 +24,6 @@ class PrecisionSettings(HalfPrecision, PrecisionConfig, RecomputeConfig, Setting
     """Move activations of chosen modules to host memory."""
     offload_modules: list[str] = flag([], nargs="+", part_of="fine_grained_activation_offloading")
     """Those modules."""
-    cuda_graph_impl: str = flag(
-        "none",
-        choices=("none", "local", "transformer_engine", "full_iteration"),
-        note="steps run eagerly, and no CUDA graph is captured",
-    )
-    """Capture the step as a CUDA graph."""
-    cuda_graph_modules: list[str] = flag([], nargs="+", part_of="cuda_graph_impl")
-    """What is captured."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion")
     """Bias and GELU one by one."""
     bias_swiglu_fusion: bool = flag(True, "--no-bias-swiglu-fusion")

@@ -469,3 +469,22 @@ def test_all_groups_of_this_process_get_a_new_time_limit(process_group):
     assert limits()[:2] == [77, 77] != limits()[1:]
     update_pg_timeout(timedelta(seconds=78), groups[2])
     assert limits() == [77, 77, 78]
+
+
+# Configs and graphs -----------------------------------------------------------------------------
+
+
+def test_a_config_without_a_kernel_or_a_graph_is_one_that_leaves_the_choice_and_captures_none():
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, attention_backend=None
+    )
+    assert config.attention_backend is AttnBackend.auto
+    assert config.cuda_graph_impl == "none"
+    assert CudaGraphScope.full_iteration not in config.cuda_graph_modules
+    assert "training" not in FullCudaGraphWrapper.cuda_graph
+    with pytest.raises(ConfigError, match="no CUDA graph is captured"):
+        FullCudaGraphWrapper(min)
