@@ -20,6 +20,8 @@ from tests.unit.dist_checkpointing.runs import load, save
 
 FILES = ("__0_0.safetensors", "__1_0.safetensors", "common.json", "manifest.json", "metadata.json")
 
+NUM_FLIPS = 150
+
 
 def state(rank: int, seed: float = 0.0) -> dict:
     """A sharded matrix, a bf16 vector on rank 0, and plain values."""
@@ -64,13 +66,15 @@ def assert_refused(directory: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_byte_of_every_file_is_refused_and_the_file_named(
+def test_a_flipped_byte_of_any_file_is_refused_and_the_file_named(
     name: str, ram_path: Path
 ) -> None:
     path = write(ram_path / "iter_0000010")
     original = (path / name).read_bytes()
     rng = random.Random(name)
-    for position in range(len(original)):
+    # One digest covers a file, so where the byte lies makes no difference beyond its ends.
+    drawn = rng.sample(range(len(original)), min(NUM_FLIPS, len(original)))
+    for position in {0, *drawn, len(original) - 1}:
         changed = bytearray(original)
         changed[position] ^= 1 << rng.randrange(8)
         (path / name).write_bytes(changed)

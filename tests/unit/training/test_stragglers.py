@@ -192,7 +192,7 @@ def test_a_request_to_the_port_switches_the_search_on_and_off():
     )
     context = SimpleNamespace(run=run, groups=ProcessGroupCollection())
     hook = LookForStragglers(context, times, scalars, lines.append)
-    result = SimpleNamespace(was_skipped=False)
+    result = SimpleNamespace(read=lambda: SimpleNamespace(was_skipped=False))
     hook.before_training(TrainState())
     try:
         for step in range(1, 31):
