@@ -42,6 +42,7 @@ _DELTA = ("--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head
           " --linear-value-head-dim 24")  # fmt: skip
 SIZES_OF_MIXER = {
     "gated_delta_net": _DELTA,
+    "kda": _DELTA,
     "mamba2": "--mamba-num-groups 1 --mamba-num-heads 6 --mamba-head-dim 16 --mamba-state-dim 32",
 }
 TRAINING = (

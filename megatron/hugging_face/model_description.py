@@ -14,6 +14,7 @@ from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.layer_kinds import (
     DENSE,
     GATED_DELTA_NET,
+    KIMI,
     MAMBA,
     LayerKind,
 )
@@ -285,10 +286,10 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if model.num_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
     mixers = {kind.mixer for kind in model.layer_kinds}
-    for mixer, prefix in ((GATED_DELTA_NET, "linear_"), (MAMBA, "mamba_")):
-        if mixer not in mixers:
+    for of_sizes, prefix in (({GATED_DELTA_NET, KIMI}, "linear_"), ({MAMBA}, "mamba_")):
+        if not mixers & of_sizes:
             without_effect |= {n for n in _DEFAULTS if n.startswith(prefix)} - _OF_ALL_MIXERS
-    if not mixers & {GATED_DELTA_NET, MAMBA}:
+    if not mixers & {GATED_DELTA_NET, KIMI, MAMBA}:
         without_effect |= {"experimental_attention_variant", *_OF_ALL_MIXERS}
     if model.architecture != "bert":
         without_effect.add("bert_binary_head")

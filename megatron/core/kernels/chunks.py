@@ -91,6 +91,30 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class ChunkSight:
+    """Whether both rows of `ChunkDecays` are of one document: [b, 1, 1, c, ...]."""
+
+    since_start: Tensor
+    until_end: Tensor
+    between: Tensor
+    keep: Tensor
+
+
+def chunk_sight(documents: DocumentRows, cut: Cut) -> ChunkSight:
+    """Return what is of one document; rows that fill the last chunk belong to its last one."""
+    ids = torch.cat((documents.ids, documents.ids[:, -1:].expand(-1, cut.pad)), 1)
+    ids = ids.view(len(ids), 1, 1, -1, cut.length)
+    before = documents.before.view(-1, 1, 1, 1)
+    before = torch.cat((before, ids[..., :-1, -1]), -1).unsqueeze(-1)
+    return ChunkSight(
+        since_start=(ids == before).unsqueeze(-1),
+        until_end=(ids == ids[..., -1:]).unsqueeze(-1),
+        between=ids.unsqueeze(-1) == ids.unsqueeze(-2),
+        keep=(ids[..., -1:] == before).unsqueeze(-1),
+    )
+
+
+@dataclass(frozen=True)
 class ChunkDecays:
     """Products of decays inside chunks, 0 from one document to another: [b, g, r, c, ...]."""
 
@@ -102,6 +126,15 @@ class ChunkDecays:
     """[.., l, l], from a row (last dimension) to itself and to a later one."""
     keep: Tensor
     """[.., 1, 1], of a whole chunk."""
+
+    def seen(self, sight: ChunkSight) -> ChunkDecays:
+        """Return the same, 0 from one document to another."""
+        return ChunkDecays(
+            self.since_start * sight.since_start,
+            self.until_end * sight.until_end,
+            self.between * sight.between,
+            self.keep * sight.keep,
+        )
 
 
 def chunk_decays(log_decay: Tensor, documents: DocumentRows | None, cut: Cut) -> ChunkDecays:
@@ -122,13 +155,6 @@ def chunk_decays(log_decay: Tensor, documents: DocumentRows | None, cut: Cut) ->
     until_end = between[..., -1, :].exp().unsqueeze(-1)
     keep = since_start[..., -1, None, None].exp()
     since_start = since_start.exp().unsqueeze(-1)
-    if documents is not None:
-        ids = torch.cat((documents.ids, documents.ids[:, -1:].expand(-1, cut.pad)), 1)
-        ids = ids.view(len(ids), 1, 1, -1, length)
-        before = documents.before.view(-1, 1, 1, 1)
-        before = torch.cat((before, ids[..., :-1, -1]), -1).unsqueeze(-1)
-        hidden = hidden | (ids.unsqueeze(-1) != ids.unsqueeze(-2))
-        since_start = since_start * (ids == before).unsqueeze(-1)
-        until_end = until_end * (ids == ids[..., -1:]).unsqueeze(-1)
-        keep = keep * (ids[..., -1:] == before).unsqueeze(-1)
-    return ChunkDecays(since_start, until_end, between.exp().masked_fill(hidden, 0), keep)
+    between = between.exp().masked_fill(hidden, 0)
+    decays = ChunkDecays(since_start, until_end, between, keep)
+    return decays if documents is None else decays.seen(chunk_sight(documents, cut))

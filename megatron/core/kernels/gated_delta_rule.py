@@ -38,7 +38,8 @@ class DeltaChunks:
     keys: Tensor
     """[.., l, d], decayed until the chunk ends."""
     keep: Tensor
-    """[.., 1, 1], the decay of a whole chunk; 0 where a document begins inside it."""
+    """[.., 1, 1], or [.., d, 1] of channels, the decay of a whole chunk; 0 where a document begins
+    inside it."""
     cut: Cut
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ strengths, r decays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,8 @@ _UNIT_EPS = 1e-6
 class GatedDeltaNet(RecurrentMixer):
     """Mix a sequence by the gated delta rule."""
 
+    rule: ClassVar[Callable[..., DeltaChunks]] = staticmethod(delta_chunks)
+
     @staticmethod
     def sizes_of(config: Any) -> MixerSizes:
         """Return the widths."""
@@ -64,9 +66,14 @@ class GatedDeltaNet(RecurrentMixer):
 
     def add_parameters(self, layer: ParallelLayer) -> None:
         """Make decays of heads, and the norm that they share."""
-        n, config = self.num_heads, self.config
+        n = self.num_heads
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n, split_dim=0, init_method=torch.nn.init.ones_)
+        self.add_norm()
+
+    def add_norm(self) -> None:
+        """Make the norm of a head, whose scales the heads share."""
+        config = self.config
         self.out_norm = RMSNorm(
             self.sizes.value_width,
             config.layernorm_epsilon,
@@ -94,12 +101,11 @@ class GatedDeltaNet(RecurrentMixer):
         coefficients: Sequence[Tensor],
         documents: DocumentRows | None,
     ) -> DeltaChunks:
-        """Return the gated delta rule, with queries and keys [s, b, g, d] of length 1."""
+        """Return the delta rule, with queries and keys [s, b, g, d] of length 1."""
         query, key, value = convolved
-        log_decay, beta = coefficients
         value = value.reshape(*value.shape[:2], self.num_heads, -1)
-        scale = self.sizes.key_width**-0.5
-        return delta_chunks(_unit(query) * scale, _unit(key), value, log_decay, beta, documents)
+        query = _unit(query) * self.sizes.key_width**-0.5
+        return self.rule(query, _unit(key), value, *coefficients, documents)
 
     def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
         """Norm each head of [s, b, n, e], then gate it; return [s, b, n*e]."""

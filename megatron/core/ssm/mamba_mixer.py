@@ -11,11 +11,9 @@ block is a group: gates z and inputs x of r heads, B and C of d, r step sizes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,23 +24,12 @@ from megatron.core.ssm.recurrent_mixer import (
     RecurrentMixer,
     RecurrentMixerSubmodules,
     fill_log_decays,
+    fill_step_biases,
     wide,
 )
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 
 MambaMixerSubmodules = RecurrentMixerSubmodules
-
-_LEAST_STEP, _LARGEST_STEP = 1e-3, 1e-1
-"""Step sizes begin between these, evenly in their logarithm."""
-_SMALLEST_STEP = 1e-4
-
-
-def fill_step_biases(dt_bias: Tensor) -> None:
-    """Fill [n] with what softplus makes a step size of."""
-    logs = nn.init.uniform_(dt_bias, math.log(_LEAST_STEP), math.log(_LARGEST_STEP))
-    steps = logs.exp().clamp(min=_SMALLEST_STEP)
-    with torch.no_grad():
-        dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
 class MambaMixer(RecurrentMixer):

@@ -30,6 +30,8 @@ class MixerSizes:
     """Products of an element of the state for each token."""
     vector_parameters: int
     """Parameters beside the matrices and the taps."""
+    inner_matrices: int = 0
+    """Elements of matrices between the two projections."""
     kept_elements: float
     """Elements in fp32 that the backward of a token needs between the two projections. Measured on
     the plain implementation."""
@@ -56,7 +58,7 @@ class MixerSizes:
 
     def matrices(self, hidden: int) -> int:
         """Elements of the matrices that a token is multiplied with."""
-        return hidden * (self.projected + self.values)
+        return hidden * (self.projected + self.values) + self.inner_matrices
 
     def parameters(self, hidden: int) -> int:
         """All parameters of the mixer."""

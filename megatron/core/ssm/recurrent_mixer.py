@@ -11,6 +11,7 @@ projection packs rows block by block; tensor parallelism splits whole blocks.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ from megatron.core.utils import divide
 
 LARGEST_DECAY = 16.0
 """exp(A_log) begins between 1 and this."""
+_LEAST_STEP, _LARGEST_STEP = 1e-3, 1e-1
+"""Step sizes begin between these, evenly in their logarithm."""
+_SMALLEST_STEP = 1e-4
 
 
 @dataclass
@@ -50,6 +54,14 @@ class RecurrentMixerSubmodules:
 def fill_log_decays(a_log: Tensor) -> None:
     """Fill [n] with the logarithm of U(1, 16)."""
     nn.init.uniform_(a_log, 1.0, LARGEST_DECAY).log_()
+
+
+def fill_step_biases(dt_bias: Tensor) -> None:
+    """Fill [n] with what softplus makes a step size of."""
+    logs = nn.init.uniform_(dt_bias, math.log(_LEAST_STEP), math.log(_LARGEST_STEP))
+    steps = logs.exp().clamp(min=_SMALLEST_STEP)
+    with torch.no_grad():
+        dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
 
 
 class RecurrentMixer(MegatronModule):

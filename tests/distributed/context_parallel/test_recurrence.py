@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("variant", ["gated_delta_net", "mamba2"])
+@pytest.mark.parametrize("variant", ["gated_delta_net", "kda", "mamba2"])
 @pytest.mark.parametrize(("cp", "length", "documents", "taps"), CASES)
 def test_outputs_and_gradients_are_those_of_one_process(variant, cp, length, documents, taps):
     case = (variant, length, documents, taps)
@@ -88,12 +88,12 @@ def gathered_bytes(groups, variant, length):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("variant", ["gated_delta_net", "mamba2"])
+@pytest.mark.parametrize("variant", ["gated_delta_net", "kda", "mamba2"])
 def test_bytes_of_the_exchange_do_not_depend_on_the_length(variant):
     short, long = (run_distributed(gathered_bytes, 2, variant, n, cp=2) for n in (16, 512))
     assert short == long
     pieces, item = 2 * BATCH, 8
     # Of each head a matrix or a number, and a state: 2 groups of 2 heads.
-    state = {"gated_delta_net": 2 * 2 * 6 * (6 + 5), "mamba2": 2 * 2 * (1 + 5) * 6}[variant]
-    channels = {"gated_delta_net": 2 * 2 * 6 + 4 * 5, "mamba2": 4 * 6 + 2 * 2 * 5}[variant]
+    delta = (2 * 2 * 6 * (6 + 5), 2 * 2 * 6 + 4 * 5)
+    state, channels = delta if variant != "mamba2" else (2 * 2 * (1 + 5) * 6, 4 * 6 + 2 * 2 * 5)
     assert short == [[pieces * 3 * channels * item, pieces * state * item]] * 2

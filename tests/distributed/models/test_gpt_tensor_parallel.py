@@ -38,6 +38,10 @@ FAMILIES = {
         "linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
         "linear_key_head_dim": 6, "linear_value_head_dim": 5,
     },
+    "kimi delta attention": {
+        "normalization": "RMSNorm", "hybrid_layer_pattern": "K-", "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+    },
     "mamba": {
         "normalization": "RMSNorm", "hybrid_layer_pattern": "M-", "mamba_num_groups": 4,
         "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
@@ -93,6 +97,9 @@ CASES = [
     ("gpt2", False, 2, {"sequence_parallel": True}),
     ("llama", False, 2, {}),
     ("mamba", True, 4, {"sequence_parallel": True}),
+    ("kimi delta attention", False, 4, {
+        "sequence_parallel": True, "recompute_granularity": "selective",
+    }),
     ("llama", True, 4, {"sequence_parallel": True}),
     ("qwen", False, 2, {"sequence_parallel": True}),
     ("qwen", True, 4, {}),

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks gives what the recurrence of its paper gives, token by token."""
+"""Delta rules in chunks give what the recurrences of their papers give, token by token."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import torch
 
 from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.gated_delta_rule import delta_chunks
+from megatron.core.kernels.kimi_delta_rule import decayed_products, kimi_delta_chunks
 from megatron.core.ssm.short_convolution import causal_convolution
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP64_REORDERED_SUM, assert_close
 
 B, G, R, D, E = 2, 2, 3, 5, 7
+RULES = {1: delta_chunks, D: kimi_delta_chunks}
+"""Decays of a head and row -> the rule in chunks."""
+every_rule = pytest.mark.parametrize("decays", RULES)
 
 
-def sequence(s, seed=3, dtype=torch.float64):
+def sequence(s, decays, seed=3, dtype=torch.float64):
     """Return query, key, value, log decay and beta of s rows; keys have length 1."""
     made = torch.Generator().manual_seed(seed)
 
@@ -25,14 +29,17 @@ def sequence(s, seed=3, dtype=torch.float64):
         normal(s, B, G, D),
         key / key.norm(dim=-1, keepdim=True),
         normal(s, B, G * R, E),
-        -normal(s, B, G * R).exp(),
+        -(normal(s, B, G * R) if decays == 1 else normal(s, B, G * R, decays)).exp(),
         normal(s, B, G * R).sigmoid(),
     )
     return [part.to(dtype).requires_grad_() for part in parts]
 
 
 def recurrence(query, key, value, log_decay, beta, ids=None, state=None):
-    """Section 3.1 of the paper, one row after the other; returns outputs and the last state."""
+    """Compute row by row as in section 3.1 of arXiv 2412.06464, or 3 of 2510.26692.
+
+    Returns outputs and the last state.
+    """
     s = query.shape[0]
     query, key = (x.repeat_interleave(R, 2) for x in (query, key))
     state = torch.zeros(B, G * R, D, E).to(query) if state is None else state
@@ -42,7 +49,7 @@ def recurrence(query, key, value, log_decay, beta, ids=None, state=None):
             state = state * (ids[:, t] == ids[:, t - 1]).view(B, 1, 1, 1)
         k, v = key[t].unsqueeze(-1), value[t].unsqueeze(-2)
         strength = beta[t].view(B, -1, 1, 1)
-        state = log_decay[t].exp().view(B, -1, 1, 1) * state
+        state = log_decay[t].exp().view(B, G * R, -1, 1) * state
         state = state + strength * k * (v - (k * state).sum(-2, keepdim=True))
         outputs.append((query[t].unsqueeze(-1) * state).sum(-2))
     return torch.stack(outputs), state
@@ -55,6 +62,7 @@ def documents_of(s, lengths):
     return DocumentRows(ids, ids[:, 0])
 
 
+@every_rule
 @pytest.mark.parametrize(
     ("s", "chunk", "lengths"),
     [
@@ -66,11 +74,11 @@ def documents_of(s, lengths):
         (19, 4, ([1, 2, 16], [7, 4, 8])),
     ],
 )
-def test_chunks_give_outputs_states_and_gradients_of_the_recurrence(s, chunk, lengths):
-    inputs = sequence(s)
+def test_chunks_give_outputs_states_and_gradients_of_the_recurrence(s, chunk, lengths, decays):
+    inputs = sequence(s, decays)
     documents = None if lengths is None else documents_of(s, lengths)
     plain, last = recurrence(*inputs, None if documents is None else documents.ids)
-    found, state = delta_chunks(*inputs, documents, chunk=chunk).run()
+    found, state = RULES[decays](*inputs, documents, chunk=chunk).run()
     weight = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).double()
     expected = torch.autograd.grad((plain * weight).sum() + last.square().sum(), inputs)
     loss = (found * weight).sum() + state.square().sum()
@@ -82,27 +90,41 @@ def test_chunks_give_outputs_states_and_gradients_of_the_recurrence(s, chunk, le
         assert_close(grad, of_plain, FP64_REORDERED_SUM, f"gradient of {name}")
 
 
-def test_half_inputs_keep_fp32_states():
-    inputs = sequence(150, dtype=torch.bfloat16)
+@every_rule
+def test_half_inputs_keep_fp32_states(decays):
+    inputs = sequence(150, decays, dtype=torch.bfloat16)
     plain, _ = recurrence(*(x.double() for x in inputs))
-    found, state = delta_chunks(*inputs).run()
+    found, state = RULES[decays](*inputs).run()
     assert state.dtype == found.dtype == torch.float32
     assert_close(found, plain, FP32_REORDERED_SUM, "outputs")
 
 
-def test_a_sequence_in_pieces_is_what_their_transitions_compose_to():
+@every_rule
+def test_a_sequence_in_pieces_is_what_their_transitions_compose_to(decays):
     s, half = 22, 11
-    inputs, documents = sequence(s), documents_of(s, ([9, 13], [11, 4, 7]))
+    inputs, documents = sequence(s, decays), documents_of(s, ([9, 13], [11, 4, 7]))
     plain, last = recurrence(*inputs, documents.ids)
     first = DocumentRows(documents.ids[:, :half], documents.before)
     second = DocumentRows(documents.ids[:, half:], documents.ids[:, half - 1])
-    early = delta_chunks(*(x[:half] for x in inputs), first, chunk=4)
-    late = delta_chunks(*(x[half:] for x in inputs), second, chunk=4)
+    early = RULES[decays](*(x[:half] for x in inputs), first, chunk=4)
+    late = RULES[decays](*(x[half:] for x in inputs), second, chunk=4)
     between = early.after(early.transition(), None)
     found = late.after(late.transition(), between)
     assert_close(found.flatten(1, 2), last, FP64_REORDERED_SUM, "state")
     found = torch.cat((early.run()[0], late.run(between)[0]))
     assert_close(found, plain, FP64_REORDERED_SUM, "outputs")
+
+
+def test_products_of_rows_with_strong_decays_are_as_exact_as_fp32_is():
+    made = torch.Generator().manual_seed(2)
+    left, right = (torch.randn(64, D, generator=made) for _ in range(2))
+    log_decay = -20 * torch.rand(64, D, generator=made)
+    found = decayed_products(left, right, log_decay)
+    wide = log_decay.double()
+    sums = torch.stack([torch.stack([wide[j + 1 : i + 1].sum(0) for j in range(64)])
+                        for i in range(64)])  # fmt: skip
+    expected = ((left.double().unsqueeze(1) * right.double()) * sums.exp()).sum(-1).tril()
+    assert_close(found, expected, FP32_REORDERED_SUM, "products")
 
 
 def test_a_convolution_sees_the_rows_before_it_in_its_document():

@@ -135,7 +135,7 @@ def test_parameters_of_published_models_are_counted(name):
         " --group-query-attention --num-query-groups 2",
         f"{RECURRENT} --linear-attention-freq 2 --mtp-num-layers 1 --qk-layernorm",
         f"{MAMBA} --experimental-attention-variant mamba2 --linear-attention-freq 2 --swiglu",
-        f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*G-M"
+        f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*GK-M"
         " --num-experts 2 --moe-latent-size 12",
         f"{RECURRENT} --num-experts 2 --normalization RMSNorm --add-qkv-bias",
     ],

@@ -18,12 +18,16 @@ from megatron.core.models.common.language_module.language_module import (
     loss_needs,
 )
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
-from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, MAMBA
+from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
 from megatron.core.transformer.dot_product_attention import asked_backend
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_RECURRENCES = {GATED_DELTA_NET: "gated delta rule", MAMBA: "state-space dual"}
+_RECURRENCES = {
+    GATED_DELTA_NET: "gated delta rule",
+    KIMI: "delta rule of channels",
+    MAMBA: "state-space dual",
+}
 
 
 @dataclass(frozen=True)

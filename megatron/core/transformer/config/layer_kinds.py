@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.core.foundation.errors import ConfigError
 
-ATTENTION, GATED_DELTA_NET, MAMBA = "attention", "gated_delta_net", "mamba2"
+ATTENTION, GATED_DELTA_NET, KIMI, MAMBA = "attention", "gated_delta_net", "kda", "mamba2"
 DENSE, EXPERTS = "dense", "experts"
 NOTHING = ""
 """The mixer of a layer without one, and likewise its MLP."""
@@ -46,6 +46,7 @@ ATTENTION_AND_MLP = LayerKind()
 KINDS = {
     "M": LayerKind(MAMBA, NOTHING),
     "G": LayerKind(GATED_DELTA_NET, NOTHING),
+    "K": LayerKind(KIMI, NOTHING),
     "*": LayerKind(ATTENTION, NOTHING),
     "+": LayerKind(ATTENTION, NOTHING),
     "-": LayerKind(NOTHING, DENSE),
@@ -53,7 +54,7 @@ KINDS = {
 }
 """Letters of --hybrid-layer-pattern; + is attention with latents, as all of such a model is."""
 _FLAG = "--hybrid-layer-pattern"
-_EXAMPLE = "use letters of M, G, *, +, - and E, for example M-M*-|M-M*-"
+_EXAMPLE = "use letters of M, G, K, *, +, - and E, for example M-M*-|M-M*-"
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def hybrid_pattern(text: str) -> HybridPattern:
     if unknown or not main.strip("|"):
         raise ConfigError(
             f"hybrid_layer_pattern={text!r} has {', '.join(unknown) or 'no layer'}.",
-            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, * attention, + attention with"
-            " latents, - MLP, E experts; | separates pipeline stages, / precedes what predicts a"
-            " later token",
+            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, *"
+            " attention, + attention with latents, - MLP, E experts; | separates pipeline stages, /"
+            " precedes what predicts a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )

@@ -14,6 +14,7 @@ from megatron.core.transformer.config.layer_kinds import (
     DENSE,
     EXPERTS,
     GATED_DELTA_NET,
+    KIMI,
     MAMBA,
     HybridPattern,
     LayerKind,
@@ -21,14 +22,21 @@ from megatron.core.transformer.config.layer_kinds import (
 )
 from megatron.core.utils import best_divisor
 
-MIXER_OF_VARIANT = {"gated_delta_net": GATED_DELTA_NET, "gdn": GATED_DELTA_NET, "mamba2": MAMBA}
+MIXER_OF_VARIANT = {
+    "gated_delta_net": GATED_DELTA_NET,
+    "gdn": GATED_DELTA_NET,
+    "kda": KIMI,
+    "mamba2": MAMBA,
+}
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
-_NOT_HERE = "use gated_delta_net or mamba2"
+_NOT_HERE = "use gated_delta_net, kda or mamba2"
 _PART = "experimental_attention_variant"
 _HYBRID = "hybrid_layer_pattern"
+_DELTA_SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+                "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
 _SIZES = {
-    GATED_DELTA_NET: ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
-                      "linear_num_key_heads", "linear_num_value_heads"),
+    GATED_DELTA_NET: _DELTA_SIZES,
+    KIMI: _DELTA_SIZES,
     MAMBA: ("linear_conv_kernel_dim", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
             "mamba_num_heads"),
 }  # fmt: skip
@@ -37,15 +45,16 @@ _SIZES = {
 
 @dataclass
 class LinearAttentionConfig:
-    """Layers whose mixer is a recurrence: Gated DeltaNet (arXiv 2412.06464), Mamba-2."""
+    """Layers whose mixer is a recurrence: Gated DeltaNet, Kimi Delta Attention, Mamba-2."""
 
     experimental_attention_variant: str | None = flag(
         None,
-        choices=("gdn", "gdn2", "dsa", "gated_delta_net", "mamba2"),
+        choices=("gdn", "gdn2", "dsa", "gated_delta_net", "kda", "mamba2"),
         refuse_values={"gdn2": _NOT_HERE, "dsa": _NOT_HERE},
     )
     """What mixes the sequence in the layers of --linear-attention-freq: gated_delta_net, for short
-    gdn (arXiv 2412.06464), or mamba2 (arXiv 2405.21060)."""
+    gdn (arXiv 2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), or mamba2 (arXiv
+    2405.21060)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_PART
     )
@@ -54,19 +63,20 @@ class LinearAttentionConfig:
     hybrid_layer_pattern: str | None = flag(
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
-    """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, *
-    attention, - MLP, E experts; | separates pipeline stages, / precedes what predicts a later
-    token: "M-M*-|M-M*-"."""
+    """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
+    Kimi Delta Attention, * attention, - MLP, E experts; | separates pipeline stages, / precedes
+    what predicts a later token: "M-M*-|M-M*-"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_PART)
     """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_PART)
-    """Width of a query and key head of Gated DeltaNet."""
+    """Width of a query and key head of Gated DeltaNet, and of Kimi Delta Attention."""
     linear_value_head_dim: int = flag(128, part_of=_PART)
-    """Width of a value head of Gated DeltaNet."""
+    """Width of a value head of Gated DeltaNet, and of Kimi Delta Attention."""
     linear_num_key_heads: int = flag(16, part_of=_PART)
-    """Query and key heads of Gated DeltaNet."""
+    """Query and key heads of Gated DeltaNet, and of Kimi Delta Attention."""
     linear_num_value_heads: int = flag(32, part_of=_PART)
-    """Value heads of Gated DeltaNet; each key head serves an equal number of them."""
+    """Value heads of Gated DeltaNet, and of Kimi Delta Attention; each key head serves an equal
+    number of them."""
     mamba_state_dim: int = flag(128, part_of=_HYBRID)
     """Width of the state of Mamba-2."""
     mamba_head_dim: int = flag(64, part_of=_HYBRID)
@@ -136,7 +146,7 @@ class LinearAttentionConfig:
         ]
         if problems:
             return problems
-        if GATED_DELTA_NET in mixers:
+        if mixers & {GATED_DELTA_NET, KIMI}:
             keys, values = self.linear_num_key_heads, self.linear_num_value_heads
             problems += _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
                                         values, tp, "key heads, and the value heads that share"
