@@ -1,18 +1,25 @@
 """How much of a slow transfer between the device and host memory is hidden by computation.
 
-    python -m benchmarks.offload_copies
-    python -m benchmarks.offload_copies --simulated --compute 1.0
+    python -m benchmarks.offload_copies --kind zero2
+    python -m benchmarks.offload_copies --kind zero3
+    python -m benchmarks.offload_copies --kind zero3 --simulated --compute 1.0
 
-One process trains the plain PyTorch GPT of `benchmarks.data_parallel` with ZeRO-3 and its shards
-in host memory (`param_cpu_offload`). On a CPU the host is the device, and the copies would cost
-little, so each one also waits until it has taken as long as `--rate` bytes a second allow. The
-computing thread notes how long it waits for a copy; the rest of the transfer is hidden:
+One process trains the plain PyTorch GPT of `benchmarks.data_parallel` in bf16 with AdamW, whose
+state is in host memory, in one of two ways:
+
+    zero2   gradients go to the host beside backward, weights to the device beside the update
+    zero3   the shards of the weights are in host memory, too: copied to the device for each gather
+
+On a CPU the host is the device, and the copies would cost little, so each one also waits until it
+has taken as long as `--rate` bytes a second allow, in each direction. The computing thread notes
+how long it waits for a copy; the rest of the transfer is hidden:
 
     hidden = 1 - waited / (bytes / rate)
 
 With `--simulated` nothing is timed: the same program starts and waits for copies by a clock that
-advances only by what a layer takes, which is `--compute` times as long as its weights travel in the
-forward pass and twice that in the backward pass. The result does not depend on the machine.
+advances only by what is computed. A layer takes `--compute` times as long as its weights travel in
+the forward pass and twice that in the backward pass, the update `--update` nanoseconds an element.
+The result does not depend on the machine.
 
 `--timeline` prints the copies and the waits of the last step.
 """
@@ -22,7 +29,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -35,10 +45,13 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.zero import shard_storage
-from megatron.core.distributed.zero.stage3 import Zero3Buffer
+from megatron.core.distributed.zero import gathered_params, shard_storage, sharded_gradients
+from megatron.core.offload.device_copies import DeviceCopies
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag, no_flag
 
 WARMUP_STEPS = 2
 
@@ -47,6 +60,9 @@ WARMUP_STEPS = 2
 class Flags(Workload):
     """What the command line says."""
 
+    kind: str = flag("zero3", choices=("zero2", "zero3"))
+    """What is in host memory."""
+    optimizer: bool = no_flag(True)
     vocabulary: int = 1024
     microbatches: int = 4
     rate: float = 1e9
@@ -57,6 +73,11 @@ class Flags(Workload):
     """Count time instead of taking it."""
     compute: float = 1.0
     """Time of a layer's forward pass over that of its transfer; with --simulated."""
+    update: float = 3.0
+    """Nanoseconds that the update of an element takes; with --simulated. AdamW reads and writes 30
+    bytes of each, which a core does at 10 GB/s."""
+    bucket_size: int = 1_000_000
+    """Most gradients that are reduced and copied at a time."""
     timeline: bool = False
     """Print when copies were made and waited for."""
 
@@ -75,6 +96,15 @@ class Step:
         return 1 - self.waited_s / self.transfer_s
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "zero2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "zero3": {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "param_cpu_offload": True,
+    },
+}
+
+
 class Training:
     """A model whose copies go over a slow link."""
 
@@ -82,18 +112,36 @@ class Training:
         self.options, self.record, self.clock = options, Record(), Clock()
         if options.simulated:
             self._give_time(model)
-            link = SimulatedCopies("parameters", options.rate, self.record, self.clock)
-        else:
-            link = SlowCopies("parameters", options.rate, self.record)
         self._groups = ProcessGroupCollection.single()
+        overlap = {"overlap_cpu_optimizer_d2h_h2d": True}
         settings = DistributedDataParallelConfig(
-            data_parallel_sharding_strategy="optim_grads_params", param_cpu_offload=True
-        )
-        with patch.object(shard_storage, "device_copies", lambda _: link):
+            grad_reduce_in_fp32=True, bucket_size=options.bucket_size, **KINDS[options.kind],
+            **overlap,
+        )  # fmt: skip
+        with ExitStack() as stack:
+            for module, name in (
+                (shard_storage, "weights"),
+                (gathered_params, "weights"),
+                (sharded_gradients, "gradients"),
+            ):
+                link = partial(self._link, name)
+                stack.enter_context(patch.object(module, "device_copies", link))
             self.model = DistributedDataParallel(
                 CONFIG, settings, model, pg_collection=self._groups
             )
+        config = OptimizerConfig(
+            lr=1e-3, bf16=True, optimizer_cpu_offload=True, use_distributed_optimizer=True,
+            **overlap,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(config, [self.model], pg_collection=self._groups)
+        if options.simulated:
+            self.optimizer.optimizer.update = self._timed(self.optimizer.optimizer.update)
         self._batches = micro_batches(0, options)
+
+    def _link(self, name: str, _: torch.device, *, to_host: bool = False) -> DeviceCopies:
+        if self.options.simulated:
+            return SimulatedCopies(name, self.options.rate, self.record, self.clock)
+        return SlowCopies(name, self.options.rate, self.record)
 
     def _give_time(self, model: nn.Module) -> None:
         per_byte = self.options.compute / self.options.rate
@@ -105,12 +153,20 @@ class Training:
         outside = sum(p.nbytes for p in model.parameters()) - inside
         self.clock.compute(model, outside * per_byte)
 
+    def _timed(self, rule: ElementwiseUpdate) -> ElementwiseUpdate:
+        def update(pieces: Pieces) -> None:
+            rule.update(pieces)
+            numel = sum(weight.numel() for weight in pieces.weights)
+            self.clock.now += numel * self.options.update * 1e-9
+
+        return replace(rule, update=update)
+
     def now(self) -> float:
         """Return the time."""
         return self.clock() if self.options.simulated else time.perf_counter()
 
     def step(self) -> Step:
-        """Train on all micro batches."""
+        """Train on all micro batches, and update."""
         self.record.clear()
         model, batches, begin = self.model, self._batches, self.now()
         model.zero_grad_buffer()
@@ -119,7 +175,7 @@ class Training:
                 backward(model, batches, index)
         backward(model, batches, -1)
         finalize_model_grads([model], pg_collection=self._groups)
-        model.start_param_sync()
+        self.optimizer.step()
         transfer_s = self.record.num_bytes / self.options.rate
         return Step(self.now() - begin, transfer_s, self.record.waited_s)
 
@@ -137,17 +193,12 @@ def main() -> int:
     """Print the table."""
     options = read_command_line(Flags, description=__doc__.splitlines()[0])
     torch.set_num_threads(1)
-    training = Training(build_model(options), options)
+    training = Training(build_model(options).bfloat16(), options)
     for _ in range(WARMUP_STEPS):
         training.step()
     steps = [training.step() for _ in range(1 if options.simulated else options.rounds)]
     if options.timeline:
         print_timeline(training.record)
-    (buffer,) = training.model.gradient_buffers
-    assert isinstance(buffer, Zero3Buffer)
-    host = sum(shard.nbytes for shard in buffer.params.shards)
-    parameters = sum(p.nbytes for p in training.model.module.parameters())
-    print(f"parameters {parameters / 2**20:.1f} MiB, on the host {host / 2**20:.1f} MiB")
     transfer_s = steps[-1].transfer_s
     num_mib = transfer_s * options.rate / 2**20
     print(f"copied in a step {num_mib:.0f} MiB: {transfer_s:.2f} s at this rate")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,7 +61,8 @@ class SlowCopies(ThreadCopies):
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """See `DeviceCopies`."""
         self._record.num_bytes += source.nbytes
-        return _Timed(self._name, super().start(source), self._record, time.perf_counter)
+        copy = super().start(source, target)
+        return _Timed(self._name, copy, self._record, time.perf_counter)
 
 
 class Clock:
@@ -102,19 +103,21 @@ class SimulatedCopies:
         self._name, self._rate, self._record, self.clock = name, rate, record, clock
         self._is_free_at = 0.0
 
-    def start(self, source: Tensor) -> Copy:
+    def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """See `DeviceCopies`."""
         begin = max(self._is_free_at, self.clock.now)
         self._is_free_at = begin + source.nbytes / self._rate
         self._record.num_bytes += source.nbytes
         self._record.copies.append(Interval(self._name, begin, self._is_free_at))
-        copy = _SimulatedCopy(source.clone(), self.clock, self._is_free_at)
+        target = torch.empty_like(source) if target is None else target
+        copy = _SimulatedCopy(target.copy_(source), self.clock, self._is_free_at)
         return _Timed(self._name, copy, self._record, self.clock)
 
     @contextmanager
-    def after(self, copy: Copy) -> Iterator[None]:
+    def after(self, copies: Sequence[Copy]) -> Iterator[None]:
         """See `DeviceCopies`."""
-        copy.wait()
+        for copy in copies:
+            copy.wait()
         yield
 
 

@@ -185,6 +185,8 @@ def data_parallel_config(settings: EngineSettings) -> DistributedDataParallelCon
         grad_reduce_in_fp32=read["data_types.grad_accum_dtype"] in (None, "fp32"),
         data_parallel_sharding_strategy=SHARDING_STRATEGIES[settings.stage],
         num_distributed_optimizer_instances=settings.num_instances,
+        overlap_cpu_optimizer_d2h_h2d=bool(offload_settings(read))
+        and read[f"{OFFLOAD}.ratio"] == 1.0,
         param_cpu_offload=read["zero_optimization.offload_param.device"] == "cpu",
         param_offload_path=read["zero_optimization.offload_param.nvme_path"]
         if read["zero_optimization.offload_param.device"] == "nvme"

@@ -18,6 +18,7 @@ STEP = (
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 STAGE = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+HOST = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 WAITS = {
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     " --use-distributed-optimizer --ddp-bucket-size 1000": [
@@ -26,12 +27,14 @@ WAITS = {
         "executor.py:forward",
         "executor.py:_backpropagate",
     ],
-    f"{STAGE} optim_grads --tensor-model-parallel-size 2 --sequence-parallel": [
+    f"{STAGE} optim_grads --tensor-model-parallel-size 2 --sequence-parallel {HOST} --bf16": [
         "linear_with_overlap.py:backward",
         "grad_reducer.py:wait",
+        "gathered_params.py:finish",
+        "device_copies.py:start:wait",
+        "device_copies.py:wait:wait",
     ],
-    f"{STAGE} optim_grads_params --context-parallel-size 2 --param-cpu-offload"
-    " --optimizer-cpu-offload": [
+    f"{STAGE} optim_grads_params --context-parallel-size 2 --param-cpu-offload {HOST}": [
         "sharded_params.py:_wait_for",
         "kv_exchange.py:_ring",
         "kv_exchange.py:blocks_backward",

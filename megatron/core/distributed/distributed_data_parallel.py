@@ -374,6 +374,8 @@ class DistributedDataParallel(nn.Module):
         """Multiply all reduced gradients."""
         for buffer in self.gradient_buffers:
             for owned in buffer.owned_gradients():
+                if isinstance(scaling_factor, Tensor):
+                    scaling_factor = scaling_factor.to(owned.device)
                 owned.mul_(scaling_factor)
 
     def spans(self) -> list[ShardSpan]:

@@ -34,6 +34,10 @@ class ShardedOptimizerFlags:
         False, note="parameters are gathered after the optimizer step"
     )
     """Begin that gather during the optimizer step."""
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, part_of="optimizer_cpu_offload")
+    """Copy between the device and host memory while others compute: with sharded gradients, each
+    reduced bucket to the host beside backward, and with optim_grads updated weights to the device
+    beside the update and the next forward pass."""
 
 
 @dataclass

@@ -86,7 +86,7 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
                     for gradient in _reduced(chunk, parameter):
                         partial.setdefault((axis, gradient.dtype), []).append(gradient)
     for (axis, _), gradients in partial.items():
-        joined = torch.cat([gradient.flatten() for gradient in gradients])
+        joined = torch.cat([gradient.flatten() for gradient in gradients]).to(_device_of(model))
         sum_in_place(joined, getattr(groups, axis))
         parts = joined.split([gradient.numel() for gradient in gradients])
         for gradient, total in zip(gradients, parts, strict=True):
@@ -116,9 +116,17 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
         for gradient in others:
             total.add_(gradient)
         if len(by_stage) < num_copies:
-            sum_in_place(total.view(-1), groups.embd)
+            on_device = total.view(-1).to(_device_of(model))
+            sum_in_place(on_device, groups.embd)
+            if on_device.device != total.device:
+                total.view(-1).copy_(on_device)
         for gradient in others:
             gradient.copy_(total)
+
+
+def _device_of(model: Sequence[nn.Module]) -> torch.device:
+    """Return where ranks communicate from; reduced gradients may be in host memory."""
+    return next(parameter.device for chunk in model for parameter in chunk.parameters())
 
 
 def _divide_by_tokens(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
+from megatron.core.offload.arriving_values import ArrivingValues
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.work import AnyWork
 
@@ -108,12 +109,14 @@ class FlatParams:
         end: int,
         gradients: Tensor,
         values_of: Callable[[Piece], Tensor] | None = None,
+        arrivals: ArrivingValues | None = None,
     ) -> ShardSpan:
         """Describe [begin, end) of the layout to an optimizer.
 
         Args:
             gradients: [end - begin].
             values_of: where the model's values of a piece are; by default in its parameter.
+            arrivals: takes values that are computed in host memory.
         """
         values_of = values_of or self._values_of
         pieces = self.plan.pieces(begin, end)
@@ -129,8 +132,9 @@ class FlatParams:
             parameter, name = self.parameters[piece.index], self.names[piece.index]
             values = values_of(piece)
             gradient = gradients[piece.offset - begin :][: values.numel()].view(values.shape)
+            begins, ends = piece.begin, piece.end
             shards.append(
-                ParameterShard(name, parameter, piece.begin, piece.end, values, gradient, self.mesh)
+                ParameterShard(name, parameter, begins, ends, values, gradient, self.mesh, arrivals)
             )
         return ShardSpan(gradients, shards, num_blocks)
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
+from megatron.core.offload.arriving_values import ArrivingValues
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class ParameterShard:
     """The reduced gradient, of the shape of `values`; None: the optimizer reads `.grad`."""
     mesh: Mesh
     """The ranks that hold the other shards, and copies of this one."""
+    arrivals: ArrivingValues | None = None
+    """Takes new values that are computed in host memory; None: they are written to `values`."""
 
     def reduced_gradient(self) -> Tensor | None:
         """Return the gradient, of the shape of `values`; None if backward has left none."""

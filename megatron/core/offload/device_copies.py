@@ -6,7 +6,7 @@ device is the host, a thread does, so that the same program runs there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -35,31 +35,36 @@ class Copy(Protocol):
 
 
 class DeviceCopies(Protocol):
-    """Makes copies in the order in which they are started."""
+    """Makes copies in the order in which they are started; for each direction there is one."""
 
-    def start(self, source: Tensor) -> Copy:
-        """Start to copy `source` [n] to memory of the device."""
+    def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
+        """Start to copy `source` [n].
+
+        Args:
+            target: [n], of the same dtype, on the other side: host memory or the device's. None is
+                new memory of the device.
+        """
         ...
 
-    def after(self, copy: Copy) -> AbstractContextManager[None]:
-        """Inside, start what reads a copy. It waits for it; what computes afterwards does not."""
+    def after(self, copies: Sequence[Copy]) -> AbstractContextManager[None]:
+        """Inside, start what reads copies. It waits for them; what computes afterwards does not."""
         ...
 
 
-def device_copies(device: torch.device) -> DeviceCopies:
-    """Return what copies from the host to a device."""
-    return ThreadCopies() if is_host_memory(device) else StreamCopies(device)
+def device_copies(device: torch.device, *, to_host: bool = False) -> DeviceCopies:
+    """Return what copies from the host to a device, or from it to the host."""
+    return ThreadCopies() if is_host_memory(device) else StreamCopies(device, to_host=to_host)
 
 
 class ThreadCopies:
     """Copies that a thread makes; torch lets go of the interpreter while it copies."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-to-device")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-copies")
 
-    def start(self, source: Tensor) -> Copy:
+    def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """See `DeviceCopies`."""
-        target = torch.empty_like(source)
+        target = torch.empty_like(source) if target is None else target
         return _ThreadCopy(target, self._thread.submit(self.carry, target, source))
 
     def carry(self, target: Tensor, source: Tensor) -> None:
@@ -67,9 +72,10 @@ class ThreadCopies:
         target.copy_(source)
 
     @contextmanager
-    def after(self, copy: Copy) -> Iterator[None]:
+    def after(self, copies: Sequence[Copy]) -> Iterator[None]:
         """See `DeviceCopies`; there is no queue that could wait, so the caller does."""
-        copy.wait()
+        for copy in copies:
+            copy.wait()
         yield
 
 
@@ -88,42 +94,55 @@ class _ThreadCopy:
 class StreamCopies:
     """Copies on a stream of their own, from memory that is pinned."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, to_host: bool = False) -> None:
+        self._device, self._to_host = device, to_host
         self._stream = torch.Stream(device)
         self._readers = torch.Stream(device)
 
-    def start(self, source: Tensor) -> Copy:
+    def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """See `DeviceCopies`."""
+        if target is not None:
+            # One of the two is the device's: what was queued there writes the source, or reads
+            # what the target has had.
+            computing = current_stream()
+            assert computing is not None
+            self._stream.wait_event(computing.record_event())
         with _queued_on(self._stream):
-            target = torch.empty_like(source, device=self._device)
+            if target is None:
+                target = torch.empty_like(source, device=self._device)
             target.copy_(source, non_blocking=True)
-            return _StreamCopy(target, self._stream.record_event())
+            return _StreamCopy(source, target, self._stream.record_event(), self._to_host)
 
     @contextmanager
-    def after(self, copy: Copy) -> Iterator[None]:
+    def after(self, copies: Sequence[Copy]) -> Iterator[None]:
         """See `DeviceCopies`; what is started inside also waits for what was queued before."""
         computing = current_stream()
         assert computing is not None
         queued = computing.record_event()
         with _queued_on(self._readers):
             self._readers.wait_event(queued)
-            copy.wait()
+            for copy in copies:
+                copy.wait()
             yield
 
 
 class _StreamCopy:
-    def __init__(self, target: Tensor, copied: torch.Event) -> None:
-        self.target, self._copied = target, copied
+    def __init__(self, source: Tensor, target: Tensor, copied: torch.Event, to_host: bool) -> None:
+        self._source: Tensor | None = source  # lives until somebody has waited
+        self.target, self._copied, self._to_host = target, copied, to_host
 
     def is_completed(self) -> bool:
         return False  # a stream that waits costs nothing, an event that is asked costs a call
 
     def wait(self) -> Tensor:
-        reader = current_stream()
-        assert reader is not None
-        reader.wait_event(self._copied)
-        self.target.record_stream(reader)
+        if self._to_host:  # which computes without a stream
+            self._copied.synchronize()
+        else:
+            reader = current_stream()
+            assert reader is not None
+            reader.wait_event(self._copied)
+            self.target.record_stream(reader)
+        self._source = None
         return self.target
 
 

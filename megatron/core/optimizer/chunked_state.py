@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.foundation.device import is_host_memory
 from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 from megatron.core.offload.host_state_store import StateStore
@@ -253,8 +254,12 @@ class ChunkedState:
         if any(field.is_remainder for field in self.fields):
             return
         for segment in self._segments[number]:
-            values = segment.of_shard(segment.item.shard.values.detach())
-            values.copy_(segment.of_chunk(main.view(-1)))
+            shard, new = segment.item.shard, segment.of_chunk(main.view(-1))
+            values = segment.of_shard(shard.values.detach())
+            if shard.arrivals is not None and is_host_memory(self.store.device):
+                shard.arrivals.send(values, new)
+            else:
+                values.copy_(new)
 
     def _write_remainder(self, number: int, main: Tensor, column: Tensor) -> None:
         low = column.view(torch.int16).view(-1)

@@ -111,6 +111,8 @@ def _parts(
             by_dtype.setdefault(item.shard.values.dtype, []).append(item)
     parts = []
     for dtype, members in by_dtype.items():
+        # Buffers begin with the last layers; the first ones are needed first.
+        members.reverse()
         device = members[0].shard.values.device
         on_accelerator = not is_host_memory(device)
 

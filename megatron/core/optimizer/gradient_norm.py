@@ -121,7 +121,11 @@ class GradientReader:
         device = parameters[0].device if parameters else torch.device("cpu")
         counted = [is_counted_on_rank(shard.parameter, groups) for shard in self.shards]
         self._counts = torch.tensor(counted, dtype=torch.bool, device=device)
-        self._lengths = [torch.tensor(s.num_blocks, device=device) for s in self.spans if s.shards]
+        self._lengths = [
+            torch.tensor(span.num_blocks, device=span.gradients.device)
+            for span in self.spans
+            if span.shards
+        ]
         self.groups, self._device = groups, device
         self._dense = _Part(self.shards, parameters, False, shard_groups[0], groups.mp)
         self._expert = _Part(self.shards, parameters, True, shard_groups[1], groups.tp_ep_pp)
@@ -186,7 +190,7 @@ class GradientReader:
         if not parts:
             sums = torch.zeros(0, dtype=torch.float64, device=self._counts.device)
         else:
-            sums = torch.cat(parts)
+            sums = torch.cat([part.to(self._device) for part in parts])
         is_bad = ~sums.isfinite()
         # A copy does not count, but a NaN in it must be seen.
         return torch.where(self._counts | is_bad, sums, 0.0), is_bad
@@ -199,7 +203,7 @@ class GradientReader:
             if counts and gradient is not None:
                 gradient = without_padding(shard, gradient, self.groups)
                 zeros = gradient.numel() - torch.count_nonzero(gradient)
-                local[int(get_param_meta(shard.parameter).is_expert)] += zeros
+                local[int(get_param_meta(shard.parameter).is_expert)] += zeros.to(self._device)
         total = 0
         for part in self._parts():
             number = local[int(part.is_expert)].clone()

@@ -164,12 +164,6 @@ class OptimizerFlags:
     beside the update. Takes a few MiB of host memory."""
     optimizer_offload_fraction: float = 1.0
     """Share of the parameters whose state is offloaded."""
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False,
-        note="copies between an accelerator and host memory are not overlapped yet; files are"
-        " read ahead and written back beside the update in any case",
-    )
-    """Copy between device and host beside the update."""
 
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0 does not clip."""

@@ -129,6 +129,8 @@ def _values(
             values["param_cpu_offload"] = True
         if replication.param_offload_path is not None:
             values["param_offload_path"] = replication.param_offload_path
+    if replication.overlap_cpu_optimizer_d2h_h2d:
+        values["overlap_cpu_optimizer_d2h_h2d"] = True
     if settings.overlaps_reduction:
         values["overlap_grad_reduce"] = True
     if replication.bucket_size is not None:

@@ -16,6 +16,7 @@ import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
+from megatron.core.distributed.zero.stage2 import COPIES_IN_FLIGHT
 from megatron.core.foundation.device import device_type
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
@@ -197,20 +198,33 @@ def _offloads_parameters(run: ResolvedRun) -> bool:
     return is_on_host or ddp.param_offload_path is not None
 
 
+def _offloads_gradients(run: ResolvedRun) -> bool:
+    """Whether the sums of the own shards of gradients take no memory of the device."""
+    optimizer = run.optimizer
+    return (
+        run.ddp.overlap_cpu_optimizer_d2h_h2d
+        and optimizer.optimizer_cpu_offload
+        and optimizer.optimizer_offload_fraction == 1.0
+        and run.ddp.data_parallel_sharding_strategy in SHARDING_STRATEGIES[2:]
+        and device_type() != "cpu"
+    )
+
+
 def buffer_bytes(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize]) -> float:
     """Return the most that is whole at a time although only shards are kept.
 
-    Stage 2: the buckets of gradients that are filled or reduced. Stage 3: two units of parameters,
-    the next one on its way, and the gradients of one that is filled and one that is reduced. A unit
-    is a layer, or a table of the vocabulary.
+    Stage 2: the buckets of gradients that are filled, reduced or copied to the host. Stage 3: two
+    units of parameters, the next one on its way, and the gradients of one that is filled and one
+    that is reduced. A unit is a layer, or a table of the vocabulary.
     """
-    zero_stage, shards = zero_stage_of(run), num_shards(run)
-    if zero_stage < 2 or shards == 1:
+    zero_stage, shards, on_host = zero_stage_of(run), num_shards(run), _offloads_gradients(run)
+    if zero_stage < 2 or (shards == 1 and not on_host):
         return 0.0
     per, tp = _state_bytes(run), run.parallelism.tensor_model_parallel_size
     if zero_stage == 2:
         bucket = run.ddp.bucket_size or max(40_000_000, 1_000_000 * shards)
-        return min(sum(_held(run, size, chunks)), (MAX_IN_FLIGHT + 1) * bucket) * per.gradient
+        num_buckets = MAX_IN_FLIGHT + 1 + on_host * COPIES_IN_FLIGHT
+        return min(sum(_held(run, size, chunks)), num_buckets * bucket) * per.gradient
     routed = size.routed_parameters / expert_ranks(run)
     units = [
         size.layer_parameters(kind) / tp + kind.has_experts * routed
@@ -264,7 +278,7 @@ def estimate_memory(
             logits = tokens_of_rank * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
         weights=0.0 if _offloads_parameters(run) else weights * per.weight,
-        gradients=gradients * per.gradient,
+        gradients=0.0 if _offloads_gradients(run) else gradients * per.gradient,
         main_weights=optimizer * per.main,
         optimizer=optimizer * per.moments,
         activations=per_chunk * chunks_in_flight,

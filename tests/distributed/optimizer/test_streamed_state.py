@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, chunked_state_builder, get_megatron_optimizer
 from megatron.core.optimizer.replica_check import ReplicaCheck
@@ -25,6 +26,8 @@ from tests.distributed.checkpointing.gpt_run import (
     train_and_save,
 )
 from tests.distributed.distributed.replicas import accumulate, wrap
+from tests.distributed.optimizer.state_bytes import TOLERANCE
+from tests.distributed.optimizer.state_bytes import Wide as Stack
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, assert_close
 
@@ -43,12 +46,13 @@ def check_places(groups, layout: Layout, model: Model, rule: str, directory: Pat
         chosen = {"optimizer": rule, "initial_loss_scale": 2.0**10}
         plain = Run(groups, layout, model, optimizer=chosen)
         plain.train(NUM_STEPS)
-        for place in (
-            {"optimizer_cpu_offload": True},
-            {"optimizer_offload_path": str(directory)},
-            {"optimizer_offload_path": str(directory), "optimizer_offload_fraction": 0.4},
+        overlap = {"overlap_cpu_optimizer_d2h_h2d": layout.zero >= 2}
+        for place, ddp in (
+            ({"optimizer_cpu_offload": True}, overlap),
+            ({"optimizer_offload_path": str(directory)}, {}),
+            ({"optimizer_offload_path": str(directory), "optimizer_offload_fraction": 0.4}, {}),
         ):
-            run = Run(groups, layout, model, optimizer=chosen | place)
+            run = Run(groups, layout, model, optimizer=chosen | place, ddp=ddp)
             run.train(NUM_STEPS)
             assert all(math.isfinite(norm) for norm in run.norms)
             assert (run.losses, run.norms) == (plain.losses, plain.norms), place
@@ -62,6 +66,7 @@ CASES = [
     (Layout(), "fp32", "adam"),
     (Layout(dp=2, zero=1), "bf16", "adam"),
     (Layout(dp=2, zero=2), "fp32", "lion"),
+    (Layout(pp=2, dp=2, zero=2), "fp16", "adam"),
     (Layout(dp=2, zero=3), "bf16", "adam"),
     (Layout(tp=2, pp=2), "bf16", "sgd"),
     (Layout(dp=2), "fp16", "adam"),
@@ -72,6 +77,39 @@ CASES = [
 def test_the_place_of_state_changes_no_bit(layout: Layout, dtype: str, rule: str, tmp_path) -> None:
     arguments = (layout, Model(dtype=dtype), rule, tmp_path)
     run_distributed(check_places, layout.size, *arguments, **layout.axes())
+
+
+def host_bytes(groups, stage: int) -> tuple[int, int]:
+    """Return (parameters, bytes of a rank's gradients and optimizer state) after a step."""
+    strategy = SHARDING_STRATEGIES[stage]
+    overlap = {"overlap_cpu_optimizer_d2h_h2d": True}
+    ddp = wrap(
+        groups,
+        model=Stack(512, 4, torch.bfloat16),
+        grad_reduce_in_fp32=True,
+        data_parallel_sharding_strategy=strategy,
+        **overlap,
+    )
+    config = OptimizerConfig(
+        bf16=True, optimizer_cpu_offload=True, use_distributed_optimizer=True, **overlap
+    )
+    optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
+    ddp.zero_grad_buffer()
+    ddp(torch.ones(3, 512, dtype=torch.bfloat16)).float().sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    held = [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]
+    for part in optimizer.optimizer.parts:
+        held += [part.store.column(number) for number, _ in enumerate(part.fields)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(p.numel() for p in ddp.module.parameters()), sum(storages.values())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_and_state_in_host_memory_take_sixteen_bytes_a_parameter(stage: int) -> None:
+    """fp32: the gradient, the main weight and two moments."""
+    for num_parameters, held in run_distributed(host_bytes, 2, stage):
+        assert held == pytest.approx(16 * num_parameters / 2, rel=TOLERANCE)
 
 
 COMPACT: dict[str, Any] = {

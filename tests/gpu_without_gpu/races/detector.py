@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.zero import shard_storage
+from megatron.core.distributed.zero import shard_storage, sharded_gradients
 from megatron.core.foundation import device
-from megatron.core.offload import device_copies
+from megatron.core.offload import arriving_values, device_copies
 from megatron.core.step_context.overlap import Overlap
 from tests.gpu_without_gpu.process_group_calls import GroupCall, caller, observed, ways_of_nccl
 from tests.gpu_without_gpu.races.clocks import COMPUTE, HOST, Clocks
@@ -183,8 +183,10 @@ class RaceDetector(TorchDispatchMode):
                 is_kept = access.held_for in waited and not is_resized
                 if is_kept or access.stream == HOST:  # the host has done what it did
                     continue
+                # What the host has waited for is over, whoever comes next.
                 if not any(
-                    clocks.is_ordered_after(s, access.number, access.stream) for s in waited
+                    clocks.is_ordered_after(s, access.number, access.stream)
+                    for s in (HOST, *waited)
                 ):
                     new = Access(0, 0, True, block.stream, 0, "the next owner of the memory")
                     self._report(clocks, new, access)
@@ -294,8 +296,11 @@ def _accessed(
 
 
 class _Event:
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, detector: RaceDetector, number: int) -> None:
+        self._detector, self.number = detector, number
+
+    def synchronize(self) -> None:
+        self._detector.wait(HOST, self.number)
 
 
 class _Stream:
@@ -305,7 +310,7 @@ class _Stream:
         self._detector, self.number = detector, number
 
     def record_event(self) -> _Event:
-        return _Event(self._detector.record(self.number))
+        return _Event(self._detector, self._detector.record(self.number))
 
     def wait_event(self, event: _Event) -> None:
         self._detector.wait(self.number, event.number)
@@ -354,6 +359,8 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
         (torch, "Stream", stream_of),
         (device_copies, "is_host_memory", lambda _: False),
         (shard_storage, "is_host_memory", lambda _: False),
+        (sharded_gradients, "is_host_memory", lambda _: False),
+        (arriving_values, "is_host_memory", lambda _: False),
     ]
     for module in (device, device_copies):
         patches += [

@@ -272,6 +272,28 @@ def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
     assert found.states / count == pytest.approx(bytes_per_parameter)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "bytes_per_parameter"),
+    [("optim", 6), ("optim_grads", 2), ("optim_grads_params --param-cpu-offload", 0)],
+)
+def test_what_is_in_host_memory_takes_none_of_the_device(
+    monkeypatch, strategy, bytes_per_parameter
+):
+    words = words_of(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--micro-batch-size 1 --bf16 --vocab-size 128 --optimizer-cpu-offload "
+        f"--overlap-cpu-optimizer-d2h-h2d --data-parallel-sharding-strategy {strategy}"
+    )
+    run = resolve(parse_command_line(words).config, world_size=8)
+    size = ModelSize.from_settings(run, vocab_size=128)
+    monkeypatch.setattr("megatron.training.metrics.memory.device_type", lambda: "cuda")
+    found = estimate_memory(
+        run, size, chunks=[ChunkSize([LayerKind()] * 2, True, True)], chunks_in_flight=1
+    )
+    count = size.stage_parameters([LayerKind()] * 2, has_embedding=True, has_loss=True)
+    assert found.states / count == pytest.approx(bytes_per_parameter)
+
+
 LINE = TrainingLine(
     iteration=12,
     train_iters=500,

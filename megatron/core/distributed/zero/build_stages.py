@@ -89,13 +89,16 @@ def _stage(
     policy: ReductionPolicy,
 ) -> ZeroStage:
     grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
-    is_unsharded = options.mesh.shard_size == 1 and not config.offloads_parameters
+    on_host = config.overlap_cpu_optimizer_d2h_h2d
+    is_unsharded = options.mesh.shard_size == 1 and not (config.offloads_parameters or on_host)
     if is_unsharded or not config.shards_gradients:
         fill_deferred_weights(module, [p for _, p in parameters])
         options = _without_units(options)
         return ParamAndGradBuffer(parameters, options, grad_dtype=grad_dtype, policy=policy)
     if options.units is None:
-        return Zero2Buffer(parameters, options, grad_dtype=grad_dtype, policy=policy)
+        return Zero2Buffer(
+            parameters, options, grad_dtype=grad_dtype, policy=policy, is_updated_on_host=on_host
+        )
     return Zero3Buffer(
         parameters,
         options,
@@ -104,6 +107,7 @@ def _stage(
         model=module,
         offload_path=config.param_offload_path,
         is_on_host=config.param_cpu_offload,
+        sums_on_host=on_host,
     )
 
 

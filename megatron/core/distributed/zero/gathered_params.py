@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from torch import Tensor
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 from megatron.core.distributed.communication import gather_parameters
-from megatron.core.distributed.flat_params import FlatParams
-from megatron.core.transport.work import Work
+from megatron.core.distributed.flat_params import Bucket, FlatParams
+from megatron.core.offload.arriving_values import ArrivingValues
+from megatron.core.offload.device_copies import device_copies
+from megatron.core.transport.comm_buffer import CommBuffer
+from megatron.core.transport.transport import has_tags
+from megatron.core.transport.work import AnyWork, Steps, Work
 
 
 class GatheredParams:
     """The values of all parameters of a layout; nothing where every rank updates all of them."""
 
-    def __init__(self, flat: FlatParams) -> None:
+    def __init__(self, flat: FlatParams, *, is_updated_on_host: bool = False) -> None:
+        """
+        Args:
+            is_updated_on_host: own shards arrive from host memory before they are gathered.
+        """
         self._flat = flat
-        self._gathers: dict[int, Work[Tensor]] = {}
-        self._buffer = None
+        self._gathers: dict[int, AnyWork] = {}
+        self._buffer: CommBuffer | None = None
+        self.arrivals: Sequence[ArrivingValues | None] = [None] * len(flat.buckets)
+        """Of the own shard of each bucket."""
+        if is_updated_on_host:
+            copies = device_copies(flat.device)
+            self.arrivals = [ArrivingValues(copies) for _ in flat.buckets]
         if flat.mesh.shard_size == 1:
             return
         self._buffer = flat.zeros(flat.plan.numel, flat.dtype)
@@ -29,16 +41,34 @@ class GatheredParams:
 
     def start(self) -> None:
         """Start to gather the shards of all ranks, first layers first."""
-        if self._buffer is None:
-            return
         self.finish()
         for bucket in reversed(self._flat.buckets):
-            self._gathers[bucket.number] = gather_parameters(
-                self._buffer.values[bucket.begin : bucket.end],
-                self._flat.mesh,
+            if self._buffer is not None or self.arrivals[bucket.number] is not None:
+                self._gathers[bucket.number] = Work(self._gather(bucket))
+
+    def _gather(self, bucket: Bucket) -> Steps[None]:
+        """Gather a bucket when the own shard has arrived."""
+        arrivals, buffer, mesh = self.arrivals[bucket.number], self._buffer, self._flat.mesh
+        arriving = [] if arrivals is None else arrivals.take()
+        if buffer is None or has_tags(mesh.shard):
+            if not all(copy.is_completed() for copy in arriving):
+                yield arriving
+            for copy in arriving:
+                copy.wait()
+        if buffer is None:
+            return
+        with ExitStack() as stack:
+            if arriving and not has_tags(mesh.shard):
+                # Without tags collectives must start in one order on all ranks: here.
+                assert arrivals is not None
+                stack.enter_context(arrivals.copies.after(arriving))
+            gather = gather_parameters(
+                buffer.values[bucket.begin : bucket.end],
+                mesh,
                 tag=self._flat.tag + bucket.number,
-                slot=self._buffer.slot(bucket.number),
+                slot=buffer.slot(bucket.number),
             )
+        yield from gather
 
     def finish(self, indices: Collection[int] | None = None) -> None:
         """Wait until parameters are unsharded again: those numbered `indices`, or all."""

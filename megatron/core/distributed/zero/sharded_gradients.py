@@ -2,6 +2,8 @@
 
 A bucket exists from its first gradient until it is reduced; then the own shard is added to an
 accumulator and the bucket's memory is used for the next one. A few buckets are alive at a time.
+Accumulators in host memory: a reduced shard is copied there while backward goes on (J. Ren et al.,
+"ZeRO-Offload", section 4.1, arXiv 2101.06840).
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.grad_reducer import GradReducer
+from megatron.core.foundation.device import is_host_memory
+from megatron.core.offload.device_copies import device_copies
 from megatron.core.transport.comm_buffer import BucketPool
 from megatron.core.transport.work import Steps, Work
 
@@ -18,14 +22,27 @@ from megatron.core.transport.work import Steps, Work
 class ShardedGradients:
     """The buckets being filled, and the sums of this rank's shards."""
 
-    def __init__(self, flat: FlatParams, dtype: torch.dtype, max_in_flight: int) -> None:
+    def __init__(
+        self, flat: FlatParams, dtype: torch.dtype, max_in_flight: int, *, is_on_host: bool = False
+    ) -> None:
+        """
+        Args:
+            is_on_host: the sums are in host memory, whatever the device is.
+        """
         self._flat = flat
         self.ranges = flat.shard_ranges()
         """Own shard [begin, end) of each bucket."""
-        self.sums = [
-            torch.zeros(end - begin, dtype=dtype, device=flat.device) for begin, end in self.ranges
-        ]
+        lengths = [end - begin for begin, end in self.ranges]
+        self._copies = device_copies(flat.device, to_host=True) if is_on_host else None
+        self._is_pinned = is_on_host and not is_host_memory(flat.device)
+        self.sums: list[Tensor]
         """Own shard of each bucket, summed over ranks and micro batches."""
+        if is_on_host:
+            # In one piece: pinned memory comes in powers of two.
+            joined = torch.zeros(sum(lengths), dtype=dtype, pin_memory=self._is_pinned)
+            self.sums = list(joined.split(lengths))
+        else:
+            self.sums = [torch.zeros(n, dtype=dtype, device=flat.device) for n in lengths]
         self.has_sum = [False] * len(flat.buckets)
         self.pieces = [flat.plan.pieces(b.begin, b.end) for b in flat.buckets]
         self.full: dict[int, Tensor] = {}
@@ -103,8 +120,17 @@ class ShardedGradients:
         total = self.sums[bucket.number]
         # Whoever shards state wants little in memory; the others want speed.
         slot = self.pool.slot(bucket.number, keeps_pages=self._flat.mesh.shard_size == 1)
-        own = yield from reducer.steps(bucket, full, slot, total if is_first else None)
-        if not is_first:
+        into = total if is_first and self._copies is None else None
+        own = yield from reducer.steps(bucket, full, slot, into)
+        if self._copies is not None:
+            target = total if is_first else torch.empty_like(total, pin_memory=self._is_pinned)
+            copy = self._copies.start(own, target)
+            if not copy.is_completed():
+                yield [copy]
+            copy.wait()
+            if not is_first:
+                total.add_(target)
+        elif not is_first:
             total.add_(own)
         elif own is not total:
             total.copy_(own)

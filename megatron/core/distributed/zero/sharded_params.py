@@ -127,7 +127,7 @@ class ShardedParams:
             return (yield from start())
         if mesh.shard_size > 1 and not has_tags(mesh.shard):
             # Without tags collectives must start in one order on all ranks: here.
-            with copies.after(copy):
+            with copies.after([copy]):
                 gather = start()
             return (yield from gather)
         if not copy.is_completed():

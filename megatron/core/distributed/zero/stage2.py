@@ -25,12 +25,15 @@ from megatron.core.distributed.zero.gathered_params import GatheredParams
 from megatron.core.distributed.zero.sharded_gradients import ShardedGradients
 from megatron.core.transport.work import Work
 
+COPIES_IN_FLIGHT = 4
+"""Buckets on their way to the host beside those in reduction: a layer's gradients come together."""
+
 
 class Zero2Buffer:
     """This rank's shard of each bucket of gradients; see `ZeroStage`.
 
     Parameters get no `main_grad`: backward leaves their gradients in `.grad`, from where they go
-    into the bucket at once. The mesh has a shard axis.
+    into the bucket at once. The mesh has a shard axis, unless sums are in host memory.
     """
 
     flat: FlatParams
@@ -43,11 +46,18 @@ class Zero2Buffer:
         *,
         grad_dtype: torch.dtype,
         policy: ReductionPolicy,
+        is_updated_on_host: bool = False,
     ) -> None:
+        """
+        Args:
+            is_updated_on_host: gradients are copied to the host beside backward, and updated
+                weights to the device beside the update.
+        """
         self.flat = FlatParams(parameters, options)
-        self._values = GatheredParams(self.flat)
-        self.grads = ShardedGradients(self.flat, grad_dtype, MAX_IN_FLIGHT)
-        self.reducer = GradReducer(self.flat, policy, self._reduce)
+        self._values = GatheredParams(self.flat, is_updated_on_host=is_updated_on_host)
+        most = MAX_IN_FLIGHT + (COPIES_IN_FLIGHT if is_updated_on_host else 0)
+        self.grads = ShardedGradients(self.flat, grad_dtype, most, is_on_host=is_updated_on_host)
+        self.reducer = GradReducer(self.flat, policy, self._reduce, max_in_flight=lambda: most)
 
     def begin_step(self) -> None:
         """See `ZeroStage`."""
@@ -87,8 +97,11 @@ class Zero2Buffer:
 
     def spans(self) -> list[ShardSpan]:
         """Return this rank's shard of each bucket."""
-        pairs = zip(self.grads.ranges, self.grads.sums, strict=True)
-        return [self.flat.span(begin, end, total) for (begin, end), total in pairs]
+        parts = zip(self.grads.ranges, self.grads.sums, self._values.arrivals, strict=True)
+        return [
+            self.flat.span(begin, end, total, arrivals=arrivals)
+            for (begin, end), total, arrivals in parts
+        ]
 
     def start_gathers(self) -> None:
         """See `ZeroStage`."""

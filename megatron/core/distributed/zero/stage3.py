@@ -50,20 +50,21 @@ class Zero3Buffer:
         model: nn.Module,
         offload_path: str | None = None,
         is_on_host: bool = False,
+        sums_on_host: bool = False,
     ) -> None:
         """
         Args:
             parameters: in the order of their units.
             model, offload_path, is_on_host: see `ShardedParams`.
+            sums_on_host: see `ShardedGradients`.
         """
         dtype, device = parameters[0][1].dtype, parameters[0][1].device
         if device.type == "cpu":  # pages of different ranks shall follow one another
             options = replace(options, alignment=mmap.PAGESIZE // dtype.itemsize)
         self.flat = FlatParams(parameters, options)
-        self.grads = ShardedGradients(self.flat, grad_dtype, _MAX_IN_FLIGHT)
-        self.reducer = GradReducer(
-            self.flat, policy, self._reduce, max_in_flight=lambda: _MAX_IN_FLIGHT
-        )
+        most = _MAX_IN_FLIGHT + sums_on_host  # one more on its way to the host
+        self.grads = ShardedGradients(self.flat, grad_dtype, most, is_on_host=sums_on_host)
+        self.reducer = GradReducer(self.flat, policy, self._reduce, max_in_flight=lambda: most)
         self.params = ShardedParams(self.flat, model, offload_path, is_on_host)
         self.kept_after_backward: frozenset[int] = frozenset()
         """Units that stay unsharded when a backward pass releases them: a forward pass follows."""
