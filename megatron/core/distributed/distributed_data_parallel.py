@@ -163,7 +163,10 @@ class DistributedDataParallel(nn.Module):
         check = self.ddp_config.check_for_nan_in_grad
         config = self.ddp_config
         compression = CompressionSettings(
-            config.grad_compression, config.powersgd_rank, config.grad_compression_warmup
+            config.grad_compression,
+            config.powersgd_rank,
+            config.grad_compression_warmup,
+            config.topk_fraction,
         )
         scale, average = 1.0 / num_replicas, False
         if getattr(self.config, "calculate_per_token_loss", False):

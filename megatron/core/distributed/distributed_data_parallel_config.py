@@ -12,7 +12,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.flags import flag, no_flag
 
-COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
+COMPRESSIONS = ("none", "bf16", "int8", "powersgd", "topk")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """What is sharded: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
 
@@ -73,10 +73,13 @@ class DataParallelFlags:
     Pairwise sums on gloo always scale the sum, which is the more accurate order."""
     grad_compression: str = flag("none", choices=COMPRESSIONS)
     """In which form gradients travel between replicas: "none", "bf16", "int8" (blocks of 128 with a
-    scale, errors fed back) or "powersgd" (matrices of low rank, errors fed back). Changes the
-    result; errors that wait to be fed back are not part of a checkpoint."""
+    scale, errors fed back), "powersgd" (matrices of low rank, errors fed back) or "topk" (the
+    largest as indices and values, the others fed back). Changes the result; errors that wait to be
+    fed back are not part of a checkpoint."""
     powersgd_rank: int = flag(4, part_of="grad_compression")
     """Rank of the matrices of "powersgd"."""
+    topk_fraction: float = flag(0.01, part_of="grad_compression")
+    """Share of the gradients of each bucket that "topk" sends, in (0, 1]."""
     grad_compression_warmup: int = flag(0, part_of="grad_compression")
     """Reductions of each bucket that are not compressed yet."""
     param_cpu_offload: bool = False
@@ -208,6 +211,15 @@ def _check_limits(config: DistributedDataParallelConfig) -> list[MegatronError]:
                     fix="drop it",
                 )
             )
+    if not 0.0 < config.topk_fraction <= 1.0:
+        problems.append(
+            ConfigError(
+                f"topk_fraction={config.topk_fraction}.",
+                rule="a share of the gradients is sent: more than 0, at most 1",
+                flags=["--topk-fraction"],
+                fix="use 0.01",
+            )
+        )
     if config.bucket_size is not None and config.num_buckets is not None:
         problems.append(
             ConfigError(

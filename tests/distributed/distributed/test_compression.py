@@ -43,8 +43,10 @@ def meshes(groups) -> dict[str, Mesh]:
     return found
 
 
-def compression(kind: str, rank: int = 4, warmup: int = 0) -> CompressedReduction:
-    settings = CompressionSettings(kind, rank, warmup)
+def compression(
+    kind: str, rank: int = 4, warmup: int = 0, fraction: float = 0.25
+) -> CompressedReduction:
+    settings = CompressionSettings(kind, rank, warmup, fraction)
     return CompressedReduction(settings, [(0, ROWS, COLUMNS)], NUMEL, TrafficCount())
 
 
@@ -122,6 +124,9 @@ def test_errors_are_fed_back_until_all_has_arrived(groups):
         errors = errors_of_mean(groups, mesh, "int8", 40)
         assert errors[-1] <= 2 / 40 * errors[0], name
     # A subspace of 4 of 32 dimensions turns to what was left out, which takes some rounds.
+    for name, mesh in meshes(groups).items():
+        errors = errors_of_mean(groups, mesh, "topk", 40)
+        assert errors[-1] <= 0.1 * errors[0], name
     errors = errors_of_mean(groups, meshes(groups)["replicate"], "powersgd", 200)
     assert errors[-1] <= 0.35 * errors[49] <= 0.35 * 0.5 * errors[0]
 
@@ -141,11 +146,29 @@ def test_gradients_of_low_rank_are_not_changed(groups):
         )
 
 
+def check_all_are_sent(groups) -> None:
+    values = gradient(dist.get_rank())
+    for name, mesh in meshes(groups).items():
+        exact = reduced(values, mesh, None)
+        found = reduced(values, mesh, compression("topk", fraction=1.0))
+        assert_close(found, exact, FP32_REORDERED_SUM, name)
+
+
+@distributed(world_size=2)
+def test_the_largest_values_are_all_where_all_are_sent(groups):
+    check_all_are_sent(groups)
+
+
+@distributed(world_size=4, num_distributed_optimizer_instances=2)
+def test_the_largest_values_are_all_where_all_are_sent_to_copies_of_shards(groups):
+    check_all_are_sent(groups)
+
+
 @distributed(world_size=2)
 def test_an_overflow_is_seen_by_all_and_leaves_no_trace(groups):
     rank = dist.get_rank()
     for mesh in meshes(groups).values():
-        for kind in ("bf16", "int8", "powersgd"):
+        for kind in ("bf16", "int8", "powersgd", "topk"):
             how = compression(kind)
             bad = gradient(rank)
             bad[[3, NUMEL - 1] if rank == 1 else []] = torch.inf
@@ -163,6 +186,10 @@ def test_bytes_are_counted_as_the_formats_say(groups):
             reduced(gradient(0), mesh, how)
             assert how.traffic.plain == times * share * NUMEL * 4
             assert how.traffic.sent == times * share * NUMEL * packed
+    for mesh in (sharded, copied):
+        how = compression("topk", fraction=1 / 16)
+        reduced(gradient(0), mesh, how)
+        assert how.traffic.sent == 3 * 8 * NUMEL / 16
     how = compression("powersgd", rank)
     reduced(gradient(0), copied, how)
     thin = (ROWS + COLUMNS) * rank + NUMEL - ROWS * COLUMNS

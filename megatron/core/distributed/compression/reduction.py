@@ -1,4 +1,4 @@
-"""Reduction of a bucket in a compressed wire format, or as matrices of low rank.
+"""Reduction of a bucket in a compressed wire format, as matrices of low rank, or of few values.
 
 Each rank packs what it sends to an owner, the owner adds in fp32 and rank order, and where
 everybody needs the sum, it packs the sum and all ranks, itself included, take what was packed:
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.compression.codecs import BFloat16Codec, BlockInt8Codec, Codec
+from megatron.core.distributed.compression.largest import add_sent, num_sent, take_largest
 from megatron.core.distributed.compression.powersgd import LowRankMatrices
 from megatron.core.topology.group import Group
 from megatron.core.transport.ordered_sum import piece_of
@@ -39,6 +40,8 @@ class CompressionSettings:
     """Of the matrices of "powersgd"."""
     warmup_reductions: int = 0
     """Reductions of a bucket that are not compressed: gradients change fast at first."""
+    fraction: float = 0.01
+    """Of the gradients, sent by "topk"."""
 
 
 class CompressedReduction:
@@ -64,7 +67,7 @@ class CompressedReduction:
         self._errors: dict[str, Tensor] = {}
         if settings.kind == "powersgd":
             self._low_rank = LowRankMatrices(matrices, numel, settings.rank)
-        else:
+        elif settings.kind != "topk":
             self._format = BFloat16Codec() if settings.kind == "bf16" else BlockInt8Codec()
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
@@ -83,6 +86,8 @@ class CompressedReduction:
         work = bucket.float()
         if self._low_rank is not None:
             yield from self._reduce_low_rank(work, mesh, tag)
+        elif self._format is None:
+            yield from self._reduce_largest(work, mesh, tag)
         else:
             own = work
             if mesh.shard_size > 1:
@@ -142,6 +147,24 @@ class CompressedReduction:
         before = values.clone()
         matrices.rebuild(values, message, left)
         matrices.keep_error(before, self._error("bucket", before))
+
+    def _reduce_largest(self, values: Tensor, mesh: Mesh, tag: int) -> Steps[None]:
+        """Sum the largest values of each rank of the mesh; every rank gets all of the sum."""
+        self._add_error(values, "bucket")
+        sent = message = take_largest(values, num_sent(values.numel(), self.settings.fraction))
+        error = self._error("bucket", values)
+        # After an overflow under loss scaling the step is skipped; nothing of it must remain.
+        torch.nan_to_num(values, 0.0, 0.0, 0.0, out=error)
+        for group in (mesh.shard, mesh.replicate):
+            if group.size() > 1:
+                received = message.new_empty(message.numel() * group.size())
+                yield from message_transport(group, tag).all_gather(message, out=received)
+                self.traffic.sent += message.numel() * (group.size() - 1)
+                message = received
+        values.zero_()
+        # In one order on all ranks, so that all have the same bits.
+        for of_rank in message.split(sent.numel()):
+            add_sent(values, of_rank)
 
     def _count_all_reduce(self, message: Tensor, group: Group) -> None:
         size = group.size()
