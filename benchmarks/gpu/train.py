@@ -206,7 +206,7 @@ def measure(machine: Machine) -> Found:
     for each in cases(machine):
         try:
             row, shares, step_s = train(each, machine)
-            measured.append(MeasuredRun(each.resolved(), step_s))
+            measured.append(MeasuredRun(each.name, each.resolved(), step_s))
             rows.append(row)
             kernels.append(Table(title=f"kernels of {each.name}", rows=shares))
         except (MegatronError, MeasurementFailedError) as error:

@@ -33,13 +33,15 @@ _PRIOR_MACHINE = 0.15
 
 
 def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu: Gpu) -> Predictor:
-    """Return the predictor for the cluster on which these runs were measured.
+    """Return the predictor for the cluster on which these runs were measured; itself for none.
 
     Args:
         gpu: of that cluster, with its network.
     Raises:
         ConfigError: the planner has no constants for the precision of a run.
     """
+    if not measured:
+        return predictor
     rows = joined([row_of_run(each.run, gpu) for each in measured])
     seconds = np.array([each.step_s for each in measured])
     hardware = predictor.hardware

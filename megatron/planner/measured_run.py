@@ -33,6 +33,7 @@ _NOT_TAKEN = {
 class MeasuredRun:
     """A run and the median seconds of its steps."""
 
+    name: str
     run: ResolvedRun
     step_s: float
 
@@ -79,7 +80,7 @@ def measured_run(path: Path) -> MeasuredRun:
     command = ParsedCommand(config=config, given=frozenset(known))
     run = resolve_and_check(lambda: command, lambda _: record.num_ranks or 1)
     rows = int(vars(stored)["unpadded_vocab_size"])
-    return MeasuredRun(resolve_vocabulary(run, rows), statistics.median(seconds))
+    return MeasuredRun(str(path), resolve_vocabulary(run, rows), statistics.median(seconds))
 
 
 def _value(spec: FlagSpec, stored: object) -> object:

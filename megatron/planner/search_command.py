@@ -113,8 +113,7 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Se
     command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
     predictor = load_predictor()
     gpu = cluster.build(predictor.hardware)
-    if cluster.calibration:
-        predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
+    predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
     run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
     found = search_layouts(model, choices, predictor)

@@ -14,9 +14,9 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.planner.cluster_calibration import calibrate_to_machine, calibrate_to_runs
 from megatron.planner.hardware import Gpu, gpu_named
 from megatron.planner.machine_time import work_of_step
-from megatron.planner.measured_run import measured_runs
+from megatron.planner.measured_run import MeasuredRun, measured_runs
 from megatron.planner.memory import predict_memory
-from megatron.planner.predictor import Predictor, load_predictor
+from megatron.planner.predictor import load_predictor
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
 from megatron.planner.step_time import Parts, predict_step
@@ -42,11 +42,11 @@ def step_text(
         MegatronError: a rule of a run is broken, or a step cannot be predicted.
     """
     command = parse_command_line(list(words), args_defaults=WITHOUT_A_RUN)
-    run = resolved_for(command, {}, world_size)
+    run, measured = resolved_for(command, {}, world_size), measured_runs(calibration)
     if cluster is None:
-        return str(predicted_step_of_machine(run, script, calibration, os.cpu_count() or 1))
+        return str(predicted_step_of_machine(run, script, measured, os.cpu_count() or 1))
     gpu = cluster.build(load_predictor().hardware)
-    prediction, parts = predicted_step(run, gpu, calibration)
+    prediction, parts = predicted_step(run, gpu, measured)
     return f"{prediction}\n{parts}"
 
 
@@ -67,18 +67,18 @@ def prediction_for_log(
     is_gpu = device.device_type() == "cuda"
     if not calibration and not is_gpu:
         return None
-    measured_runs(calibration)
+    measured = measured_runs(calibration)
     if not is_shown:
         return None
     try:
         run = resolved_for(command, {}, world_size)
         if is_gpu:
-            return predicted_step(run, gpu_of_this_machine(), calibration)[0]
+            return predicted_step(run, gpu_of_this_machine(), measured)[0]
     except MegatronError:
         # Mistakes of the command are reported where it is resolved for training; what the planner
         # has no constants for is not predicted.
         return None
-    return predicted_step_of_machine(run, script, calibration, os.cpu_count() or 1)
+    return predicted_step_of_machine(run, script, measured, os.cpu_count() or 1)
 
 
 def gpu_of_this_machine() -> Gpu:
@@ -93,18 +93,18 @@ def gpu_of_this_machine() -> Gpu:
 
 
 def predicted_step(
-    run: ResolvedRun, gpu: Gpu, calibration: Sequence[Path] = ()
+    run: ResolvedRun, gpu: Gpu, measured: Sequence[MeasuredRun] = ()
 ) -> tuple[StepPrediction, str]:
     """Predict a step on GPUs; return it, and its parts as text.
 
     Args:
         run: resolved for all of its ranks, with its vocabulary.
         gpu: with its network.
-        calibration: directories of runs that were measured on this cluster.
+        measured: runs of this cluster.
     Raises:
-        ConfigError: the planner has no constants for the precision, or a run cannot be read.
+        ConfigError: the planner has no constants for the precision.
     """
-    predictor = _calibrated(load_predictor(), gpu, calibration)
+    predictor = calibrate_to_runs(load_predictor(), measured, gpu)
     row = row_of_run(run, gpu)
     seconds = predictor.seconds(row)
     off = float(predictor.interval(row)[0])
@@ -115,28 +115,28 @@ def predicted_step(
         low_s=float(seconds[0]) / off,
         high_s=float(seconds[0]) * off,
         memory_bytes=float(predict_memory(row, predictor.hardware).total[0]),
-        basis=_basis(calibration, "published steps"),
+        basis=_basis(measured),
     )
     return prediction, "\n".join(lines)
 
 
 def predicted_step_of_machine(
-    run: ResolvedRun, script: ModelScript, calibration: Sequence[Path], cores: int
+    run: ResolvedRun, script: ModelScript, measured: Sequence[MeasuredRun], cores: int
 ) -> StepPrediction:
-    """Predict a step on gloo of the machine on which the runs of the calibration were measured.
+    """Predict a step on gloo of the machine on which these runs were measured.
 
     Raises:
-        ConfigError: there are none, or one cannot be read.
+        ConfigError: there are none.
         TopologyError: this process is a rank of a run.
     """
-    if not calibration:
+    if not measured:
         raise ConfigError(
             "no measured run of this machine.",
             rule="the constants of a machine without GPUs come from steps that it has taken",
             flags=["--calibrate"],
             fix="train a few steps with --metrics-jsonl RUN/metrics.jsonl --save RUN, and name RUN",
         )
-    machine = calibrate_to_machine(measured_runs(calibration), script, cores)
+    machine = calibrate_to_machine(measured, script, cores)
     work = work_of_step(run, script, cores).shared()
     low, high = machine.interval(work)
     return StepPrediction(
@@ -144,16 +144,9 @@ def predicted_step_of_machine(
         low_s=low,
         high_s=high,
         memory_bytes=None,
-        basis=_basis(calibration, ""),
+        basis=_basis(measured),
     )
 
 
-def _calibrated(predictor: Predictor, gpu: Gpu, calibration: Sequence[Path]) -> Predictor:
-    return (
-        calibrate_to_runs(predictor, measured_runs(calibration), gpu) if calibration else predictor
-    )
-
-
-def _basis(calibration: Sequence[Path], otherwise: str) -> str:
-    names = ", ".join(map(str, calibration))
-    return f"calibrated to {names}" if calibration else f"calibrated to {otherwise}"
+def _basis(measured: Sequence[MeasuredRun]) -> str:
+    return f"calibrated to {', '.join(run.name for run in measured) or 'published steps'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2.0**30
+from megatron.training.metrics.memory import gibibytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class StepPrediction:
         text = f"{self.seconds * 1e3:.1f} ms per step ({self.low_s * 1e3:.1f} to "
         text += f"{self.high_s * 1e3:.1f})"
         if self.memory_bytes is not None:
-            text += f", {self.memory_bytes / GIB:.1f} GiB"
+            text += f", {gibibytes(self.memory_bytes)}"
         return f"{text}; {self.basis}"
 
     def cell(self) -> str:

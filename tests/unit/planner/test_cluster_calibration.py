@@ -70,12 +70,12 @@ def test_a_slower_cluster_is_predicted_slower_for_layouts_that_it_has_not_run() 
     runs = [run_with(layout) for layout in layouts]
     rows = [row_of_run(run, H100) for run in runs]
     seconds = [float(PREDICTOR.seconds(row)[0]) for row in rows]
-    measured = [MeasuredRun(run, slowness * s) for run, s in zip(runs, seconds, strict=True)]
+    measured = [MeasuredRun("run", run, slowness * s) for run, s in zip(runs, seconds, strict=True)]
     found = calibrate_to_runs(PREDICTOR, measured[:2], H100)
     assert found.seconds(rows[2])[0] / seconds[2] == pytest.approx(slowness, rel=0.06)
     # What is known of this cluster is more than what is known of clusters.
     assert found.interval(rows[2])[0] < PREDICTOR.interval(rows[2])[0]
-    contradicting = [measured[0], MeasuredRun(runs[1], 0.7 * seconds[1])]
+    contradicting = [measured[0], MeasuredRun("other", runs[1], 0.7 * seconds[1])]
     unsure = calibrate_to_runs(PREDICTOR, contradicting, H100)
     assert unsure.interval(rows[2])[0] > found.interval(rows[2])[0]
 

@@ -92,7 +92,7 @@ def test_runs_are_compared_with_their_plan_before_and_after_calibration():
     run = train.case("llama3.2-1b", 8, train.layouts(8)[0], is_tiny=False).resolved()
     row = train.planned(run, H100, 2.0)
     assert row["measured/planned"] == pytest.approx(2000 / row["planned ms"])
-    summary, constants = train.after_calibration([MeasuredRun(run, 2.0)], H100)
+    summary, constants = train.after_calibration([MeasuredRun("run", run, 2.0)], H100)
     (after,) = summary.values()
     assert abs(after - 1) < abs(row["measured/planned"] - 1)
     assert constants
