@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +70,21 @@ class _Segment:
         return tensor.view(-1)[self.begin : self.end]
 
 
+@dataclass(frozen=True)
+class ChunkUpdate:
+    """One update of all shards, which each chunk takes its part of.
+
+    Attributes:
+        gradient_of, settings_of: by the id of the main tensor; without gradient: no update.
+    """
+
+    rule: ElementwiseUpdate
+    gradient_of: Mapping[int, Tensor]
+    settings_of: Mapping[int, Mapping[str, object]]
+    step: int
+    factor: float
+
+
 class ChunkedState:
     """State of some shards, laid out one after another in blocks of `BLOCK` elements."""
 
@@ -132,63 +146,46 @@ class ChunkedState:
         """
         request = Request(self.store.device.type, "float32", frozenset({update.kind}))
         run = CHUNK_UPDATES.choose(request).kernel.run
+        asked = ChunkUpdate(update, gradient_of, settings_of, step, factor)
         for number, columns in self.store.sweep():
-            run(self, number, columns, update, gradient_of, settings_of, step, factor)
+            run(self, number, columns, asked)
 
-    def update_decoded(
-        self,
-        number: int,
-        columns: Sequence[Tensor],
-        update: ElementwiseUpdate,
-        gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, object]],
-        step: int,
-        factor: float,
-    ) -> None:
+    def update_decoded(self, number: int, columns: Sequence[Tensor], asked: ChunkUpdate) -> None:
         """Update one chunk: decode state, update fp32 tensors, encode them."""
         begin, end = self.store.chunks[number]
         works = self._decode(number, columns)
         by_group: dict[int, list[_Segment]] = {}
         for segment in self._segments[number]:
-            if id(segment.item.main_param) in gradient_of:
-                group = settings_of[id(segment.item.main_param)]
+            if id(segment.item.main_param) in asked.gradient_of:
+                group = asked.settings_of[id(segment.item.main_param)]
                 by_group.setdefault(id(group), []).append(segment)
         for segments in by_group.values():
-            self._update_segments(update, segments, works, gradient_of, settings_of, step, factor)
+            self._update_segments(segments, works, asked)
         noise: Tensor | None = None
         for field_index, (field, column) in enumerate(zip(self.fields, columns, strict=True)):
             if field.is_remainder:
                 self._write_remainder(number, works[field.name], column)
             elif not field.codec.is_exact:
-                noise = self._noise(begin, end, step) if noise is None else noise
+                noise = self._noise(begin, end, asked.step) if noise is None else noise
                 field.codec.encode(works[field.name], column, noise >> NOISE_SHIFTS[field_index])
         if self.has_main:
             self._publish(number, works[MAIN])
 
-    def update_stored(
-        self,
-        number: int,
-        columns: Sequence[Tensor],
-        update: ElementwiseUpdate,
-        gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, object]],
-        step: int,
-        factor: float,
-    ) -> None:
+    def update_stored(self, number: int, columns: Sequence[Tensor], asked: ChunkUpdate) -> None:
         """Update one chunk by a kernel that reads and writes state as it is stored."""
         begin, _ = self.store.chunks[number]
         segments = []
         for segment in self._segments[number]:
             key, item = id(segment.item.main_param), segment.item
-            if key not in gradient_of:
+            if key not in asked.gradient_of:
                 continue
             block = segment.offset // BLOCK
             weight = item.shard.values if self.has_main else item.main_param
             segments.append(
                 StoredSegment(
-                    segment.of_shard(gradient_of[key]),
+                    segment.of_shard(asked.gradient_of[key]),
                     segment.of_shard(weight.detach()),
-                    settings_of[key],
+                    asked.settings_of[key],
                     block,
                     int(self._places[begin + block]),
                 )
@@ -198,20 +195,13 @@ class ChunkedState:
             {field.name: column for field, column in zip(self.fields, columns, strict=True)},
             {f.name: storage_kind(f.codec, is_remainder=f.is_remainder) for f in self.fields},
             MAIN,
-            step,
-            factor,
-            decouples_decay=update.kind == ADAMW,
+            asked.step,
+            asked.factor,
+            decouples_decay=asked.rule.kind == ADAMW,
         )
 
     def _update_segments(
-        self,
-        update: ElementwiseUpdate,
-        segments: Sequence[_Segment],
-        works: Mapping[str, Tensor],
-        gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, Any]],
-        step: int,
-        factor: float,
+        self, segments: Sequence[_Segment], works: Mapping[str, Tensor], asked: ChunkUpdate
     ) -> None:
         device = self.store.device
         weights = [
@@ -221,15 +211,15 @@ class ChunkedState:
             for s in segments
         ]
         gradients = [
-            s.of_shard(gradient_of[id(s.item.main_param)]).to(device, torch.float32)
+            s.of_shard(asked.gradient_of[id(s.item.main_param)]).to(device, torch.float32)
             for s in segments
         ]
         states = {
             name: [s.of_chunk(works[name].view(-1)) for s in segments]
-            for name in update.state_names
+            for name in asked.rule.state_names
         }
-        settings = settings_of[id(segments[0].item.main_param)]
-        update.update(Pieces(weights, gradients, states, settings, step, factor))
+        settings = asked.settings_of[id(segments[0].item.main_param)]
+        asked.rule.update(Pieces(weights, gradients, states, settings, asked.step, asked.factor))
 
     def _decode(self, number: int, columns: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the fp32 values [blocks, BLOCK] of a chunk by name."""
