@@ -1,5 +1,7 @@
 """Copies between the device and host memory are hidden by what computes meanwhile."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.data_parallel import SEQUENCE
@@ -28,3 +30,26 @@ def test_only_what_begins_and_ends_a_step_is_waited_for(monkeypatch, kind, micro
     training.step()
     step = training.step()
     assert step.hidden > hidden
+
+
+@pytest.mark.parametrize(("microbatches", "hidden"), [(1, 0.87), (3, 0.95)])
+def test_weights_are_waited_for_where_a_step_begins_and_nowhere_else(microbatches, hidden):
+    sizes = replace(SIZES, num_layers=6)
+    training = Training(
+        PlainGPT2(sizes),
+        Flags(vocabulary=64, simulated=True, microbatches=microbatches, compute=1.05),
+    )
+    training.step()
+    begin = training.now()
+    step = training.step()
+    copies, waits = (
+        [each for each in intervals if each.name == "weights" and each.end > each.begin]
+        for intervals in (training.record.copies, training.record.waits)
+    )
+    assert 1 - seconds_of(waits) / seconds_of(copies) > hidden
+    assert 0 < len(waits) <= 2
+    assert max(wait.begin - begin for wait in waits) < step.seconds / 20
+
+
+def seconds_of(intervals):
+    return sum(each.end - each.begin for each in intervals)
