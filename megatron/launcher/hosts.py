@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.foundation.failure_file import FAILURE_FILE, USELESS_TO_REPEAT
+from megatron.core.foundation.failure_file import FAILURE_FILE, USELESS_TO_REPEAT, restart_delay_s
 from megatron.core.foundation.quarantine import read_quarantine
 from megatron.launcher.job import Job
 from megatron.launcher.plan import JobFile, LaunchPlan, node_script
 
 _POLL_S = 0.2
-_LONGEST_BACKOFF_S = 600
 _SSH_FAILED = 255
 """Exit status of ssh that cannot reach a host, or has lost it."""
 
@@ -152,7 +151,7 @@ def run_with_restarts(job: Job, plan_for: Callable[[frozenset[str]], LaunchPlan]
         if attempt.status == _SSH_FAILED and plan.hosts:
             lost |= {plan.hosts[attempt.first]}
             _say(f"{plan.hosts[attempt.first]} is lost")
-        delay = min(job.backoff_s << number, _LONGEST_BACKOFF_S)
+        delay = restart_delay_s(job.backoff_s, number)
         _say(f"status {attempt.status}; started again in {delay} s")
         time.sleep(delay)
         began = time.time()

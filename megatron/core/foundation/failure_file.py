@@ -14,11 +14,18 @@ FAILURE_HISTORY_FILE = "failures.jsonl"
 """A line for every failure of the run."""
 USELESS_TO_REPEAT = ("CONFIG", "DATA", "MISSING_LIBRARY", "SCHEDULE")
 """Classes of failures that the same command meets again."""
+LONGEST_DELAY_S = 600
 _IN_HISTORY = (
     "class", "exit_code", "iteration", "attempt", "rank", "host", "where", "last_good_ckpt",
     "action", "message", "time",
 )  # fmt: skip
 """What the history keeps of a record: not the stacks and places of all ranks."""
+
+
+def restart_delay_s(first_s: float, number: int) -> float:
+    """Return the pause before start `number` after a failure: twice the one before it, from
+    `first_s` on."""
+    return min(first_s * 2**number, LONGEST_DELAY_S)
 
 
 def write_failure(record: Mapping[str, object], directory: str) -> None:

@@ -85,8 +85,7 @@ class Watch:
         self._has_left = False
         self._is_broken = threading.Event()
         self.reason = ""
-        self.grows = False
-        """Whether ranks wait to join after this step."""
+        self._grows = False
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
     def leave(self) -> None:
@@ -96,7 +95,7 @@ class Watch:
 
     def waits_to_grow(self) -> bool:
         """Return whether ranks wait to join after this step."""
-        return self.grows
+        return self._grows
 
     def is_broken_within(self, seconds: float) -> bool:
         """Return whether the generation is broken, or will be so soon."""
@@ -107,7 +106,7 @@ class Watch:
         try:
             if self._place.may_grow:
                 self._store.wait([f"change/{generation}"], _LONG)
-                self.grows = True
+                self._grows = True
             self._store.wait([f"broken/{generation}"], _LONG)
             self.reason = self._store.get(f"broken/{generation}").decode()
         except RuntimeError:  # the launcher is gone, which another thread answers

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.foundation.exit_status import tool
+from megatron.core.foundation.failure_file import restart_delay_s
 from megatron.core.settings.command_line import read_command_line, value_in
 from megatron.core.settings.flags import positional
 from megatron.training.inprocess.coordinator import Cause, Coordinator, Decision, Limits, lost
@@ -40,7 +41,6 @@ BEAT_S, SILENT_S = 1.0, 8.0
 """How often a launcher shows that it lives, and after which silence its node is taken for lost."""
 END_S = 30.0
 """How long ranks may take to save after SIGTERM."""
-_LONGEST_BACKOFF_S = 600.0
 _FATAL = re.compile(
     r"^(FATAL\[\w+\]).*?( iter=\S+)?( rank=\S+).*?( where=.*?) (?:last_good|action)", re.M
 )
@@ -184,7 +184,7 @@ class Launcher:
             before, times = self._last_cause
             times = times + 1 if before == cause.text else 0
             self._last_cause = (cause.text, times)
-            delay = min(self.flags.backoff_s * 2**times, _LONGEST_BACKOFF_S)
+            delay = restart_delay_s(self.flags.backoff_s, times)
         self.due.append(now + delay)
 
     def end(self, *, grace_s: float) -> None:
@@ -199,8 +199,8 @@ class Launcher:
             process.popen.wait()
 
 
-class Desk:
-    """Node 0: tells the coordinator what the store says, and the store what it decides."""
+class StoreCoordinator:
+    """On node 0: tells the coordinator what the store says, and the store what it decides."""
 
     def __init__(self, store: Any, limits: Limits) -> None:
         self._store, self._coordinator = store, Coordinator(limits)
@@ -337,12 +337,12 @@ def serve(flags: Flags, folder: Path) -> int:
     status = 1
     try:
         launcher.start()
-        desk = Desk(launcher.store, limits) if flags.node_rank == 0 else None
+        coordinator = StoreCoordinator(launcher.store, limits) if flags.node_rank == 0 else None
         while True:
             now = time.monotonic()
             launcher.step(now)
-            if desk is not None:
-                desk.step(now)
+            if coordinator is not None:
+                coordinator.step(now)
             if launcher.store.check(["status"]):
                 status = int(launcher.store.get("status"))
                 break
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Flags, own, prog="python -m megatron.training.inprocess.run", description=__doc__
     )
     with tempfile.TemporaryDirectory(prefix="lattice-launcher-") as folder:
-        return serve(Flags(**{**vars(flags), "command": command}), Path(folder))
+        return serve(replace(flags, command=command), Path(folder))
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
