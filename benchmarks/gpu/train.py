@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.planner.cluster_calibration import calibrate_to_runs
 from megatron.planner.hardware import Gpu
 from megatron.planner.measured_run import WARM_UP_STEPS, MeasuredRun
+from megatron.planner.memory import GIB
 from megatron.planner.predictor import load_predictor
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.search_command import run_of_words
@@ -42,7 +43,6 @@ _PROFILED = 10
 """Step that is traced, after those that are timed."""
 _TIMEOUT_S = 1800
 _NUM_KERNELS = 12
-_GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def train(each: Case, machine: Machine) -> tuple[Row, list[Row], float]:
     row: Row = {
         "run": each.name, "ranks": each.num_ranks, "ms/step": 1e3 * step_s,
         "tokens/s": tokens / step_s, "TFLOP/s of a rank": tflops,
-        "peak GiB": peak / _GIB, "dry run GiB": estimate / _GIB, "peak/dry run": peak / estimate,
+        "peak GiB": peak / GIB, "dry run GiB": estimate / GIB, "peak/dry run": peak / estimate,
     }  # fmt: skip
     if machine.gpu is not None:
         row["MFU"] = 1e12 * tflops / machine.gpu.peak_16_bit_flops
@@ -180,7 +180,7 @@ def planned(run_: ResolvedRun, gpu: Gpu, step_s: float) -> Row:
     return {
         "planned ms": 1e3 * prediction.seconds,
         "measured/planned": step_s / prediction.seconds,
-        "planned GiB": prediction.memory_bytes / _GIB,
+        "planned GiB": prediction.memory_bytes / GIB,
     }
 
 

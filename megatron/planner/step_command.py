@@ -64,15 +64,12 @@ def prediction_for_log(
         ConfigError: a measured run cannot be read.
     """
     calibration = [Path(name) for name in command.config.logging.calibrate_planner or ()]
-    is_gpu = device.device_type() == "cuda"
-    if not calibration and not is_gpu:
-        return None
     measured = measured_runs(calibration)
     if not is_shown:
         return None
     try:
         run = resolved_for(command, {}, world_size)
-        if is_gpu:
+        if device.device_type() == "cuda":
             return predicted_step(run, gpu_of_this_machine(), measured)[0]
     except MegatronError:
         # Mistakes of the command are reported where it is resolved for training; what the planner

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import (
@@ -224,7 +225,12 @@ class PretrainCall:
         except UnreadableCommandError:
             return None  # reported where the run starts
         world_size = info.world_size if info.is_launched else 1
-        return predict(command, world_size, info.rank == world_size - 1)
+        is_shown = info.rank == world_size - 1
+        # Elsewhere there is nothing to say, and no planner to import.
+        is_known = is_shown and device.device_type() == "cuda"
+        if not command.config.logging.calibrate_planner and not is_known:
+            return None
+        return predict(command, world_size, is_shown)
 
     def searched_layout(self) -> str:
         """Return the report of --auto-parallel.

@@ -35,7 +35,6 @@ from megatron.core.distributed.distributed_data_parallel_config import SHARDING_
 from megatron.core.models.bert.bert_layer_specs import get_bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -58,6 +57,7 @@ from tests.parity.training_case import (
     Run,
     assemble,
     named_parameters,
+    note_weights,
     whole_gradient,
 )
 
@@ -276,11 +276,7 @@ def train(
         ok, grad_norm, _ = optimizer.step()
         assert ok
         report.grad_norms.append(float(grad_norm))
-    for chunk in wrapped:
-        with chunk.summon_full_params():
-            report.weights |= {n: p.detach().clone() for n, c, p in named_parameters([chunk])}
-    metas = {name: get_param_meta(p) for name, _, p in named}
-    report.metas = {n: (m.split_dim, m.stride, m.is_expert) for n, m in metas.items()}
+    note_weights(report, wrapped)
     return report
 
 

@@ -366,12 +366,17 @@ def train(
         report.grad_norms.append(float(grad_norm))
         for router in routers_of(wrapped):
             _note_router(report.routers, router)
+    note_weights(report, wrapped)
+    return report
+
+
+def note_weights(report, wrapped):
+    """Keep the weights that training has ended with, and what is needed to join their shards."""
     for chunk in wrapped:
         with chunk.summon_full_params():
             report.weights |= {n: p.detach().clone() for n, c, p in named_parameters([chunk])}
-    metas = {name: get_param_meta(p) for name, _, p in named}
+    metas = {name: get_param_meta(p) for name, _, p in named_parameters(wrapped)}
     report.metas = {n: (m.split_dim, m.stride, m.is_expert) for n, m in metas.items()}
-    return report
 
 
 def _note_router(figures: dict[str, list[float]], router) -> None:
