@@ -12,9 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-ITEM_BYTES = 8
-"""An int32 index and an fp32 value."""
-
 
 def num_sent(numel: int, fraction: float) -> int:
     """Return how many of `numel` gradients a rank sends."""
@@ -24,7 +21,8 @@ def num_sent(numel: int, fraction: float) -> int:
 def take_largest(values: Tensor, count: int) -> Tensor:
     """Set the `count` largest of fp32 [n] to zero, and return them as uint8 [8 count].
 
-    NaN is larger than infinity, and both are larger than all others: what is not finite is sent.
+    First come all int32 indices, then the fp32 values. NaN is larger than infinity, and both are
+    larger than all others: what is not finite is sent.
     """
     indices = values.abs().topk(count, sorted=False).indices
     message = torch.empty(2, count, dtype=torch.int32, device=values.device)

@@ -9,7 +9,8 @@ Legend: t tokens, h hidden, e experts, n rows: one for each expert of each token
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -56,30 +57,20 @@ def gather(x: Tensor, source: Tensor, *, has_gaps: bool = False) -> Tensor:
     return out
 
 
-class _Permute(torch.autograd.Function):
-    """tokens [t, h] -> rows [n, h]."""
+Rows: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class _LinearMap(torch.autograd.Function):
+    """rows [n, h] -> apply(rows); the gradient is that of the adjoint map."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, permutation: SortedPermutation) -> Tensor:
-        ctx.permutation = permutation
-        return gather(tokens, permutation.token)
+    def forward(ctx: Any, rows: Tensor, apply: Rows, adjoint: Rows) -> Tensor:
+        ctx.adjoint = adjoint
+        return apply(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.permutation.sums(grad), None
-
-
-class _Unpermute(torch.autograd.Function):
-    """rows [n, h] -> sums [t, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: SortedPermutation) -> Tensor:
-        ctx.permutation = permutation
-        return permutation.sums(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather(grad, ctx.permutation.token), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(grad), None, None
 
 
 class _Weights(torch.autograd.Function):
@@ -109,6 +100,10 @@ class SortedPermutation:
         tokens = torch.arange(num_tokens + 1, device=token.device)
         self.begins = torch.searchsorted(of_rows, tokens)
 
+    def copies(self, tokens: Tensor) -> Tensor:
+        """Return [n, h], the token of each row of [t, h], without autograd."""
+        return gather(tokens, self.token)
+
     def sums(self, rows: Tensor) -> Tensor:
         """Return [t, h], the sums of rows [n, h], without autograd."""
         rows = rows.contiguous()
@@ -120,7 +115,7 @@ class SortedPermutation:
 
     def permute(self, tokens: Tensor) -> Tensor:
         """Return [n, h] of [t, h]."""
-        return _Permute.apply(tokens, self)
+        return _LinearMap.apply(tokens, self.copies, self.sums)
 
     def weights(self, probs: Tensor, first_expert: int = 0) -> Tensor:
         """Return [n] of [t, e]."""
@@ -128,33 +123,7 @@ class SortedPermutation:
 
     def unpermute(self, rows: Tensor) -> Tensor:
         """Return [t, h] of [n, h]."""
-        return _Unpermute.apply(rows, self)
-
-
-class _Put(torch.autograd.Function):
-    """rows [n, h] -> [total, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: RowPlaces) -> Tensor:
-        ctx.places = places
-        return gather(rows, places.row_at, has_gaps=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather(grad, ctx.places.position), None
-
-
-class _Take(torch.autograd.Function):
-    """padded [total, h] -> rows [n, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, places: RowPlaces) -> Tensor:
-        ctx.places = places
-        return gather(padded, places.position)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather(grad, ctx.places.row_at, has_gaps=True), None
+        return _LinearMap.apply(rows, self.sums, self.copies)
 
 
 class RowPlaces:
@@ -172,10 +141,18 @@ class RowPlaces:
         )
         """int64 [total], the row at each place, -1 where there is none."""
 
+    def placed(self, rows: Tensor) -> Tensor:
+        """Return [total, h] of [n, h], zeros where no row is, without autograd."""
+        return gather(rows, self.row_at, has_gaps=True)
+
+    def taken(self, padded: Tensor) -> Tensor:
+        """Return [n, h] of [total, h], without autograd."""
+        return gather(padded, self.position)
+
     def put(self, rows: Tensor) -> Tensor:
         """Return [total, h] of [n, h]."""
-        return _Put.apply(rows, self)
+        return _LinearMap.apply(rows, self.placed, self.taken)
 
     def take(self, padded: Tensor) -> Tensor:
         """Return [n, h] of [total, h]."""
-        return _Take.apply(padded, self)
+        return _LinearMap.apply(padded, self.taken, self.placed)
