@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.planner.hardware import Gpu
-from megatron.planner.run_workload import workload_of_run
+from megatron.planner.run_workload import KIND_OF_MODULE, workload_of_run
 from megatron.planner.workload import Workloads
 from megatron.training.config.resolved import ResolvedRun
 
@@ -57,9 +57,8 @@ def _recomputation(run: ResolvedRun, chunks: int) -> tuple[str, float]:
         chosen = settings.recompute_num_layers
         is_part = settings.recompute_method == "block" and chosen is not None
         return "full", min(1.0, (chosen or 0) / layers) if is_part else 1.0
-    modules = set(settings.recompute_modules or ["core_attn"])
-    if modules <= {"core_attn"}:
-        return "selective", 1.0
-    if modules & {"mlp", "moe", "moe_act", "shared_experts"}:
+    known = KIND_OF_MODULE | {"moe_act": "mlp", "shared_experts": "mlp"}
+    kinds = {known.get(module, "modules") for module in settings.recompute_modules or ["core_attn"]}
+    if "mlp" in kinds:
         return "mlp", 1.0
-    return ("layernorm" if modules <= {"layernorm"} else "modules"), 1.0
+    return (kinds.pop() if len(kinds) == 1 else "modules"), 1.0

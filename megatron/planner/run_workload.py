@@ -42,6 +42,10 @@ FREE_LAYOUT: Mapping[str, Any] = {
 }
 """Settings that a search decides, as they are in one process."""
 
+KIND_OF_MODULE = {
+    "core_attn": "selective", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp",
+}  # fmt: skip
+"""The planner's kind of recomputation for a word of --recompute-modules."""
 _DECIDED_OTHERWISE = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
@@ -186,15 +190,14 @@ def _recompute_choices(config: RunConfig) -> tuple[str, ...]:
     if granularity == "full":
         return ("full",)
     modules = precision.recompute_modules or ["core_attn"]
-    kinds = {"core_attn": "selective", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp"}
-    if len(modules) > 1 or modules[0] not in kinds:
+    if len(modules) > 1 or modules[0] not in KIND_OF_MODULE:
         raise ConfigError(
             f"--recompute-modules {' '.join(modules)} with a search for the layout.",
             rule="a search predicts one recomputed part of a layer, or the whole of it",
             flags=["--recompute-modules"],
             fix="drop --recompute-granularity and --recompute-modules, or name one module",
         )
-    return (kinds[modules[0]],)
+    return (KIND_OF_MODULE[modules[0]],)
 
 
 def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any]:
