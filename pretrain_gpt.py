@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import get_batch_on_this_cp_rank
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, share_microbatch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.enums import ModelType
 from megatron.core.foundation import device
@@ -75,6 +75,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, An
     if data_iterator is None:
         return dict.fromkeys(BATCH)
     batch = next(data_iterator)
+    share_microbatch(batch)
     where = device.current_device()
     moved = {n: batch[n].to(where, non_blocking=True) if n in batch else None for n in BATCH}
     return get_batch_on_this_cp_rank(moved)

@@ -99,9 +99,9 @@ def get_batch_on_this_cp_rank(
     if is_hybrid_cp or rest:
         raise ConfigError(
             "a micro batch was to be split over hybrid context-parallel groups.",
-            rule="all sequences are split over the same ranks",
+            rule="which ranks split a micro batch is said before it is cut",
             flags=["--hybrid-context-parallel"],
-            fix="leave it out",
+            fix="call megatron.core.context_parallel.share_microbatch(batch), then this without it",
         )
     return partition.get_batch_on_this_cp_rank(batch, cp_group)
 

@@ -179,7 +179,8 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.utils": {
         "get_thd_batch_on_this_cp_rank": "packed sequences are cut like others: pass seq_idx",
-        "get_batch_on_this_hybrid_cp_rank": "all sequences are split over the same ranks",
+        "get_batch_on_this_hybrid_cp_rank": "megatron.core.context_parallel.share_microbatch(batch)"
+        " lets the ranks of its local_cp_size split it",
     },
     "megatron.legacy.model": {
         "BertModel": _LEGACY,

@@ -49,6 +49,11 @@ class ParallelFlags:
     )
     """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
     "a2a+p2p", or one of them per layer. None means "p2p"."""
+    hybrid_context_parallel: bool = flag(False, part_of="context_parallel_size")
+    """Let each row of samples be split over as few neighbouring data- and context-parallel ranks as
+    it needs, so that ranks have the same work although samples differ in length."""
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, part_of="context_parallel_size")
+    """Tokens of such a row that one rank holds: about --seq-length / --context-parallel-size."""
     expert_model_parallel_size: int = 1
     """Ranks over which routed experts are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")

@@ -76,13 +76,13 @@ def initialize_model_parallel(
             rule="they are created once",
             fix="call destroy_model_parallel() first",
         )
+    has_own_backend = pipeline_model_parallel_comm_backend not in (None, dist.get_backend())
+    shards_weights = (gtp_remat_size, expert_gtp_remat_size) != (1, 1)
     refuse_given(
         "initialize_model_parallel",
         {
-            "gtp_remat_size": (gtp_remat_size, expert_gtp_remat_size) != (1, 1),
-            "hybrid_context_parallel": hybrid_context_parallel,
-            "pipeline_model_parallel_comm_backend": pipeline_model_parallel_comm_backend
-            not in (None, dist.get_backend()),
+            "gtp_remat_size": shards_weights,
+            "pipeline_model_parallel_comm_backend": has_own_backend,
         },
         rule="weights are sharded over tensor parallel or by ZeRO, and all groups have one backend",
         fix="use tensor_model_parallel_size or a ZeRO stage, and leave these out",
@@ -106,6 +106,7 @@ def initialize_model_parallel(
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,
         position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        hybrid_context_parallel=hybrid_context_parallel,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
     )
     groups = groups.with_groups(

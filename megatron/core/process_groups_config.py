@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from megatron.core.foundation.device import settle_backends, wait_for_backends_at_exit
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
-from megatron.core.topology.rank_grid import Layout
+from megatron.core.topology.rank_grid import Layout, nested_sizes
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
 
@@ -62,6 +63,9 @@ class ProcessGroupCollection:
     intra_dist_opt: Group = SINGLE_RANK
     hcp: tuple[Group, ...] = ()
     """Levels of hierarchical context parallelism, innermost first; none without it."""
+    hybrid_cp: Mapping[int, Group] = field(default_factory=dict)
+    """Neighbours of dp_cp that may split a micro batch, by their number; none where all micro
+    batches are split over `cp` (dynamic context parallelism, `megatron.core.datasets.packing`)."""
     ranks: dict[str, list[int]] = field(default_factory=dict)
     """Global ranks of each group above, for messages and point-to-point addressing."""
     layout: Layout | None = None
@@ -74,6 +78,11 @@ class ProcessGroupCollection:
         for known in fields(self):
             if known.default is SINGLE_RANK and getattr(self, known.name) is None:
                 setattr(self, known.name, SINGLE_RANK)
+
+    @property
+    def microbatch_cp(self) -> Group:
+        """The ranks that split the micro batch that is computed: `cp`, if that is true of all."""
+        return current_step().cp_group or self.cp
 
     @classmethod
     def current(cls) -> RunProcessGroups:
@@ -256,6 +265,7 @@ def build_process_groups(
     embedding_ranks: StageRanks = default_embedding_ranks,
     position_embedding_ranks: StageRanks = default_position_embedding_ranks,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
     num_distributed_optimizer_instances: int = 1,
 ) -> RunProcessGroups:
     """Create the groups of this rank. torch.distributed must be initialised.
@@ -263,6 +273,7 @@ def build_process_groups(
     Args:
         embedding_ranks, position_embedding_ranks: pick, from the ranks of a pipeline group, those
             that hold the tied word embedding or the position embedding.
+        hybrid_context_parallel: also groups of neighbours of dp_cp that may split a micro batch.
         num_distributed_optimizer_instances: into how many replicas dp_cp is cut for sharded
             optimizer state.
     Raises:
@@ -289,6 +300,10 @@ def build_process_groups(
         plan |= {f"hcp_{level}": rank_lists for level, rank_lists in enumerate(levels)}
         num_levels = len(levels)
 
+    hybrid_sizes = nested_sizes(len(plan["dp_cp"][0])) if hybrid_context_parallel else []
+    for size in hybrid_sizes:
+        plan[f"hybrid_cp_{size}"] = _pieces(plan["dp_cp"], len(plan["dp_cp"][0]) // size)
+
     _create_plans_of_other_layouts(plan, layout, factory)
     groups: dict[str, Any] = {n: factory.create(lists, n) for n, lists in plan.items()}
     members = {n: ranks for n, lists in plan.items() for ranks in lists if rank in ranks}
@@ -296,6 +311,7 @@ def build_process_groups(
         groups["hcp"] = tuple(groups.pop(f"hcp_{level}") for level in range(num_levels))
         for level in range(num_levels):
             members.pop(f"hcp_{level}", None)
+    groups["hybrid_cp"] = {s: groups.pop(f"hybrid_cp_{s}") for s in hybrid_sizes}
     return RunProcessGroups(**groups, ranks=members, layout=layout)
 
 

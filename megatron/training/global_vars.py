@@ -106,16 +106,9 @@ def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
     logging, schedule = from_args(LoggingSettings, values), from_args(ScheduleSettings, values)
     topology = from_args(Topology, values)
     set_timers(Timers(logging.timing_log_level, logging.timing_log_option))
-    calculator.reconfigure_num_microbatches_calculator(
-        topology.rank,
-        schedule.rampup_batch_size,
-        schedule.global_batch_size,
-        schedule.micro_batch_size,
-        topology.data_parallel_size,
-        schedule.decrease_batch_size_if_needed,
-        schedule.step_batch_size_schedule,
-        from_args(ModelSettings, values).seq_length,
-    )
+    seq_length = from_args(ModelSettings, values).seq_length
+    sizes = schedule.calculator_settings(topology.data_parallel_size, seq_length)
+    calculator.reconfigure_num_microbatches_calculator(topology.rank, **sizes)
     if build_tokenizer and from_args(TokenizerSettings, values).tokenizer_type is not None:
         set_tokenizer(make_tokenizer(args))
 

@@ -5,6 +5,7 @@ Campaigns (all of them without a name):
     matrix      each signal at each moment to each target, with and without loader workers
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
     restarts    30 kills of random ranks at random times under torchrun --max-restarts
+    packing     20 kills of a run whose samples share rows, which ranks split as they need
     inprocess   ranks lost one after another while the others go on in their processes; replicas
                 that become fewer and more
     hangs       a stopped rank, or one that holds the interpreter lock, in 50 random places
@@ -37,7 +38,7 @@ from megatron.core.settings.flags import positional
 from tests.faults import hangs, inprocess, mismatches, namespaces, pauses, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
-from tests.faults.restarts import run_restarts
+from tests.faults.restarts import run_restarts, run_shared_rows
 from tests.faults.result import Result
 from tests.faults.running import run_case
 from tests.harness import reaper
@@ -47,8 +48,8 @@ Task = tuple[str, Callable[..., Result]]
 
 
 CAMPAIGNS = (
-    "matrix", "preempt", "restarts", "inprocess", "hangs", "mismatches", "pauses", "stragglers",
-    "namespaces",
+    "matrix", "preempt", "restarts", "packing", "inprocess", "hangs", "mismatches", "pauses",
+    "stragglers", "namespaces",
 )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class Flags:
     repeat: int = 1
     """Run everything so many times."""
     times: int = 20
-    """Of preempt; of stragglers as many slow as clean runs."""
+    """Of preempt and packing; of stragglers as many slow as clean runs."""
     kills: int = 30
     """Of restarts."""
     losses: int = 10
@@ -91,6 +92,9 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         count = arguments.kills
         run = partial(run_restarts, num_kills=count, seed=base)
         tasks.append((f"restarts/{count}-kills", run))
+    if campaign == "packing":
+        run = partial(run_shared_rows, num_kills=arguments.times, seed=base)
+        tasks.append((f"packing/{arguments.times}-kills", run))
     if campaign == "inprocess":
         for lossy in plan.matching(inprocess.cases(arguments.losses), arguments.cases):
             tasks.append((lossy.name, partial(inprocess.run_inprocess, lossy, seed=base)))

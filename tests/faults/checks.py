@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
-from tests.faults.job import FATAL, MODEL, NUM_STEPS, SAVE_INTERVAL, Job
+from tests.faults.job import FATAL, NUM_STEPS, SAVE_INTERVAL, Job, model_words
 from tests.faults.processes import all_listening
 from tests.faults.promises import Kept, Promise
 from tests.harness.distributed import DistributedFailure, run_distributed
@@ -61,18 +61,26 @@ class Curve:
 
 
 def train_in_harness(
-    save: Path, metrics: Path, num_ranks: int, *flags: str, num_steps: int = NUM_STEPS
+    save: Path,
+    metrics: Path,
+    num_ranks: int,
+    *flags: str,
+    num_steps: int = NUM_STEPS,
+    model: str = "",
 ) -> None:
     """Train, or continue, on the ranks of the test harness, which start at once.
 
+    Args:
+        model: flags of the model and its layout beside those of all runs.
     Raises:
         DistributedFailure: it failed.
     """
-    words = [*MODEL.split(), "--num-workers", "0", "--train-iters", str(num_steps)]
+    words = [*model_words(model), "--num-workers", "0", "--train-iters", str(num_steps)]
     words += ["--save-interval", str(SAVE_INTERVAL), "--save", str(save), "--load", str(save)]
     words += ["--metrics-jsonl", str(metrics), *flags]
+    groups = {"hybrid_cp": True} if "--hybrid-context-parallel" in words else {}
     with _POOL:
-        run_distributed(train_with_flags, num_ranks, words, timeout_s=240.0)
+        run_distributed(train_with_flags, num_ranks, words, timeout_s=240.0, **groups)
 
 
 class References:
@@ -84,10 +92,11 @@ class References:
 
     @cache  # noqa: B019  lives as long as the program
     def _curve(self, num_ranks: int, num_steps: int, layout: str) -> Curve:
-        place = self.folder / f"reference-{num_ranks}-{num_steps}{layout.replace(' ', '')}"
+        name = layout.replace(" ", "").replace("/", "")
+        place = self.folder / f"reference-{num_ranks}-{num_steps}{name}"[:200]
         train_in_harness(
             place / "save", place / "metrics", num_ranks,
-            "--save-interval", str(num_steps), *layout.split(), num_steps=num_steps,
+            "--save-interval", str(num_steps), num_steps=num_steps, model=layout,
         )  # fmt: skip
         return Curve(joined(place / "metrics"), state_at(place / "save", num_steps))
 

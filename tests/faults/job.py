@@ -33,6 +33,11 @@ MODEL = (
     f" --eval-interval {EVALUATION_INTERVAL} --eval-iters 8 --split 90,8,2"
 )
 """Without --num-workers, --train-iters and --save-interval."""
+SHARED_ROWS = (
+    "--sft --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 12 --calculate-per-token-loss"
+    " --hidden-dropout 0 --attention-dropout 0 --global-batch-size 16"
+)
+"""Conversations in rows that ranks share as they need; with their --data-path."""
 SCRIPT = "tests/faults/slow_pretrain.py"
 ITERATION = re.compile(r" iteration +(\d+)/ +\d+ \|")
 SAVED = re.compile(r"successfully saved checkpoint from iteration +(\d+) ")
@@ -40,6 +45,12 @@ FATAL = re.compile(r"^FATAL\[(\w+)\].*$", re.MULTILINE)
 POLL_S = 0.02
 TIMEOUT_SCALE = float(os.environ.get("TEST_TIMEOUT_SCALE", "1"))
 """Multiplies every limit of time, for slow or crowded machines."""
+
+
+def model_words(flags: str = "") -> list[str]:
+    """Return the words of `MODEL` and further flags; a corpus takes the place of synthetic data."""
+    words = [*MODEL.split(), *flags.split()]
+    return [w for w in words if w != "--mock-data"] if "--data-path" in words else words
 
 
 def can_have_its_own_shared_memory() -> bool:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.checks import References, check_curve, check_remains, check_save_directory
-from tests.faults.job import FATAL, MODEL, POLL_S, TIMEOUT_SCALE, Job
+from tests.faults.job import FATAL, POLL_S, SHARED_ROWS, TIMEOUT_SCALE, Job, model_words
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
+from tests.parity.shared_rows_case import write_conversations
 
 SAVE_INTERVAL = 2
 COME_BACK_S = 120.0 * TIMEOUT_SCALE
@@ -79,12 +80,33 @@ def kill_again_and_again(job: Job, num_kills: int, source: random.Random) -> lis
     return returns
 
 
-def run_restarts(folder: Path, references: References, num_kills: int, seed: str) -> Result:
-    """Run a job through all kills to its end, and compare it with an undisturbed one."""
-    result, began = Result(f"restarts/{num_kills}-kills"), time.monotonic()
+def run_shared_rows(folder: Path, references: References, num_kills: int, seed: str) -> Result:
+    """Run a job on conversations whose rows ranks share through all kills to its end."""
+    corpus = references.folder / "conversations"
+    corpus.mkdir()
+    prefix = write_conversations(corpus, 200, longest=16)
+    flags = f"{SHARED_ROWS} --data-path {prefix}"
+    return run_restarts(folder, references, num_kills, seed, flags=flags, name="packing")
+
+
+def run_restarts(
+    folder: Path,
+    references: References,
+    num_kills: int,
+    seed: str,
+    *,
+    flags: str = "",
+    name: str = "restarts",
+) -> Result:
+    """Run a job through all kills to its end, and compare it with an undisturbed one.
+
+    Args:
+        flags: of the model and its data, beside those of all jobs.
+    """
+    result, began = Result(f"{name}/{num_kills}-kills"), time.monotonic()
     num_steps = num_steps_for(num_kills)
     folder.mkdir(parents=True)
-    words = [*MODEL.split(), "--train-iters", str(num_steps), "--num-workers", "2"]
+    words = [*model_words(flags), "--train-iters", str(num_steps), "--num-workers", "2"]
     words += ["--save-interval", str(SAVE_INTERVAL), "--most-recent-k", "4"]
     words += ["--save", str(folder / "save"), "--load", str(folder / "save")]
     words += ["--metrics-jsonl", str(folder / "metrics"), "--slow-step", "0.02"]
@@ -100,7 +122,7 @@ def run_restarts(folder: Path, references: References, num_kills: int, seed: str
         else:
             result.problems += check_remains(job, FINISHES)
             result.problems += check_save_directory(folder / "save", is_clean=True)
-            reference = references.curve(2, num_steps)
+            reference = references.curve(2, num_steps, flags)
             result.problems += check_curve(folder, reference, num_steps)
         if returns:
             result.facts = (

@@ -46,6 +46,7 @@ LAYOUT_SIZES = {
     "vp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
     "hierarchical_cp": "hierarchical_context_parallel_sizes",
+    "hybrid_cp": "hybrid_context_parallel",
     "ep": "expert_model_parallel_size",
     "expt_tp": "expert_tensor_parallel_size",
     "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",

@@ -7,6 +7,7 @@ from megatron.core.context_parallel.attention import (
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
     sequence_shard_of_rank,
+    share_microbatch,
     shift_left,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "context_parallel_attention",
     "get_batch_on_this_cp_rank",
     "sequence_shard_of_rank",
+    "share_microbatch",
     "shift_left",
 ]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
 from megatron.core.parameters.rng import SequenceShard
-from megatron.core.process_groups_config import resolve_group
+from megatron.core.process_groups_config import resolve_groups
+from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
@@ -42,6 +43,18 @@ def sequence_shard_of_rank(num_local_rows: int, *, cp: Group, sp: Group) -> Sequ
     return rows.shard(sp.rank(), cuts)
 
 
+def share_microbatch(batch: Mapping[str, Any]) -> None:
+    """Let the ranks of its `local_cp_size` split the micro batch that is computed from now on.
+
+    Args:
+        batch: [1] or int `local_cp_size`, how many neighbours of the data- and context-parallel
+            ranks hold this row; without it those of `--context-parallel-size` do.
+    """
+    size = batch.get("local_cp_size")
+    groups = resolve_groups(None)
+    current_step().cp_group = None if size is None else groups.hybrid_cp[int(size)]
+
+
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], cp_group: Group | None = None
 ) -> dict[str, Any]:
@@ -50,13 +63,13 @@ def get_batch_on_this_cp_rank(
     Args:
         batch: tensors [b, s] (`attention_mask` [b, 1, s, s], of which the query rows are cut);
             None stays None, and `document_starts` stays unsharded.
-        cp_group: None is the context-parallel group of the current collection.
+        cp_group: None: the ranks of the current collection that share the micro batch.
     Returns:
         the entries as [b, s/cp] ([b, 1, s/cp, s]), contiguous.
     Raises:
         DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise.
     """
-    group = resolve_group(cp_group, "cp")
+    group = resolve_groups(None).microbatch_cp if cp_group is None else cp_group
     size = group.size()
     if size == 1:
         return dict(batch)

@@ -88,6 +88,16 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
         inner = None if idx is None else number
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][inner]}  # type: ignore[index]
 
+    def num_tokens(self, idx: int) -> int:
+        """Return how many tokens sample `idx` has before it is filled up."""
+        dataset_id, number = self._order[idx]
+        return self.datasets[dataset_id].num_tokens(number)
+
+    def without_padding(self, idx: int) -> dict[str, Any]:
+        """Return sample `idx` as it is before it is filled up."""
+        dataset_id, number = self._order[idx]
+        return self.datasets[dataset_id].without_padding(number)
+
     def order_identity(self) -> dict[str, Any]:
         """Return what the order of the samples follows from, see `GPTDataset.order_identity`."""
         identity: dict[str, Any] = {

@@ -103,6 +103,14 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
         """Samples, not always whole, after which documents are read again; None if not known."""
         return None
 
+    def num_tokens(self, idx: int) -> int:
+        """Return how many tokens sample `idx` has before it is filled up."""
+        return int(self.config.sequence_length)
+
+    def without_padding(self, idx: int) -> dict[str, Any]:
+        """Return sample `idx` as it is before it is filled up, entries [num_tokens(idx)]."""
+        return self[idx]
+
     @abstractmethod
     def __len__(self) -> int: ...
 

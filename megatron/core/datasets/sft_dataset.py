@@ -122,10 +122,29 @@ class SFTDataset(MegatronDataset):
         Raises:
             DataError: a token id outside the vocabulary.
         """
-        document = self._document_of(0 if idx is None else idx)
+        sample = self._sample(self.config.sequence_length, 0 if idx is None else idx)
+        if idx is None:
+            sample["loss_mask"].zero_()
+        if self.config.create_attention_mask:
+            sample["attention_mask"] = attention_mask(sample["document_starts"][None])[0]
+        return sample
+
+    def num_tokens(self, idx: int) -> int:
+        """Return the tokens of pack `idx`."""
+        document = self._document_of(idx)
+        first, last = self.dataset.tokens.document_indices[document : document + 2].tolist()
+        return int(self.dataset.tokens.sequence_lengths[first:last].sum())
+
+    def without_padding(self, idx: int) -> dict[str, Tensor]:
+        """Return pack `idx` as it is."""
+        return self._sample(self.num_tokens(idx), idx)
+
+    def _sample(self, size: int, idx: int) -> dict[str, Tensor]:
+        """Return pack `idx`, filled up to `size` tokens."""
+        document = self._document_of(idx)
         pack = document_tokens(self.dataset.tokens, document).astype(np.int64)
         self._check_ids(pack, document)
-        size, count = self.config.sequence_length, len(pack)
+        count = len(pack)
         tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
         tokens[:count], labels[: max(count - 1, 0)] = pack, pack[1:]
         loss_mask = np.zeros(size, np.float32)
@@ -134,19 +153,16 @@ class SFTDataset(MegatronDataset):
         lengths = self.dataset.tokens.sequence_lengths[first:last].astype(np.int64)
         begins = np.cumsum(lengths) - lengths
         starts[:count] = np.repeat(begins, lengths)
-        if idx is not None and count:
+        if count:
             loss_mask[: count - 1] = document_tokens(self.dataset.mask, document)[1:]
             loss_mask[begins[begins > 0] - 1] = 0.0  # the label begins the next conversation
-        sample = {
+        return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.arange(size) - torch.from_numpy(starts),
             "document_starts": torch.from_numpy(starts),
         }
-        if self.config.create_attention_mask:
-            sample["attention_mask"] = attention_mask(sample["document_starts"][None])[0]
-        return sample
 
     def _document_of(self, idx: int) -> int:
         if not 0 <= idx < len(self):

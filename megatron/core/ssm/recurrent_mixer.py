@@ -216,7 +216,7 @@ class RecurrentMixer(MegatronModule):
         parts = packed.view(s, b, self.num_blocks, -1).split(rows_of_block, -1)
         others = (*parts[: which.start], *parts[which.stop :])
         coefficients = self.coefficients(others)
-        pieces = SequencePieces(self.pg_collection.cp)
+        pieces = SequencePieces(self.pg_collection.microbatch_cp)
         rows = pieces.fold(torch.cat(parts[which], -1).flatten(2))
         state = None
         if context is None:

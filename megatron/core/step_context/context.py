@@ -22,6 +22,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.parameters.rng import SequenceShard
     from megatron.core.step_context.overlap import Overlap
+    from megatron.core.topology.group import Group
 
 WeightGradient = Callable[[], None]
 """Computes one weight gradient and adds it to the parameter's."""
@@ -91,6 +92,8 @@ class StepContext:
     """Layers that are built fill their weights."""
     allocates_weights: bool = True
     """Models that initialise themselves by name get memory for the weights they draw."""
+    cp_group: Group | None = None
+    """Ranks that split the micro batch that is computed; None: those of the layout."""
     overlap: Overlap | None = None
     """The pair of a forward and a backward of which this is one half."""
 
@@ -107,6 +110,12 @@ def switch_to(context: StepContext) -> None:
     """Make another context current: where the halves of an overlapped pair take over."""
     global _current
     _current = context
+
+
+def values_for_recomputation() -> dict[str, object]:
+    """Return the fields, for `within_step`, that a second computation of what runs now needs."""
+    context = current_step()
+    return {"random_scope": context.random_scope, "cp_group": context.cp_group}
 
 
 @contextmanager

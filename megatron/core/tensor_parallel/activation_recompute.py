@@ -21,7 +21,11 @@ from megatron.core.foundation.device import default_generator_state, set_default
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import resolve_group
-from megatron.core.step_context.context import current_step, within_step
+from megatron.core.step_context.context import (
+    current_step,
+    values_for_recomputation,
+    within_step,
+)
 from megatron.core.tensor_parallel.rng_tracker import (
     get_cuda_rng_tracker,
 )
@@ -67,19 +71,19 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
     torch itself restores the default generators.
     """
-    scope, streams = rng_state().scope, get_cuda_rng_tracker().get_states()
-    return within_step(is_checkpointed=True), _recompute_contexts(scope, streams)
+    values, streams = values_for_recomputation(), get_cuda_rng_tracker().get_states()
+    return within_step(is_checkpointed=True), _recompute_contexts(values, streams)
 
 
 @contextmanager
-def _recompute_contexts(scope: Any, streams: dict[str, Tensor]) -> Iterator[None]:
-    """Draw keyed numbers from `scope` and tracked ones from `streams` again."""
+def _recompute_contexts(values: dict[str, object], streams: dict[str, Tensor]) -> Iterator[None]:
+    """Give the step context its `values` again, and draw tracked numbers from `streams` again."""
     tracker = get_cuda_rng_tracker()
     outer = tracker.get_states()
     if streams:
         tracker.set_states(streams)
     try:
-        with within_step(random_scope=scope, is_checkpointed=True, is_recomputing=True):
+        with within_step(**values, is_checkpointed=True, is_recomputing=True):
             yield
     finally:
         if streams:
@@ -214,7 +218,7 @@ class _WithoutOutput(torch.autograd.Function):
     def forward(
         ctx: Any, function: Callable[..., Any], owner: CheckpointWithoutOutput, *args: Any
     ) -> Any:
-        ctx.scope, ctx.streams = rng_state().scope, get_cuda_rng_tracker().get_states()
+        ctx.values, ctx.streams = values_for_recomputation(), get_cuda_rng_tracker().get_states()
         ctx.cpu_state = torch.get_rng_state()
         ctx.device_state = default_generator_state()
         ctx.function, ctx.recomputed, ctx.inputs = function, None, ()
@@ -257,7 +261,7 @@ class _Node:
         torch.set_rng_state(ctx.cpu_state)
         set_default_generator_state(ctx.device_state)
         try:
-            with _recompute_contexts(ctx.scope, ctx.streams), torch.enable_grad():
+            with _recompute_contexts(ctx.values, ctx.streams), torch.enable_grad():
                 outputs = ctx.function(*inputs)
         finally:
             torch.set_rng_state(outer_cpu)

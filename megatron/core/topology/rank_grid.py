@@ -185,3 +185,16 @@ def _grid(axes: Sequence[str], sizes: Mapping[str, int], offset: int) -> RankGri
 
 def _nearest_multiple(world_size: int, model: int) -> int:
     return max(model, world_size // max(model, 1) * model) if model > 0 else 1
+
+
+def nested_sizes(num_ranks: int) -> list[int]:
+    """Return sizes of groups of neighbours of which each divides the next: 1, 2, 4, ...
+
+    An odd rest is divided out last: 1, 2, 4, 12 of 12 ranks.
+    """
+    sizes, rest = [1], num_ranks
+    while rest > 1:
+        factor = next(f for f in range(2, rest + 1) if rest % f == 0)
+        sizes.append(sizes[-1] * factor)
+        rest //= factor
+    return sizes

@@ -73,7 +73,6 @@ class DotProductAttention(MegatronModule):
         )
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.cp_comm_type = cp_comm_type or "p2p"
-        self.context_groups = ContextParallelGroups(self.pg_collection.cp, self.pg_collection.hcp)
         self.backend = asked_backend(config)
         self.softmax_offset = self._new_sink()
         self.max_logits: Tensor | None = None
@@ -108,7 +107,8 @@ class DotProductAttention(MegatronModule):
         options = self._options(query, mask_type, packed_seq_params, attention_mask, attention_bias)
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
-        comm_type = self.cp_comm_type if self.context_groups.cp.size() > 1 else None
+        groups = self.context_groups
+        comm_type = self.cp_comm_type if groups.cp.size() > 1 else None
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
@@ -120,9 +120,16 @@ class DotProductAttention(MegatronModule):
             value,
             options,
             cp_comm_type=comm_type,
-            groups=self.context_groups,
+            groups=groups,
             kernel=kernel.run,
         )
+
+    @property
+    def context_groups(self) -> ContextParallelGroups:
+        """The ranks that share the sequences of the micro batch that is computed."""
+        groups = self.pg_collection
+        cp = groups.microbatch_cp
+        return ContextParallelGroups(cp, groups.hcp if cp is groups.cp else ())
 
     def _options(
         self,

@@ -252,15 +252,15 @@ class LowRankAdapter(nn.Module):
         run = rng_state().scope.run
         if run is None:
             sp = self.tp if holds_shard else SINGLE_RANK
-            return sequence_shard_of_rank(num_rows, cp=self.groups.cp, sp=sp)
+            return sequence_shard_of_rank(num_rows, cp=self.groups.microbatch_cp, sp=sp)
         first, last, num_rows = run
         if not self.sequence_parallel:
-            return sequence_shard_of_rank(num_rows, cp=self.groups.cp, sp=SINGLE_RANK).run(
-                first, last
-            )
+            return sequence_shard_of_rank(
+                num_rows, cp=self.groups.microbatch_cp, sp=SINGLE_RANK
+            ).run(first, last)
         # Where a run is gathered it is the same run of every rank's shard.
         size = self.tp.size()
-        full = sequence_shard_of_rank(num_rows * size, cp=self.groups.cp, sp=SINGLE_RANK)
+        full = sequence_shard_of_rank(num_rows * size, cp=self.groups.microbatch_cp, sp=SINGLE_RANK)
         shards = [self.tp.rank()] if holds_shard else range(size)
         runs = [full.shard(rank, size).run(first, last) for rank in shards]
         return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)

@@ -163,7 +163,7 @@ class MLASelfAttention(Attention):
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
         if positions is None:
             positions = sequence_shard_of_rank(
-                s, cp=self.pg_collection.cp, sp=SINGLE_RANK
+                s, cp=self.pg_collection.microbatch_cp, sp=SINGLE_RANK
             ).positions(query.device)[:, None]
         cos, sin = self._cos_sin(positions, query)
         asked = () if config.apply_rope_fusion else UNFUSED

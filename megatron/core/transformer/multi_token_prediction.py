@@ -111,7 +111,7 @@ class MultiTokenPredictionBlock(MegatronModule):
     ) -> None:
         super().__init__(config)
         groups = resolve_groups(pg_collection)
-        self.cp_group = groups.cp
+        self.groups = groups
         parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
         self.layers = nn.ModuleList(
             MultiTokenPredictionLayer(config, parts, depth, groups, vp_stage)
@@ -149,7 +149,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         """
         num_depths = self.config.mtp_num_layers or 0
         for depth in range(1, num_depths + 1):
-            tokens = shift_left(labels, depth - 1, self.cp_group) if depth > 1 else labels
+            cp = self.groups.microbatch_cp
+            tokens = shift_left(labels, depth - 1, cp) if depth > 1 else labels
             repeats = len(self.layers) < num_depths
             with rng_state().in_repetition(depth if repeats else 0):
                 hidden_states = self.layers[0 if repeats else depth - 1](

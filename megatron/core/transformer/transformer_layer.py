@@ -237,7 +237,9 @@ class TransformerLayer(GraphableMegatronModule):
     def _rows(self, hidden_states: Tensor) -> SequenceShard:
         """Return which positions of the sequence the local rows are."""
         sp = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
-        return sequence_shard_of_rank(hidden_states.shape[0], cp=self.pg_collection.cp, sp=sp)
+        return sequence_shard_of_rank(
+            hidden_states.shape[0], cp=self.pg_collection.microbatch_cp, sp=sp
+        )
 
     def _add(
         self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None

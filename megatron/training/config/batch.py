@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.settings.flags import flag, no_flag, required
 
@@ -150,6 +151,20 @@ class ScheduleSettings:
     """Length of the last phase of warmup-stable-decay."""
     wd_incr_steps: int = no_flag(0, is_arg=True)
     """Length of the change of weight decay."""
+
+    def calculator_settings(
+        self, data_parallel_size: int, seq_length: int | None
+    ) -> dict[str, Any]:
+        """Return the arguments of a micro batch calculator for these sizes."""
+        return {
+            "rampup_batch_size": self.rampup_batch_size,
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "data_parallel_size": data_parallel_size,
+            "decrease_batch_size_if_needed": self.decrease_batch_size_if_needed,
+            "step_batch_size_schedule": self.step_batch_size_schedule,
+            "seq_length": seq_length,
+        }
 
     @property
     def eval_batch(self) -> tuple[int, int]:

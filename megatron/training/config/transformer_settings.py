@@ -60,6 +60,7 @@ def transformer_config(
             if field.name in known and value is not None:
                 found[field.name] = value
     found["pipeline_dtype"] = precision.params_dtype
+    found["variable_seq_lengths"] = parallelism.hybrid_context_parallel
     return TransformerConfig(**_composed(found, model, precision))
 
 

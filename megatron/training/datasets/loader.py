@@ -38,6 +38,7 @@ from megatron.training.datasets.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
 )
+from megatron.training.datasets.packed_rows import PackedRows, PackedRowSampler, Packing
 
 DATALOADER_TYPES = ("single", "cyclic", "external")
 
@@ -67,6 +68,7 @@ def build_pretraining_data_loader(
     data_sharding: bool = True,
     drop_last: bool = True,
     collate: Callable[..., object] = collate_in_memory,
+    packing: Packing | None = None,
 ) -> Any:
     """Make the loader of this rank's micro batches.
 
@@ -83,6 +85,8 @@ def build_pretraining_data_loader(
         data_sharding: see `MegatronPretrainingRandomSampler`.
         drop_last: see `MegatronPretrainingSampler`.
         collate: joins the samples of a batch.
+        packing: how global batches of `dataset` become rows that ranks share; the sizes above and
+            the type say nothing then, but that samples come in order.
     Returns:
         a torch `DataLoader`, or `dataset` itself if `external`.
     Raises:
@@ -91,9 +95,11 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
+    sampler: PackedRowSampler | MegatronPretrainingSampler | MegatronPretrainingRandomSampler
     sizes = (consumed_samples, micro_batch_size, dp_rank, dp_size)
-    sampler: MegatronPretrainingSampler | MegatronPretrainingRandomSampler
-    if dataloader_type == "single":
+    if packing is not None:
+        dataset, sampler = PackedRows(packing), PackedRowSampler(packing, consumed_samples)
+    elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(len(dataset), *sizes, drop_last=drop_last)
     elif dataloader_type == "cyclic":
         sampler = MegatronPretrainingRandomSampler(

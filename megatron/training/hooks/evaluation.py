@@ -10,7 +10,7 @@ from megatron.training.hooks.scalars import Scalars
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.log_line import validation_lines
 from megatron.training.resilience.status import RunStatus
-from megatron.training.run.context import StepPlan, TrainingContext
+from megatron.training.run.context import Packing, StepPlan, TrainingContext
 from megatron.training.run.evaluate import evaluate
 from megatron.training.run.state import StepResult, StopReason, TrainState
 
@@ -59,6 +59,7 @@ class Evaluate(Hook):
             state,
             f"iteration {state.iteration} on test set",
             kind="test",
+            packing=self.context.data.test_packing,
         )
         return state
 
@@ -68,7 +69,12 @@ class Evaluate(Hook):
             kind = f"validation {each.name}" if each.name else "validation"
             of_set = f"{where} of {each.name}" if each.name else where
             rows = self._num_rows(each.num_rows)
-            self._report(each.data, rows, state, of_set, kind=kind)
+            consumed = (
+                0 if self.context.run.schedule.full_validation else (state.consumed_valid_samples)
+            )
+            self._report(
+                each.data, rows, state, of_set, kind=kind, packing=each.packing, consumed=consumed
+            )
             # All sets advance together: the position in each is this one number.
             num_samples = max(num_samples, rows * self.plan.row_size)
         return state.evaluated(num_samples) if num_samples else state
@@ -79,7 +85,16 @@ class Evaluate(Hook):
             return available
         return self.context.run.schedule.eval_iters * self.plan.num_microbatches if available else 0
 
-    def _report(self, data: Any, num_rows: int, state: TrainState, where: str, kind: str) -> None:
+    def _report(
+        self,
+        data: Any,
+        num_rows: int,
+        state: TrainState,
+        where: str,
+        kind: str,
+        packing: Packing | None = None,
+        consumed: int = 0,
+    ) -> None:
         """Evaluate on `data`, print the result and send it to the scalars."""
         if num_rows == 0:
             return
@@ -90,6 +105,8 @@ class Evaluate(Hook):
                 data,
                 num_rows,
                 self.plan,
+                packing=packing,
+                consumed_samples=consumed,
                 with_non_loss=True,
                 should_exit=self.should_exit,
             )

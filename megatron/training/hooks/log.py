@@ -18,7 +18,6 @@ from megatron.training.metrics.expert_load import (
     layer_lines,
     load_line,
 )
-from megatron.training.metrics.flops import FlopConvention, training_flops_per_token
 from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
@@ -37,15 +36,16 @@ class IntervalMeans:
     def __init__(self) -> None:
         self._steps: list[StepResult] = []
         self.seconds = 0.0
-        self.num_samples = 0
-        self.flops = 0.0
+        self.num_tokens = 0
+        self.flops = self.causal_flops = 0.0
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Count one step."""
         self._steps.append(result)
         self.seconds += seconds
-        self.num_samples += result.num_samples
+        self.num_tokens += result.num_tokens
         self.flops += result.flops
+        self.causal_flops += result.causal_flops
 
     @property
     def num_steps(self) -> int:
@@ -225,8 +225,7 @@ class LogLine(Hook):
     ) -> TrainingLine:
         run, means = self.context.run, self._means
         per_device_s = means.seconds * run.topology.world_size
-        tokens_per_s = means.num_samples * run.model.seq_length / per_device_s
-        causal = training_flops_per_token(self.context.size, FlopConvention.CAUSAL)
+        tokens_per_s = means.num_tokens / per_device_s
         return TrainingLine(
             iteration=state.iteration,
             train_iters=self.train_iters,
@@ -247,7 +246,7 @@ class LogLine(Hook):
             if run.logging.log_throughput
             else None,
             tokens_per_second_per_device=tokens_per_s,
-            mfu=tokens_per_s * causal / self._peak if self._peak else None,
+            mfu=means.causal_flops / per_device_s / self._peak if self._peak else None,
             time_shares=self.times.shares,
             prediction=self.prediction,
         )

@@ -170,8 +170,9 @@ class Scalars(Hook):
         if result.max_attention_logit is not None:
             scalars["max-attention-logit"] = result.max_attention_logit
         scalars["iteration-time"] = seconds
-        tokens = result.num_samples * run.model.seq_length
-        scalars["tokens-per-second-per-device"] = tokens / (seconds * run.topology.world_size)
+        scalars["tokens-per-second-per-device"] = result.num_tokens / (
+            seconds * run.topology.world_size
+        )
         if run.logging.log_throughput:
             scalars["throughput"] = result.flops / (seconds * run.topology.world_size) / 1e12
         if run.logging.log_memory_to_tensorboard:

@@ -92,10 +92,17 @@ def gibibytes(num_bytes: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def tokens_of_rank(run: ResolvedRun, size: ModelSize) -> float:
+    """Return how many tokens of a sample, or of a row that is shared as needed, a rank holds."""
+    parallel = run.parallelism
+    if parallel.hybrid_context_parallel and parallel.max_seqlen_per_dp_cp_rank:
+        return float(parallel.max_seqlen_per_dp_cp_rank)
+    return size.seq_length / parallel.context_parallel_size
+
+
 def layer_activation_bytes(run: ResolvedRun, size: ModelSize, kind: LayerKind) -> float:
     """Return what one layer keeps of one micro batch for its backward, with an even load."""
-    cp = run.parallelism.context_parallel_size
-    s, b, h = size.seq_length / cp, run.schedule.micro_batch_size, size.hidden_size
+    s, b, h = tokens_of_rank(run, size), run.schedule.micro_batch_size, size.hidden_size
     tp = run.parallelism.tensor_model_parallel_size
     item = 4 if not (run.precision.bf16 or run.precision.fp16) else 2
     shard = tp if run.parallelism.sequence_parallel else 1
@@ -272,10 +279,9 @@ def estimate_memory(
     per_chunk = layers / len(chunks)
     logits = 0.0
     if any(chunk.has_loss for chunk in chunks):
-        tokens = size.seq_length * run.schedule.micro_batch_size
-        tokens_of_rank = tokens / run.parallelism.context_parallel_size
+        tokens = tokens_of_rank(run, size) * run.schedule.micro_batch_size
         if not run.precision.cross_entropy_loss_fusion:
-            logits = tokens_of_rank * size.vocab_size / tp * (per.weight + 4)
+            logits = tokens * size.vocab_size / tp * (per.weight + 4)
     return MemoryEstimate(
         weights=0.0 if _offloads_parameters(run) else weights * per.weight,
         gradients=0.0 if _offloads_gradients(run) else gradients * per.gradient,

@@ -229,7 +229,8 @@ def _bad_weight(context: TrainingContext) -> str:
 def rerun_of(run: ResolvedRun, dp_rank: int, dp_size: int) -> StepRerun | None:
     """Return what --rerun-mode asks for."""
     schedule = run.schedule
-    if schedule.rerun_mode == "disabled":
+    # Samples that ranks share cannot be computed by one replica after the other.
+    if schedule.rerun_mode == "disabled" or run.parallelism.hybrid_context_parallel:
         return None
     kind = RerunDiagnostic(schedule.error_injection_type)
     injector = ErrorInjector(schedule.error_injection_rate, kind, schedule.seed, dp_rank, dp_size)

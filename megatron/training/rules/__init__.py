@@ -24,6 +24,7 @@ from megatron.training.rules import (  # noqa: F401
     optimizer,
     parallelism,
     run_control,
+    shared_rows,
 )
 from megatron.training.rules.follow_ups import Unclear
 from megatron.training.rules.registry import broken_rules

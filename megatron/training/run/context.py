@@ -28,6 +28,8 @@ class ValidationSet:
     """Its iterator, or one for each chunk; None on ranks that read no data."""
     num_rows: int
     """Micro batches of all replicas in the set, equal on all ranks; 0 if there is none."""
+    packing: Packing | None = None
+    """How its global batches become rows, where samples of uneven length share them."""
 
 
 @dataclass
@@ -45,6 +47,9 @@ class DataIterators:
     """`order_identity()` of the training set on rank 0, if it tells one."""
     num_test_rows: int = 0
     """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
+    train_packing: Packing | None = None
+    test_packing: Packing | None = None
+    """As `ValidationSet.packing`."""
 
     def close(self) -> None:
         """End the loaders' worker processes now.
@@ -65,11 +70,21 @@ class StepPlan:
     num_microbatches: int
     micro_batch_size: int
     global_batch_size: int
+    sample_lengths: tuple[int, ...] | None = None
+    """Tokens of each sample, where a micro batch is a row of several that ranks may share."""
 
     @property
     def row_size(self) -> int:
         """Samples of one micro batch of all replicas."""
         return self.global_batch_size // self.num_microbatches
+
+
+class Packing(Protocol):
+    """How global batches of samples of uneven length become micro batches."""
+
+    def plan(self, consumed: int) -> StepPlan:
+        """Return how the step after `consumed` samples cuts them."""
+        ...
 
 
 class MicrobatchPlanner:
@@ -129,6 +144,12 @@ class TrainingContext:
     """Iterations (1-based) whose samples are passed over."""
     rerun: Rerun | None = None
     """Runs a step again that is not finite; None: such a step ends the run."""
+
+    def plan_step(self, consumed_samples: int) -> StepPlan:
+        """Return how the step after `consumed_samples` cuts its samples."""
+        plan = self.microbatches.plan(consumed_samples)
+        packing = self.data.train_packing
+        return plan if packing is None else packing.plan(consumed_samples)
 
     @property
     def reads_steps_later(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.run.context import StepPlan, TrainingContext
+from megatron.training.run.context import Packing, StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import Report
 from megatron.training.run.step import forward_backward, loss_table
 
@@ -31,6 +31,8 @@ def evaluate(
     num_rows: int,
     plan: StepPlan,
     *,
+    packing: Packing | None = None,
+    consumed_samples: int = 0,
     with_non_loss: bool = False,
     should_exit: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -41,6 +43,8 @@ def evaluate(
     Args:
         plan: how many micro batches run through the pipeline at a time; the last pass may have
             fewer.
+        packing: how the batches of `data` become rows, where samples share them.
+        consumed_samples: of `data`, where it stands; for `packing`.
         with_non_loss: also collect what `parts.process_non_loss_data` asks for.
         should_exit: asked before every pass; all ranks must give the same answer.
     Returns:
@@ -52,12 +56,16 @@ def evaluate(
         for begin in range(0, num_rows, plan.num_microbatches):
             if should_exit():
                 return None
-            rows = min(plan.num_microbatches, num_rows - begin)
+            if packing is None:
+                rows = min(plan.num_microbatches, num_rows - begin)
+                part = dataclasses.replace(plan, num_microbatches=rows)
+            else:
+                part = packing.plan(consumed_samples + begin * plan.row_size)
             reports += forward_backward(
                 context,
                 data,
                 begin * plan.row_size,
-                dataclasses.replace(plan, num_microbatches=rows),
+                part,
                 forward_only=True,
                 first_val_step=begin == 0,
             )

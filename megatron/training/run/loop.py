@@ -20,7 +20,7 @@ def train(
     """
     state = hooks.before_training(state)
     while (stop := hooks.should_stop(state)) is None:
-        plan = context.microbatches.plan(state.consumed_train_samples)
+        plan = context.plan_step(state.consumed_train_samples)
         hooks.before_step(state)
         result = train_step(context, state, plan)
         state = hooks.after_step(state.advanced(result), result)

@@ -46,8 +46,12 @@ class StepResult:
     """A loss was not finite and the check was switched off."""
     max_attention_logit: float | None = None
     """Of all heads and layers, where --log-max-attention-logit asks for it."""
+    num_tokens: int = 0
+    """Of the global batch."""
     flops: float = 0.0
     """Of all ranks together, in the full-square convention."""
+    causal_flops: float = 0.0
+    """The same without the scores that a causal mask hides."""
 
     @property
     def is_read(self) -> bool:

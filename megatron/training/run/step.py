@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,7 +153,7 @@ def start_step_on_device(
         loss_scale=scale,
         num_samples=plan.global_batch_size,
         num_microbatches=plan.num_microbatches,
-        flops=_flops(context, plan),
+        **_amount_of_work(context, plan),
     )
 
 
@@ -190,12 +192,24 @@ def _result(
         skip_reason=None if was_updated else context.optimizer.nonfinite,
         was_nan=was_nan,
         max_attention_logit=_max_attention_logit(context) if was_updated else None,
-        flops=_flops(context, plan),
+        **_amount_of_work(context, plan),
     )
 
 
-def _flops(context: TrainingContext, plan: StepPlan) -> float:
-    return training_flops(context.size, plan.global_batch_size, FlopConvention.FULL_SQUARE)
+def _amount_of_work(context: TrainingContext, plan: StepPlan) -> dict[str, Any]:
+    """Return the tokens and operations of a step, as fields of its result."""
+    whole = [context.size.seq_length] * plan.global_batch_size
+    lengths = Counter(whole if plan.sample_lengths is None else plan.sample_lengths)
+    sizes = {length: replace(context.size, seq_length=length) for length in lengths}
+
+    def flops(convention: FlopConvention) -> float:
+        return sum(training_flops(sizes[n], count, convention) for n, count in lengths.items())
+
+    return {
+        "num_tokens": sum(n * count for n, count in lengths.items()),
+        "flops": flops(FlopConvention.FULL_SQUARE),
+        "causal_flops": flops(FlopConvention.CAUSAL),
+    }
 
 
 def forward_backward(
@@ -270,11 +284,13 @@ def _check_losses(
         routers = first_bad_router(context.model, context.groups)
     if found is not None:
         microbatch, name, value = found
-        row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
-        first = state.consumed_train_samples + row * plan.micro_batch_size
+        first, count = state.consumed_train_samples, plan.global_batch_size
+        if plan.sample_lengths is None:  # else a micro batch is a row of some of them
+            row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
+            first, count = first + row * plan.micro_batch_size, plan.micro_batch_size
         problem = NumericsError(
             f"iteration {state.iteration + 1}: {name} is {value} in micro batch"
-            f" {microbatch} (samples {first} to {first + plan.micro_batch_size - 1})." + routers,
+            f" {microbatch} (samples {first} to {first + count - 1})." + routers,
             rule="weights are updated only from finite losses; this step was not applied",
             flags=["--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip", "--lr"],
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"

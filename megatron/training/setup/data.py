@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.blends.report import lines_of, shares_of
 from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
@@ -19,7 +21,10 @@ from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader
+from megatron.training.datasets.packed_rows import Packing, RankOfPacking
 from megatron.training.launch.printing import is_rank_0, print_rank_0
+from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.context import DataIterators, ValidationSet
 from megatron.training.run.state import TrainState
 
@@ -96,9 +101,11 @@ def build_data(
         each.num_rows = max_across_ranks(each.num_rows, backend.world())
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
+        train_packing=per_chunk[0].train_packing,
         valid=sets,
         train_order=next((c.train_order for c in per_chunk if c.train_order is not None), None),
         test=_one_or_list([chunk.test for chunk in per_chunk]),
+        test_packing=per_chunk[0].test_packing,
         num_test_rows=max_across_ranks(
             max(chunk.num_test_rows for chunk in per_chunk), backend.world()
         ),
@@ -109,7 +116,9 @@ def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet
     """Join what the chunks of this rank read of one validation set, maybe nothing."""
     read: list[Any] = [each.data for each in found] or [None] * num_chunks
     name = next((each.name for each in found if each.name), "")
-    return ValidationSet(name, _one_or_list(read), max((s.num_rows for s in found), default=0))
+    packing = found[0].packing if found else None
+    num_rows = max((each.num_rows for each in found), default=0)
+    return ValidationSet(name, _one_or_list(read), num_rows, packing)
 
 
 def _one_or_list(iterators: list[Any]) -> Any:
@@ -138,18 +147,26 @@ def _chunk_data(
     row = run.schedule.eval_batch[1] * run.topology.data_parallel_size
     consumed_valid = 0 if run.schedule.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
+    packings = [_evaluation_packing(run, groups, dataset) for dataset in sets]
+    train_packing = _packing(run, groups, train, _batch_sizes(run), begin)
+    test_packing = _evaluation_packing(run, groups, test)
     return DataIterators(
         train_order=getattr(train, "order_identity", lambda: None)() if is_rank_0() else None,
-        train=_open(run, groups, train, consumed - begin, consumed_before=begin),
+        train=_open(
+            run, groups, train, consumed - begin, consumed_before=begin, packing=train_packing
+        ),
+        train_packing=train_packing,
         valid=[
             ValidationSet(
                 _name_of(dataset) if len(sets) > 1 else "",
-                _open(run, groups, dataset, consumed_valid, repeats=True),
+                _open(run, groups, dataset, consumed_valid, repeats=True, packing=packing),
                 _num_rows(dataset, row),
+                packing,
             )
-            for dataset in sets
+            for dataset, packing in zip(sets, packings, strict=True)
         ],
-        test=_open(run, groups, test, 0, repeats=True),
+        test=_open(run, groups, test, 0, repeats=True, packing=test_packing),
+        test_packing=test_packing,
         num_test_rows=_num_rows(test, row),
     )
 
@@ -185,6 +202,60 @@ def _num_rows(dataset: Any, row: int) -> int:
     return 0 if dataset is None else -(-len(dataset) // row)
 
 
+def _packing(
+    run: ResolvedRun,
+    groups: ProcessGroupCollection,
+    dataset: Any,
+    batch_size: Callable[[int], int],
+    first_sample: int = 0,
+) -> Packing | None:
+    """Return how batches of a dataset become rows that ranks share; None: they are not shared."""
+    parallel = run.parallelism
+    if not parallel.hybrid_context_parallel or dataset is None:
+        return None
+    share = RankOfPacking(
+        rank=groups.dp_cp.rank(),
+        num_ranks=groups.dp_cp.size(),
+        max_tokens=parallel.max_seqlen_per_dp_cp_rank or run.model.seq_length,
+        divisor=groups.tp.size() if parallel.sequence_parallel else 1,
+        microbatch_multiple=groups.pp.size(),
+    )
+    return Packing(dataset, share, work_of_sample(run), batch_size, first_sample)
+
+
+def _evaluation_packing(
+    run: ResolvedRun, groups: ProcessGroupCollection, dataset: Any
+) -> Packing | None:
+    """Return how evaluation batches become rows; they begin again at the end of the dataset."""
+    size = run.schedule.eval_batch[0]
+    return _packing(run, groups, dataset, lambda _: size)
+
+
+def _batch_sizes(run: ResolvedRun) -> Callable[[int], int]:
+    """Return the size of the global batch after some consumed samples of the run."""
+    schedule, replicas = run.schedule, run.topology.data_parallel_size
+    sizes = build_num_microbatches_calculator(
+        run.topology.rank, **schedule.calculator_settings(replicas, run.model.seq_length)
+    )
+
+    def size_after(consumed: int) -> int:
+        sizes.update(consumed, consistency_check=False)
+        return sizes.get_current_running_global_batch_size()
+
+    return size_after
+
+
+def work_of_sample(run: ResolvedRun) -> Callable[[int], float]:
+    """Return the operations of a sample by its tokens: products of every token, scores of pairs."""
+    size = ModelSize.from_settings(run)
+
+    @functools.cache
+    def work_of(num_tokens: int) -> float:
+        return training_flops(replace(size, seq_length=num_tokens), 1, FlopConvention.CAUSAL)
+
+    return work_of
+
+
 def _open(
     run: ResolvedRun,
     groups: ProcessGroupCollection,
@@ -193,12 +264,14 @@ def _open(
     *,
     repeats: bool = False,
     consumed_before: int = 0,
+    packing: Packing | None = None,
 ) -> Iterator[Any] | None:
     """Return an iterator of micro batches that continues after `consumed_samples`.
 
     Args:
         repeats: it is for evaluations: begin again at the end, as their number may grow after a
             resume, and in micro batches of their own size.
+        packing: how batches become rows, where ranks share them.
         consumed_before: samples of earlier phases, which come before the first of this dataset.
     """
     if dataset is None:
@@ -216,6 +289,7 @@ def _open(
         seed=run.schedule.seed,
         data_sharding=run.data.data_sharding,
         drop_last=not repeats,
+        packing=packing,
     )
     if repeats:
         return _timed(_again_and_again(loader))

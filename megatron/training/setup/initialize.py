@@ -193,16 +193,8 @@ def publish(session: Session) -> None:
 
 def configure_num_microbatches(run: ResolvedRun) -> None:
     """Give Megatron's calculator of micro batches the batch sizes of `run`."""
-    calculator.reconfigure_num_microbatches_calculator(
-        run.topology.rank,
-        run.schedule.rampup_batch_size,
-        run.schedule.global_batch_size,
-        run.schedule.micro_batch_size,
-        run.topology.data_parallel_size,
-        run.schedule.decrease_batch_size_if_needed,
-        run.schedule.step_batch_size_schedule,
-        run.model.seq_length,
-    )
+    sizes = run.schedule.calculator_settings(run.topology.data_parallel_size, run.model.seq_length)
+    calculator.reconfigure_num_microbatches_calculator(run.topology.rank, **sizes)
 
 
 def open_tensorboard(run: ResolvedRun) -> Any:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.packing import pack
 from megatron.core.datasets.preprocessing import _template_sandbox, job
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
-from megatron.core.datasets.preprocessing.conversations import pack
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
 from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, DataError

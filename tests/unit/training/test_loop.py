@@ -36,8 +36,8 @@ from megatron.training.setup.data import sample_counts
 def result(loss: float = 1.0, **changes) -> StepResult:
     fields = {
         "losses": {"lm loss": loss}, "grad_norm": 1.0, "num_zeros": None, "learning_rate": 0.1,
-        "decoupled_learning_rate": None, "loss_scale": 1.0, "num_samples": 4,
-        "num_microbatches": 2, "was_skipped": False, "flops": 10.0,
+        "decoupled_learning_rate": None, "loss_scale": 1.0, "num_samples": 4, "num_tokens": 64,
+        "num_microbatches": 2, "was_skipped": False, "flops": 10.0, "causal_flops": 5.0,
     }  # fmt: skip
     return StepResult(**{**fields, **changes})
 
@@ -68,7 +68,7 @@ class Recorder(Hook):
 def run(monkeypatch):
     """Return a function that runs the loop with hooks, on a step that does nothing."""
     monkeypatch.setattr(loop, "train_step", lambda parts, state, plan: result())
-    parts = SimpleNamespace(microbatches=SimpleNamespace(plan=lambda consumed: None))
+    parts = SimpleNamespace(plan_step=lambda consumed: None)
     return lambda *hooks, state=None: loop.train(parts, state or TrainState(), Hooks(hooks))
 
 
@@ -199,7 +199,7 @@ def test_means_leave_out_steps_that_did_not_train():
     means.add(result(100.0, was_skipped=True), 0.5)
     assert means.mean_losses() == {"lm loss": 2.0}
     assert (means.num_steps, means.num_skipped, means.num_nan) == (4, 1, 1)
-    assert means.num_samples == 16
+    assert means.num_tokens == 4 * 64
 
 
 def test_a_skipped_step_names_what_overflowed(monkeypatch):

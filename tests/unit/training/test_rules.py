@@ -44,6 +44,22 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             2,
             "2 communication types for 4 layers",
         ),
+        (
+            ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "7"],
+            4,
+            "--seq-length 32 with --hybrid-context-parallel on 4",
+        ),
+        (["--max-seqlen-per-dp-cp-rank", "8"], 4, "-rank without --hybrid-context-parallel"),
+        (
+            ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "8"],
+            4,
+            "--hybrid-context-parallel without --calculate-per-token-loss",
+        ),
+        (
+            ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "8"],
+            4,
+            "--hybrid-context-parallel with dropout",
+        ),
         (["--context-parallel-size", "8", "--cp-comm-type", "a2a"], 8, "4 query heads of a tensor"),
         (["--context-parallel-size", "4", "--cp-comm-type", "a2a+p2p"], 4, "without the sizes"),
         (

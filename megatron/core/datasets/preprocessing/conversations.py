@@ -11,7 +11,6 @@ same packs with any number of workers. No torch import.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +18,7 @@ from itertools import chain
 import numpy as np
 
 from megatron.core.datasets.corpus.paths import MASK_SUFFIX
+from megatron.core.datasets.packing import pack
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
 from megatron.core.datasets.preprocessing.documents import documents_of
 from megatron.core.datasets.preprocessing.encoder import (
@@ -29,26 +29,6 @@ from megatron.core.datasets.preprocessing.encoder import (
     check_ids,
 )
 from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, UNIT_BYTES, Unit
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put items into bins, each into the fullest that still takes it, longest first.
-
-    Returns:
-        the numbers of the items in each bin, ascending; bins in the order of their first item.
-    """
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(free, (lengths[item], -1))
-        if at == len(free):
-            left, number = capacity, len(bins)
-            bins.append([])
-        else:
-            left, number = free.pop(at)
-        bins[number].append(item)
-        insort(free, (left - lengths[item], number))
-    return sorted((sorted(one) for one in bins), key=lambda one: one[0])
 
 
 def unit_bytes_for(pack_length: int | None) -> int:

@@ -261,7 +261,7 @@ class GPTModel(LanguageModule):
                 labels,
                 loss_of=lambda states, tokens: self.compute_loss(states, tokens, weight),
                 weight=self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers,
-                cp=self.pg_collection.cp,
+                cp=self.pg_collection.microbatch_cp,
                 packed_seq_params=packed_seq_params,
             )
         logits, _ = self.output_layer(
@@ -321,9 +321,10 @@ class GPTModel(LanguageModule):
         """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
         if not self.has_rotary:
             return {}
-        rotary_args = {"rotary_pos_emb": self.rotary_pos_emb(length)}
+        cp = self.pg_collection.microbatch_cp
+        rotary_args = {"rotary_pos_emb": self.rotary_pos_emb(length, cp_group=cp)}
         if self.config.rotary_base_local is not None:
-            rotary_args["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length)
+            rotary_args["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length, cp_group=cp)
         return rotary_args
 
     def _check_cache(self) -> None:

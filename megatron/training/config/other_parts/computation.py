@@ -113,10 +113,6 @@ of tensor_parallel_num_weight_shards
 --gtp-remat-nccl-ub on
 --gtp-remat-opt-in-modules str x+ = []
 --gtp-remat-reduce-scatter-with-fp32-accumulation on
-refused: use --context-parallel-size, which is the same for all samples
---hybrid-context-parallel on
-of hybrid_context_parallel
---max-seqlen-per-dp-cp-rank int
 refused: drop --grad-reduce-in-bf16: gradients are then accumulated and reduced in fp32
 --ddp-param-name-patterns-for-fp32-local-accumulation str x+ = []
 --ddp-reduce-scatter-with-fp32-accumulation on

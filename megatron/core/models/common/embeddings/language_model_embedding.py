@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import (
     resolve_group,
     resolve_groups,
 )
+from megatron.core.step_context.context import current_step
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.topology.group import SINGLE_RANK, Group
@@ -38,6 +39,8 @@ class LanguageModelEmbedding(MegatronModule):
         scatter_to_sequence_parallel: under sequence parallelism give each rank its rows.
     """
 
+    pg_collection: ProcessGroupCollection
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -51,7 +54,6 @@ class LanguageModelEmbedding(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.pg_collection = resolve_groups(pg_collection)
-        self.cp_group = self.pg_collection.cp
         self.tp_group = resolve_group(tp_group, "tp", self.pg_collection)
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
@@ -125,11 +127,15 @@ class LanguageModelEmbedding(MegatronModule):
             rule = "the tokens of this model have words and positions, no types"
             given = {"tokentype_ids": tokentype_ids}
             refuse_given("LanguageModelEmbedding", given, rule=rule, fix="leave it out")
-        rows = sequence_shard_of_rank(input_ids.shape[1], cp=self.cp_group, sp=SINGLE_RANK)
+        rows = sequence_shard_of_rank(
+            input_ids.shape[1], cp=self.pg_collection.microbatch_cp, sp=SINGLE_RANK
+        )
         length = rows.total
         hidden = self._words(input_ids)
         if self.add_position_embedding:
-            if length > self.max_sequence_length:
+            # A row that ranks share has several samples, and `position_ids` counts from 0 in each.
+            is_one_sample = position_ids is None or current_step().cp_group is None
+            if is_one_sample and length > self.max_sequence_length:
                 raise ConfigError(
                     f"a sequence of {length} tokens for {self.max_sequence_length} learned"
                     " positions.",

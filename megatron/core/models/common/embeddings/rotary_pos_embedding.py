@@ -19,6 +19,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import resolve_group
+from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -146,7 +147,10 @@ class RotaryEmbedding(nn.Module):
         length = rows.shape[0]
         if transformer_config.sequence_parallel:
             length *= transformer_config.tensor_model_parallel_size
-        return length * transformer_config.context_parallel_size
+        shared = current_step().cp_group
+        return length * (
+            transformer_config.context_parallel_size if shared is None else shared.size()
+        )
 
 
 def apply_rotary_pos_emb(
