@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.gpu_without_gpu.imaginary_accelerator.runs import RUNS
+from megatron.core.models.gpt.presets import preset, preset_names
+from tests.gpu_without_gpu.imaginary_accelerator.runs import MOST, RUNS
 from tests.gpu_without_gpu.imaginary_accelerator.waits import READ
 from tests.harness.resolved_run import run_of
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "mixture_of_experts"
 MODULE = "tests.gpu_without_gpu.imaginary_accelerator"
 SIZES = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1024"
@@ -24,6 +27,8 @@ EXPERTS = (
 SPLITS = "megatron/core/transformer/moe/token_dispatcher.py:of"
 """NCCL's all-to-all takes the rows of each rank from the host."""
 COUNTS = "megatron/core/kernels/row_counts.py:counts_on_device"
+COPIED = "megatron/core/offload/device_copies.py:wait"
+NORM = "megatron/core/optimizer/gradient_norm.py:<listcomp>"
 LATER = " --rerun-mode disabled"
 DENSE = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
@@ -44,11 +49,7 @@ DENSE = (
     ids=["dense", "dense, with reruns", "experts over ranks", "with a capacity"],
 )  # fmt: skip
 def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, waits, axes):
-    command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]
-    command += ["--rank", "0", "--num-microbatches", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout)
+    seen = first_rank(words)
     assert seen["waits"] == waits
     read = [place for place, why, _ in seen["obstacles"] if why == READ]
     assert read == [*waits]
@@ -57,6 +58,24 @@ def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, wai
     assert copied - {COUNTS} == {"pretrain_gpt.py:<dictcomp>"}
     assert axes <= {place.split()[0] for place in seen["traffic"]}
     assert seen["peak"] == sum(seen["kinds"].values())
+
+
+def first_rank(words):
+    """Return what was seen of the first rank of 32."""
+    command = [sys.executable, "-m", MODULE, "--words", f"{SIZES} {words}", "--world-size", "32"]
+    command += ["--rank", "0", "--num-microbatches", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def test_sums_in_host_memory_take_none_of_the_device_and_the_host_waits_for_them():
+    words = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
+    seen = first_rank(f"{words} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d {LATER}")
+    assert seen["waits"] == {COPIED: 2 * 2, NORM: 2}  # micro batches * buckets
+    assert seen["kinds"]["weights"] > 1000 * (
+        seen["kinds"]["gradients"] + seen["kinds"]["optimizer"]
+    )
 
 
 MIXED = """
@@ -91,3 +110,10 @@ def test_what_a_graph_cannot_hold_is_counted_and_mixed_devices_are_refused():
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.name} {run.num_ranks}")
 def test_the_command_lines_of_large_runs_are_accepted(run):
     assert run_of(run.words, run.num_ranks).topology.world_size == run.num_ranks
+
+
+def test_every_published_model_from_seven_billion_parameters_on_has_large_runs():
+    names = {run.name for run in RUNS}
+    large = {name for name in preset_names() if preset(name).published_parameters > 6.6e9}
+    assert large | {path.stem for path in EXAMPLES.glob("*.yaml")} == names
+    assert all(MOST in {run.num_ranks for run in RUNS if run.name == name} for name in names)

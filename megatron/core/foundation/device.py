@@ -77,6 +77,11 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def wait_on_host(event: torch.Event) -> None:
+    """Let the host wait until the accelerator has come to an event."""
+    event.synchronize()
+
+
 def current_stream() -> torch.Stream | None:
     """Return this thread's queue of work on the accelerator; None on CPU."""
     return None if device_type() == "cpu" else torch.accelerator.current_stream()

@@ -14,7 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.device import current_stream, is_host_memory, set_current_stream
+from megatron.core.foundation.device import (
+    current_stream,
+    is_host_memory,
+    set_current_stream,
+    wait_on_host,
+)
 
 
 class Copy(Protocol):
@@ -136,7 +141,7 @@ class _StreamCopy:
 
     def wait(self) -> Tensor:
         if self._to_host:  # which computes without a stream
-            self._copied.synchronize()
+            wait_on_host(self._copied)
         else:
             reader = current_stream()
             assert reader is not None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate
 from math import prod
+from operator import mul
 
 from megatron.core.foundation.errors import TopologyError
 
@@ -68,23 +69,26 @@ class RankGrid:
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """Return the ranks that differ from `rank` only on `axes`, in ascending order."""
         here = self.coordinates(rank)
-        inside = [axis for axis in self.axes if axis in axes]
-        spans = [range(self.size(axis)) for axis in reversed(inside)]
-        return [
-            self.rank_at({**here, **dict(zip(reversed(inside), coordinates, strict=True))})
-            for coordinates in product(*spans)
-        ]
+        first = self.rank_at({axis: 0 if axis in axes else n for axis, n in here.items()})
+        return [first + distance for distance in self._distances(axes)]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return all groups along `axes`; together they hold each rank once."""
         outside = [axis for axis in self.axes if axis not in axes]
-        spans = [range(self.size(axis)) for axis in reversed(outside)]
+        inside = self._distances(axes)
         return [
-            self.group_of(
-                self.rank_at(dict(zip(reversed(outside), coordinates, strict=True))), *axes
-            )
-            for coordinates in product(*spans)
+            [self.offset + first + distance for distance in inside]
+            for first in self._distances(outside)
         ]
+
+    def _distances(self, axes: Sequence[str]) -> list[int]:
+        """Return how far the ranks along `axes` are from the first of them, ascending."""
+        steps = accumulate(self.sizes, mul, initial=1)
+        found = [0]
+        for axis, size, step in zip(self.axes, self.sizes, steps, strict=False):
+            if axis in axes:
+                found = [step * n + before for n in range(size) for before in found]
+        return found
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ spread its tokens evenly, a gradient to be finite.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.core import parallel_state
 from megatron.core.foundation.errors import TopologyError
-from megatron.core.kernels.block_mask import Tile, tiles
+from megatron.core.kernels.block_mask import MaskSpec, Tile, tiles
+from megatron.core.parameters.rng import SequenceShard
 
 _SIMPLE = {
     torch.ops.aten.slice.Tensor,
@@ -45,8 +47,20 @@ _SIMPLE = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.amax.default,
     torch.ops.aten.neg.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.expand.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.mul.out,
 }
-"""Operations whose result is on the device of their first tensor, and follows from shapes alone."""
+"""Operations whose result is on the device of their tensors, and follows from shapes alone. For
+others a look at what `FakeTensorMode` has cached takes less time."""
+
+_MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+"""Those of them that may read another device."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):
@@ -66,12 +80,23 @@ class QuickFakeTensorMode(FakeTensorMode):
         """Return the result [...] of one operation."""
         options = dict(kwargs or {})
         place = getattr(args[0], "fake_device", None) if func in _SIMPLE else None
-        if place is None or options.pop("device", place) != place:
+        if (
+            place is None
+            or options.pop("device", place) != place
+            or (func not in _MOVES and any(_device_of(x) not in (None, place) for x in args[1:]))
+        ):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
             made = func(*args, **options)
         # What works in place returns its argument.
         return made if isinstance(made, FakeTensor) else FakeTensor(self, made, place)
+
+
+def _device_of(argument: Any) -> torch.device | None:
+    """Return the device of a tensor; None of anything else."""
+    if isinstance(argument, FakeTensor):
+        return argument.fake_device
+    return argument.device if isinstance(argument, Tensor) else None
 
 
 class HostAnswers:
@@ -191,9 +216,22 @@ def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _largest_tile(*args: Any) -> Iterator[Tile]:
+def _largest_tile(
+    queries: SequenceShard, keys: SequenceShard, mask: MaskSpec, max_rows: int, max_keys: int
+) -> Iterator[Tile]:
     """Yield one tile of attention: each frees its memory before the next, the largest has most."""
-    yield max(tiles(*args), key=lambda tile: _rows_of(tile.query) * _rows_of(tile.key))
+    find = _found_tile if mask.document_ids is None else _found_tile.__wrapped__
+    largest = find(queries, keys, mask, max_rows, max_keys)
+    if largest is not None:
+        yield largest
+
+
+@functools.lru_cache
+def _found_tile(*args: Any) -> Tile | None:
+    """Return the largest tile of `tiles(*args)`; every layer and micro batch asks for the same."""
+    return max(
+        tiles(*args), key=lambda tile: _rows_of(tile.query) * _rows_of(tile.key), default=None
+    )
 
 
 def _rows_of(rows: slice) -> int:

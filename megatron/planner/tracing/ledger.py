@@ -59,6 +59,8 @@ class StorageLedger(TorchDispatchMode):
         """What storages are for that are made now."""
         self.layer = ""
         """Where in the model they are made."""
+        self.ignored_device = ""
+        """A type of devices whose memory is not counted."""
         self.peak = Peak()
         self._alive: dict[int, _Alive] = {}
         self._resize: Callable[..., Any] | None = None
@@ -95,8 +97,12 @@ class StorageLedger(TorchDispatchMode):
             for tensor in tensors_in((args, kwargs)):
                 self._reclassify(tensor, Kind.TEMPORARY, Kind.COMMUNICATION)
         for tensor in tensors_in(result):
-            self._take(tensor.untyped_storage(), func)
+            if self._counts(tensor):
+                self._take(tensor.untyped_storage(), func)
         return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self.ignored_device
 
     def _take(self, storage: torch.UntypedStorage, cause: object) -> None:
         known, num_bytes = self._alive.get(id(storage)), storage.nbytes()
@@ -134,7 +140,7 @@ class StorageLedger(TorchDispatchMode):
 
     def classify(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Say what the storages of tensors are for."""
-        for tensor in tensors:
+        for tensor in filter(self._counts, tensors):
             self._take(tensor.untyped_storage(), "given")
             self._reclassify(tensor, None, kind)
 

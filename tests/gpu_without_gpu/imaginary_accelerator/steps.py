@@ -22,7 +22,7 @@ class SeenStep:
     """A step after the first one."""
 
     seconds: float = 0.0
-    """Of a processor, for building the rank and two steps."""
+    """Of a processor, for building the rank and the steps."""
     waits: Counter[str] = field(default_factory=Counter)
     """Place in the project -> how often the host read a value there."""
     obstacles: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -32,13 +32,19 @@ class SeenStep:
     memory: RankTrace = field(default_factory=lambda: RankTrace(0))
 
 
+def fewest_microbatches(run: ResolvedRun) -> int:
+    """Return the fewest micro batches that the schedule takes: a round of the virtual stages."""
+    sizes = run.parallelism
+    is_interleaved = sizes.num_virtual_stages_per_pipeline_rank or 1
+    return sizes.pipeline_model_parallel_size if is_interleaved > 1 else 1
+
+
 def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
-    """Build one rank and take two steps; return what the second did.
+    """Build one rank, take a step of the fewest micro batches, then one that is watched.
 
     Args:
         run: resolved, with its vocabulary; the process has the imaginary accelerator.
-        num_microbatches: of a step, in place of those of the settings: what is asked here repeats
-            with every one.
+        num_microbatches: of the watched step, in place of those of the settings.
     """
     begin, seen = time.process_time(), SeenStep(memory=RankTrace(rank))
     world = run.topology.world_size
@@ -50,9 +56,9 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         under_test = RankUnderTest(run, ModelScript(model_provider, forward_step), ledger)
-        under_test.step(seen.memory, num_microbatches)
+        under_test.step(None, fewest_microbatches(run))
         ledger.clear()
-        under_test.step(None, num_microbatches)
+        under_test.step(seen.memory, num_microbatches)
         seen.waits, seen.obstacles = Counter(ledger.waits), Counter(ledger.obstacles)
         seen.traffic = bytes_by_axis(ledger.traffic, under_test.context.groups)
     seen.seconds = time.process_time() - begin

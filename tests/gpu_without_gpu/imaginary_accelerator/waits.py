@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.offload import device_copies
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.tracing.imaginary import HostAnswers
 from megatron.planner.tracing.ledger import StorageLedger, tensors_in
@@ -23,6 +24,7 @@ READS = ("tolist", "_item", "_nonzero")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 """Between host and device they wait, in either direction, unless they are told not to."""
 READ = "the host reads a value"
+EVENT = "the host waits for an event"
 SHAPE = "a shape depends on values"
 COPY = "host memory is copied: a replay copies what is there then, from pinned memory alone"
 RANDOM = "a random state is used that is not registered with the graph"
@@ -42,7 +44,7 @@ def place_in_project() -> str:
 
 
 class AcceleratorLedger(StorageLedger):
-    """Counts bytes as its base does, and what the host reads from the accelerator.
+    """Counts bytes of the accelerator as its base does, and what the host reads from there.
 
     Attributes:
         waits: place in the project -> reads of values since the last `clear`.
@@ -53,6 +55,7 @@ class AcceleratorLedger(StorageLedger):
 
     def __init__(self) -> None:
         super().__init__()
+        self.ignored_device = "cpu"
         self.waits: Counter[str] = Counter()
         self.obstacles: Counter[tuple[str, str]] = Counter()
         self.traffic: Counter[tuple[tuple[int, ...], str]] = Counter()
@@ -71,6 +74,8 @@ class AcceleratorLedger(StorageLedger):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation."""
+        if func is torch.ops.aten.record_stream.default:
+            return None  # delays the end of memory's life, which is counted without streams
         if func.namespace == "c10d":
             self._exchanged(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -103,6 +108,7 @@ class AcceleratorLedger(StorageLedger):
     def watching(self) -> Iterator[None]:
         """Inside, reads of values are counted."""
         patches: list[Any] = [mock.patch.object(torch, "tensor", self._copied(torch.tensor))]
+        patches += [mock.patch.object(device_copies, "wait_on_host", self._waited)]
         patches += [
             mock.patch.object(HostAnswers, name, self._counted(name, getattr(HostAnswers, name)))
             for name in READS
@@ -114,6 +120,10 @@ class AcceleratorLedger(StorageLedger):
         finally:
             for patch in patches:
                 patch.stop()
+
+    def _waited(self, _: torch.Event) -> None:
+        self.waits[place_in_project()] += 1
+        self.obstacles[place_in_project(), EVENT] += 1
 
     def _copied(self, make: Any) -> Any:
         def counted(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
