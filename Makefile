@@ -17,8 +17,8 @@ quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minu
 
 test: venv ## the checks and the whole CPU suite
 	@status=0; \
-	$(MAKE) --no-print-directory lint || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q $(PYTEST_ARGS) || status=1; \
+	$(MAKE) --no-print-directory checks || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q --ignore tests/unit $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: venv ## format, lint, types, architecture
@@ -28,8 +28,11 @@ lint: venv ## format, lint, types, architecture
 	    echo "== $$check"; $$check || status=1; \
 	done; exit $$status
 
-checks: lint ## lint and the tests that need one process: under two minutes
-	@$(PYTHON_OF_VENV) -m pytest -q tests/unit $(PYTEST_ARGS)
+checks: venv ## lint and the tests that need one process, two at a time: five minutes
+	@status=0; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile tests/unit $(PYTEST_ARGS) || status=1; \
+	exit $$status
 
 parity: venv ## every layout against one process: the table of maximum errors
 	@$(PYTHON_OF_VENV) -m tests.parity.table

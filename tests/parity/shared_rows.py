@@ -15,9 +15,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.datasets.packing import balance, pack
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 from tests.harness.pool import POOL
 from tests.parity.shared_rows_case import CASES, errors_of
 
@@ -96,11 +99,21 @@ def print_balance(num_samples: int = 512) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    cases: tuple[str, ...] = positional((), metavar="CASE", help=", ".join(CASES))
+
+
 def main() -> int:
     """Print both tables; returns 1 if a case cannot be run."""
+    wanted = read_command_line(Flags, description=__doc__.splitlines()[0]).cases
     failed = 0
     print(f"{'case':<28}{'loss':>10}{'gradient':>10}{'norm':>10}")
     for name, case in CASES.items():
+        if wanted and name not in wanted:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = errors_of(case, Path(folder))

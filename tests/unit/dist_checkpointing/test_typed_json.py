@@ -131,7 +131,7 @@ def test_other_values_have_a_plain_form() -> None:
         (np.array([object()]), "numpy dtype object"),
         (1j, "builtins.complex"),
     ],
-    ids=str,
+    ids=["function", "set", "object", "large tensor", "array of objects", "complex"],
 )
 def test_what_cannot_be_stored_is_refused_by_place_and_type(value, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
