@@ -119,6 +119,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__ persist_layer_norm",
         f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__ fp16_lm_cross_entropy",
         f"{_CORE}.models.bert.bert_model:BertModel.__init__ fp16_lm_cross_entropy",
+        f"{_CORE}.models.T5.t5_model:T5Model.__init__ fp16_lm_cross_entropy",
         f"{_HERE}.layers:sort_chunks_by_idxs fused",
         f"{_HERE}.layers:L2Norm.__init__ options",
     ),

@@ -8,7 +8,6 @@ out on purpose: an `ImportError` sends that code the way that works.
 from __future__ import annotations
 
 _VISION = "models here read text; images are not read"
-_T5 = "there is no T5 model yet; GPTModel and BertModel are here"
 _MAMBA = "a layer with a MambaMixer is a TransformerLayer; --hybrid-layer-pattern says which are"
 _FP8 = "fp8 and fp8_recipe of the config choose the recipe (docs/low_precision.md)"
 _GRAPHS = "CUDA graphs are not captured; leave --enable-cuda-graph out"
@@ -74,13 +73,6 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.inference.text_generation_controllers.text_generation_controller": {
         "TextGenerationController": _SERVING
-    },
-    "megatron.core.models.T5.t5_model": {"T5Model": _T5},
-    "megatron.core.models.T5.t5_spec": {
-        "get_t5_decoder_with_local_block_spec": _T5,
-        "get_t5_decoder_with_transformer_engine_block_spec": _T5,
-        "get_t5_encoder_with_local_block_spec": _T5,
-        "get_t5_encoder_with_transformer_engine_block_spec": _T5,
     },
     "megatron.core.models.common.embeddings.rotary_pos_embedding": {
         "MultimodalRotaryEmbedding": _VISION

@@ -143,6 +143,11 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     finalize_model_grads_func: Callable[..., None] | None = None
     """Completes gradients after the last backward: reductions over dp, tp, tied embeddings."""
 
+    @property
+    def sends_both_stacks(self) -> bool:
+        """Whether what crosses a stage boundary has the rows of an encoder and of a decoder."""
+        return False
+
     def __post_init__(self) -> None:
         """Derive dtypes and raise all problems of the parallel settings together."""
         self._derive_parallel()

@@ -43,6 +43,10 @@ class ModelDescription:
     unpadded_vocab_size: int
     architecture: str = "gpt"
     bert_binary_head: bool = True
+    encoder_num_layers: int | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    scale_t5_logits: bool = False
     group_query_attention: bool = False
     num_query_groups: int = 1
     kv_channels: int | None = None
@@ -72,6 +76,7 @@ class ModelDescription:
     swiglu: bool = False
     geglu: bool = False
     squared_relu: bool = False
+    relu: bool = False
     quick_geglu: bool = False
     glu_linear_offset: float = 0.0
     activation_func_clamp_value: float | None = None

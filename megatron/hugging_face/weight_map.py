@@ -133,6 +133,20 @@ def query_key_value(megatron_name: str, query: str, key: str, value: str) -> Wei
     return WeightRule(megatron_name, (query, key, value), row_map)
 
 
+def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
+    """Separate projections there; here rows by group: one key, one value head."""
+
+    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
+        width = geometry.head_dim
+        return [
+            RowRange(source, group * width, (2 * group + source) * width, width)
+            for group in range(geometry.num_groups)
+            for source in (0, 1)
+        ]
+
+    return WeightRule(megatron_name, (key, value), row_map)
+
+
 def fused_query_key_value(
     megatron_name: str, hf_name: str, *, is_transposed: bool = False
 ) -> WeightRule:

@@ -311,7 +311,6 @@ SMALL_WITH_REASON = {
     "megatron/core/models/bert/bert_lm_head.py": MEGATRON_PATH,
     "megatron/core/models/bert/pooler.py": MEGATRON_PATH,
     "megatron/core/tokenizers/word_piece.py": ENTRY,
-    "megatron/training/config/encoders.py": ENTRY,
     "megatron/core/fusions/fused_bias_gelu.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
     "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,

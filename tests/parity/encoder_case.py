@@ -1,4 +1,4 @@
-"""Train a small BERT in one layout, on samples of its own dataset, and report what must be equal.
+"""Train a small BERT or T5 in one layout, on samples of its dataset, and report what must be equal.
 
 The functions here run inside a worker process of `tests.harness.distributed`; with one rank they
 are the serial oracle.
@@ -6,6 +6,7 @@ are the serial oracle.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -61,7 +62,12 @@ from tests.parity.training_case import (
     whole_gradient,
 )
 
+CASES = {"bert": "encoder_case", "t5": "t5_case"}
+"""Architecture -> the module that builds its samples and model."""
 VOCABULARY, SEQUENCE, SAMPLES = 96, 24, 8
+SENTINELS = 12
+"""T5's, after the vocabulary."""
+TOKENS = {"bert": VOCABULARY, "t5": VOCABULARY + SENTINELS}
 OPTIMIZER: dict[str, Any] = dict(
     optimizer="adam", lr=3e-3, adam_eps=ADAM_EPSILON, weight_decay=0.0, clip_grad=1.0
 )
@@ -72,6 +78,11 @@ class EncoderReport(RankReport):
     """What one rank saw; `logits` [b, s, v] of the first micro batch, on the last stage."""
 
     logits: Tensor | None = None
+
+
+def case_of(model: str) -> Any:
+    """Return the module that builds the samples and the model of an architecture."""
+    return importlib.import_module(f"tests.parity.{CASES[model]}")
 
 
 def write_vocabulary(directory: Path) -> Path:
@@ -112,10 +123,10 @@ def micro_batches(
         yield default_collate([samples[i] for i in range(first, first + size)])
 
 
-def resolved(layout: LayoutCase, words: Sequence[str]) -> ResolvedRun:
+def resolved(layout: LayoutCase, words: Sequence[str], architecture: str = "bert") -> ResolvedRun:
     """Return the settings of a run in a layout, from its flags."""
     flags = [
-        "--seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--train-iters", "1",
+        "--encoder-seq-length", str(SEQUENCE), "--micro-batch-size", "1", "--train-iters", "1",
         "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer",
         "--transformer-impl", "local", "--tensor-model-parallel-size", str(layout.tp),
         "--pipeline-model-parallel-size", str(layout.pp),
@@ -126,9 +137,9 @@ def resolved(layout: LayoutCase, words: Sequence[str]) -> ResolvedRun:
         flags += ["--pipeline-model-parallel-layout", layout.letters]
     elif layout.vp > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(layout.vp)]
-    command = parse_command_line(flags, args_defaults={"architecture": "bert"})
+    command = parse_command_line(flags, args_defaults={"architecture": architecture})
     run = resolve(command.config, world_size=layout.world_size)
-    return run.overlaid({"unpadded_vocab_size": VOCABULARY})
+    return run.overlaid({"unpadded_vocab_size": TOKENS[architecture]})
 
 
 def build_chunks(run: ResolvedRun, groups: ProcessGroupCollection) -> list[Any]:
@@ -170,7 +181,7 @@ def logits_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
     """Compute the logits of one micro batch."""
     batch = pretrain_bert.get_batch(iterator)
     output = model(batch["text"], batch["padding_mask"], tokentype_ids=batch["types"])
-    return output, lambda output, non_loss_data: output
+    return output, lambda output, non_loss_data: output[0]
 
 
 def embedding_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
@@ -195,6 +206,7 @@ def train(
     directory: Path | None,
     num_steps: int,
     embeds: bool = False,
+    model: str = "bert",
 ) -> EncoderReport:
     """Train from the weights of a directory, or from drawn ones; the job of one rank.
 
@@ -204,10 +216,11 @@ def train(
     """
     rng_state().set_seed(SEED)
     flags = [*words, *(["--load-hf", str(directory)] if directory else [])]
-    run = resolved(layout, flags)
-    samples = dataset(vocab_file, run.encoders.bert_binary_head)
+    case = case_of(model)
+    run = resolved(layout, flags, model)
+    samples = case.dataset(vocab_file, run.encoders.bert_binary_head)
     config = run.transformer_config
-    chunks = build_chunks(run, groups)
+    chunks = case.build_chunks(run, groups)
     if embeds:
         chunks = [replace_head(chunk, None) for chunk in chunks]
     if directory is not None:
@@ -231,6 +244,7 @@ def train(
         model=wrapped if len(wrapped) > 1 else wrapped[0],
         seq_length=SEQUENCE,
         micro_batch_size=layout.micro_batch_size,
+        decoder_seq_length=run.encoders.decoder_seq_length,
         pg_collection=groups,
     )
 
@@ -247,13 +261,13 @@ def train(
         for chunk in wrapped:
             chunk.eval()
         collected = run_schedule(
-            forward_step_func=logits_step, data_iterator=data(0), num_microbatches=1,
+            forward_step_func=case.logits_step, data_iterator=data(0), num_microbatches=1,
             forward_only=True, collect_non_loss_data=True,
         )  # fmt: skip
         for chunk in wrapped:
             chunk.train()
         if collected:
-            logits = gather_from_tensor_model_parallel_region(collected[0][0], group=groups.tp)
+            logits = gather_from_tensor_model_parallel_region(collected[0], group=groups.tp)
             report.logits = logits.detach()
     named = list(named_parameters(wrapped))
     for step in range(num_steps):
@@ -265,7 +279,7 @@ def train(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reported = run_schedule(
-            forward_step_func=embedding_step if embeds else forward_step,
+            forward_step_func=embedding_step if embeds else case.forward_step,
             data_iterator=data(step), forward_only=False,
             num_microbatches=SAMPLES // layout.micro_batch_size // dp_size,
         )  # fmt: skip
@@ -292,13 +306,24 @@ def mean_loss(reported: list[dict[str, Tensor]], groups: ProcessGroupCollection)
     return float(total[0] / total[1])
 
 
-def their_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of a model of Transformers: hidden words, and the order of the pieces."""
-    output = model(
+def their_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the logits [b, s, v] of a model of Transformers, and which are of a token [b, s]."""
+    output = _their_output(model, batch)
+    logits = output.prediction_logits if "prediction_logits" in output else output.logits
+    return logits, batch["padding_mask"].bool()
+
+
+def _their_output(model: Any, batch: dict[str, Tensor]) -> Any:
+    return model(
         input_ids=batch["text"],
         attention_mask=batch["padding_mask"],
         token_type_ids=batch["types"],
     )
+
+
+def their_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss of a model of Transformers: hidden words, and the order of the pieces."""
+    output = _their_output(model, batch)
     pairs = hasattr(output, "seq_relationship_logits")
     logits = output.prediction_logits if pairs else output.logits
     labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
@@ -308,6 +333,6 @@ def their_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
-def assembled(reports: list[EncoderReport]) -> Run:
+def assembled(reports: list[EncoderReport], model: str = "bert") -> Run:
     """Join the ranks' pieces to the one-device model."""
-    return assemble(list(reports), vocabulary=VOCABULARY)
+    return assemble(list(reports), vocabulary=TOKENS[model])

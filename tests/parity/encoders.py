@@ -18,7 +18,7 @@ import functools
 import random
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,12 @@ from tests.parity.compare import Errors, compare
 from tests.parity.encoder_case import (
     OPTIMIZER,
     SAMPLES,
+    TOKENS,
     VOCABULARY,
     EncoderReport,
     assembled,
-    dataset,
+    case_of,
     micro_batches,
-    their_loss,
     train,
     write_vocabulary,
 )
@@ -51,6 +51,11 @@ _SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 40, "layer_norm_eps": 1e-6,
 }  # fmt: skip
+_T5_SIZES = {
+    "vocab_size": TOKENS["t5"], "d_model": 32, "d_kv": 12, "num_heads": 4, "d_ff": 48,
+    "num_layers": 2, "num_decoder_layers": 4, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16, "dropout_rate": 0.0,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForPreTraining", _SIZES),
@@ -58,6 +63,11 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BertConfig", "BertForMaskedLM", {**_SIZES, "hidden_act": "gelu_new"},
     ),
     "megatron-bert": ("MegatronBertConfig", "MegatronBertForPreTraining", _SIZES),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5_SIZES),
+    "t5 1.1": ("T5Config", "T5ForConditionalGeneration", {
+        **_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+        "scale_decoder_outputs": False,
+    }),
 }  # fmt: skip
 """Name -> config class and model class of Transformers, and the config's arguments."""
 
@@ -71,20 +81,36 @@ LAYOUTS = (
     LayoutCase(tp=2, sp=True, pp=2, dp=2, stage=1, micro_batch_size=2),
 )
 
+_T5_SHAPE = (
+    "--encoder-num-layers", "3", "--decoder-num-layers", "3", "--decoder-seq-length", "16",
+)  # fmt: skip
+_BIASES = (
+    "--position-embedding-type", "relative", "--relative-attention-num-buckets", "8",
+    "--relative-attention-max-distance", "16",
+)  # fmt: skip
+_LAYERS = ("--num-layers", "4")
 DRAWN: dict[str, tuple[str, ...]] = {
-    "bert": (),
+    "t5": (*_T5_SHAPE, *_BIASES),
+    "t5, untied": (
+        *_T5_SHAPE, *_BIASES, "--untie-embeddings-and-output-weights", "--normalization", "RMSNorm",
+        "--disable-bias-linear", "--geglu",
+    ),
+    "t5, learned positions": _T5_SHAPE,
+    "t5, rope": (*_T5_SHAPE, "--position-embedding-type", "rope", "--relu"),
+    "bert": _LAYERS,
     "bert, post-norm, rope": (
-        "--apply-residual-connection-post-layernorm", "--position-embedding-type", "rope",
+        *_LAYERS, "--apply-residual-connection-post-layernorm", "--position-embedding-type", "rope",
     ),
     "bert, hidden words alone, untied": (
-        "--bert-no-binary-head", "--untie-embeddings-and-output-weights",
+        *_LAYERS, "--bert-no-binary-head", "--untie-embeddings-and-output-weights",
     ),
 }  # fmt: skip
 """Name -> flags of a model with drawn weights, besides `_SHAPE`."""
 _SHAPE = (
-    "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--init-method-std",
-    "0.1",
+    "--hidden-size", "32", "--num-attention-heads", "4", "--init-method-std", "0.1",
 )  # fmt: skip
+WORDS: dict[str, tuple[str, ...]] = {"bert": (), "t5": ("--decoder-seq-length", "16")}
+"""Architecture -> flags of all its models."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
 
@@ -108,12 +134,13 @@ def run_layout(
     directory: Path | None = None,
     num_steps: int = 1,
     embeds: bool = False,
+    model: str = "bert",
 ) -> list[EncoderReport]:
     """Train in a layout on worker processes."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "cp": layout.cp}
     return run_distributed(
         train, layout.world_size, layout, folder / "vocab.txt", words, directory, num_steps,
-        embeds, timeout_s=240.0, **sizes,
+        embeds, model, timeout_s=240.0, **sizes,
     )  # fmt: skip
 
 
@@ -124,29 +151,29 @@ def against_transformers(case: str, layout: LayoutCase, folder: Path) -> tuple[f
         AssertionError: one exceeds its tolerance.
     """
     directory = folder / case.replace(" ", "-").replace(",", "")
-    theirs = saved(case, directory)
-    reports = run_layout(layout, folder, NO_DROPOUT, directory)
-    batches = list(micro_batches(their_samples(theirs, folder), 0, layout.micro_batch_size))
-    first = batches[0]
-    output = theirs(
-        input_ids=first["text"], attention_mask=first["padding_mask"], token_type_ids=first["types"]
-    )
-    expected = (
-        output.prediction_logits if "prediction_logits" in output else output.logits
-    ).detach()
-    logits = next(r.logits for r in reports if r.logits is not None)[..., :VOCABULARY].detach()
-    is_token = first["padding_mask"].bool()
+    theirs, model = saved(case, directory), architecture_of(case)
+    words = (*WORDS[model], *NO_DROPOUT)
+    reports = run_layout(layout, folder, words, directory, model=model)
+    batches = list(micro_batches(their_samples(theirs, folder, model), 0, layout.micro_batch_size))
+    expected, is_token = case_of(model).their_logits(theirs, batches[0])
+    expected = expected.detach()
+    logits = next(r.logits for r in reports if r.logits is not None)[..., : TOKENS[model]].detach()
     assert_close(logits[is_token], expected[is_token], FP32_REORDERED_SUM, "logits")
     for batch in batches:
-        (their_loss(theirs, batch) / len(batches)).backward()
-    worst = compare_gradients(directory, theirs, assembled(reports).gradients[0])
+        (case_of(model).their_loss(theirs, batch) / len(batches)).backward()
+    worst = compare_gradients(directory, theirs, assembled(reports, model).gradients[0])
     return float((logits - expected)[is_token].abs().max()), worst
 
 
-def their_samples(model: Any, folder: Path) -> Any:
+def architecture_of(case: str) -> str:
+    """Return what a case trains."""
+    return "t5" if case.startswith("t5") else "bert"
+
+
+def their_samples(model: Any, folder: Path, architecture: str = "bert") -> Any:
     """Return the dataset that a model of Transformers is trained on."""
     pairs = hasattr(model, "cls") and hasattr(model.cls, "seq_relationship")
-    return dataset(folder / "vocab.txt", pairs)
+    return case_of(architecture).dataset(folder / "vocab.txt", pairs)
 
 
 def curves(
@@ -154,40 +181,46 @@ def curves(
 ) -> tuple[list[float], list[float]]:
     """Return the losses of both trained from the same weights: Transformers' first."""
     directory = folder / case.replace(" ", "-").replace(",", "")
-    theirs = saved(case, directory)
+    theirs, model = saved(case, directory), architecture_of(case)
     optimizer = torch.optim.Adam(
         theirs.parameters(), lr=OPTIMIZER["lr"], eps=OPTIMIZER["adam_eps"], betas=(0.9, 0.999)
     )
-    samples, losses = their_samples(theirs, folder), []
+    samples, losses = their_samples(theirs, folder, model), []
     for step in range(num_steps):
         batches = list(micro_batches(samples, step, layout.micro_batch_size))
         optimizer.zero_grad()
         total = 0.0
         for batch in batches:
-            loss = their_loss(theirs, batch) / len(batches)
+            loss = case_of(model).their_loss(theirs, batch) / len(batches)
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), OPTIMIZER["clip_grad"])
         optimizer.step()
         losses.append(total)
-    reports = run_layout(layout, folder, NO_DROPOUT, directory, num_steps)
+    words = (*WORDS[model], *NO_DROPOUT)
+    reports = run_layout(layout, folder, words, directory, num_steps, model=model)
     return losses, next(report.losses for report in reports if report.losses)
 
 
 @functools.cache
 def serial_run(
-    folder: Path, words: tuple[str, ...], micro_batch_size: int, embeds: bool = False
+    folder: Path,
+    words: tuple[str, ...],
+    micro_batch_size: int,
+    embeds: bool = False,
+    model: str = "bert",
 ) -> Run:
     """Train on one process."""
     layout = LayoutCase(micro_batch_size=micro_batch_size)
-    return assembled(run_layout(layout, folder, words, num_steps=2, embeds=embeds))
+    reports = run_layout(layout, folder, words, num_steps=2, embeds=embeds, model=model)
+    return assembled(reports, model)
 
 
 def against_one_process(case: str, layout: LayoutCase, folder: Path) -> Errors:
     """Train two steps in a layout, from drawn weights, with dropout, and compare."""
-    words = (*_SHAPE, *DRAWN[case])
-    run = assembled(run_layout(layout, folder, words, num_steps=2))
-    return compare(run, serial_run(folder, words, layout.micro_batch_size))
+    words, model = (*_SHAPE, *DRAWN[case]), architecture_of(case)
+    run = assembled(run_layout(layout, folder, words, num_steps=2, model=model), model)
+    return compare(run, serial_run(folder, words, layout.micro_batch_size, model=model))
 
 
 def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:
@@ -196,7 +229,7 @@ def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:
     The keys of all replicas are the others of a query, so that one process takes the samples of
     their micro batches in one.
     """
-    words = (*_SHAPE, "--untie-embeddings-and-output-weights")
+    words = (*_SHAPE, *_LAYERS, "--untie-embeddings-and-output-weights")
     run = assembled(run_layout(layout, folder, words, num_steps=2, embeds=True))
     size = layout.micro_batch_size * layout.dp
     return compare(run, serial_run(folder, words, size, embeds=True))
@@ -219,6 +252,17 @@ def draw_layout(generator: random.Random) -> LayoutCase:
             is_sp = layout.tp > 1 and generator.random() < 0.5
             stage = layout.stage if layout.dp > 1 else 0
             return LayoutCase(**{**vars(layout), "sp": is_sp, "stage": stage})
+
+
+def with_drawn_split(layout: LayoutCase, generator: random.Random) -> LayoutCase:
+    """Cut the six layers of the drawn T5 at any places, also into empty stages; without CP."""
+    num_stages = layout.pp * layout.vp
+    if num_stages == 1:
+        return replace(layout, cp=1)
+    cuts = sorted(generator.choices(range(7), k=num_stages - 1))
+    sizes = [b - a for a, b in zip((0, *cuts), (*cuts, 6), strict=True)]
+    letters = "E" + "|".join("t" * size for size in sizes) + "L"
+    return replace(layout, cp=1, letters=letters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +316,8 @@ def main() -> int:
                 print(f"{case}\n{'layout':<40}{FIGURES}", flush=True)
                 for _ in range(options.count):
                     layout = draw_layout(generator)
+                    if architecture_of(case) == "t5":
+                        layout = with_drawn_split(layout, generator)
                     errors = against_one_process(case, layout, folder)
                     print(f"{layout!s:<40}{figures(errors)}", flush=True)
                     failures += [f"{case} | {layout}: {what}" for what in exceeds(errors)]

@@ -18,6 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.grad_reducer import ReductionPolicy
 from megatron.core.distributed.model_parameters import (
+    copied_parameters,
     tied_parameters,
     units_of,
 )
@@ -177,9 +178,10 @@ class DistributedDataParallel(nn.Module):
 
     def _tied_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that exist on another pipeline stage as well."""
-        if self.pg_collection.embd.size() == 1:
-            return []
-        return tied_parameters(self.module)
+        found = copied_parameters(self.module) if self.pg_collection.pp.size() > 1 else []
+        if self.pg_collection.embd.size() > 1:
+            found += tied_parameters(self.module)
+        return found
 
     def _install_hook(self, parameter: nn.Parameter) -> Any:
         """Call `_register_grad_ready` when backward has accumulated a parameter's gradient.

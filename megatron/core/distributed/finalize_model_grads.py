@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.communication import sum_in_place
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.model_parameters import tied_parameters
+from megatron.core.distributed.model_parameters import copied_parameters, tied_parameters
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import explicit_layout, loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.topology.group import Group
 from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
@@ -37,9 +38,9 @@ def finalize_model_grads(
         NumericsError: on all ranks, if `check_for_nan_in_grad` found something on any.
     Communication, in this order:
         reduction over data-parallel ranks; sums over the axes that `ParamMeta.partial_grad_axes`
-        names ("tp": norms under sequence parallelism); the tied embedding over `embd`; the number
-        of tokens over `pp` and `dp_cp`; the load of experts over tp x cp x dp; amaxes of FP8
-        with delayed scaling over the same.
+        names ("tp": norms under sequence parallelism); the tied embedding over `embd`; what all
+        stages hold over `pp`; the number of tokens over `pp` and `dp_cp`; the load of experts over
+        tp x cp x dp; amaxes of FP8 with delayed scaling over the same.
     """
     groups = resolve_groups(pg_collection)
     for chunk in model:
@@ -48,6 +49,7 @@ def finalize_model_grads(
     raise_if_nonfinite(model)
     _sum_partial_gradients(model, groups)
     _sum_tied_gradients(model, groups)
+    _sum_gradients_of_all_stages(model, groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     finish_router_step(model, groups)
@@ -112,12 +114,32 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     if layout is not None and layout.predicts_early:
         is_tied = getattr(unwrap_model(model[0]), "share_embeddings_and_output_weights", False)
         num_copies = len(layout.embedding_holders(is_tied=is_tied))
-    for total, *others in zip(*by_stage, strict=True):
+    _sum_copies(by_stage, groups.embd if len(by_stage) < num_copies else None, _device_of(model))
+
+
+def _sum_gradients_of_all_stages(
+    model: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> None:
+    """Add the gradients of the parameters of which every chunk holds a copy."""
+    by_chunk = [
+        [
+            gradient
+            for parameter in copied_parameters(chunk)
+            for gradient in _reduced(chunk, parameter)
+        ]
+        for chunk in model
+    ]
+    _sum_copies(by_chunk, groups.pp if groups.pp.size() > 1 else None, _device_of(model))
+
+
+def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None, device: torch.device) -> None:
+    """Give all copies of a gradient the sum of them: of this rank's chunks, then over `group`."""
+    for total, *others in zip(*by_chunk, strict=True):
         for gradient in others:
             total.add_(gradient)
-        if len(by_stage) < num_copies:
-            on_device = total.view(-1).to(_device_of(model))
-            sum_in_place(on_device, groups.embd)
+        if group is not None:
+            on_device = total.view(-1).to(device)
+            sum_in_place(on_device, group)
             if on_device.device != total.device:
                 total.view(-1).copy_(on_device)
         for gradient in others:

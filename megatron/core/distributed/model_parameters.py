@@ -21,7 +21,7 @@ def names_in_model(module: nn.Module) -> dict[str, str]:
 
 
 def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a chunk that another pipeline stage holds too.
+    """Return the parameters of a chunk that another pipeline stage holds too: the embedding.
 
     The copy says so in its metadata (`tied_to`); the original is known by the attribute
     `shared_embedding`, or by the model's `shared_embedding_or_output_weight()`.
@@ -29,7 +29,8 @@ def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
     found = [
         p
         for p in module.parameters()
-        if get_param_meta(p).tied_to is not None or getattr(p, "shared_embedding", False)
+        if not get_param_meta(p).is_on_all_stages
+        and (get_param_meta(p).tied_to is not None or getattr(p, "shared_embedding", False))
     ]
     model = unwrap_model(module)
     if not found and getattr(model, "share_embeddings_and_output_weights", False):
@@ -37,6 +38,12 @@ def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
         weight = model.shared_embedding_or_output_weight() if holds_copy else None
         found = [] if weight is None else [weight]
     return [p for p in found if p.requires_grad]
+
+
+def copied_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a chunk that all chunks of the pipeline hold."""
+    held = [p for p in module.parameters() if get_param_meta(p).is_on_all_stages]
+    return [p for p in held if p.requires_grad]
 
 
 @dataclass(frozen=True, eq=False)

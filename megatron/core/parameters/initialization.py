@@ -114,8 +114,9 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     """Map each local parameter name to its name in the one-device model.
 
     A child with a `layer_number` (1-based, global) is named by `layer_number - 1` instead of its
-    position on this pipeline stage. A module that holds a part of something larger says so by
-    `names_in_model`: from its own parameters' names to those in the one-device model (experts).
+    position on this pipeline stage, or by its `index_in_stack` where a model has several stacks. A
+    module that holds a part of something larger says so by `names_in_model`: from its own
+    parameters' names to those in the one-device model (experts).
     """
     prefixes = {"": ""}
     full: dict[str, str] = {}
@@ -124,7 +125,7 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
             local = f"{name}.{child_name}" if name else child_name
             token = child_name
             if isinstance(parent, nn.ModuleList) and hasattr(child, "layer_number"):
-                token = str(child.layer_number - 1)
+                token = str(getattr(child, "index_in_stack", child.layer_number - 1))
             outer = prefixes.get(name, name)
             prefixes[local] = f"{outer}.{token}" if outer else token
         for own, other in getattr(parent, "names_in_model", {}).items():

@@ -40,6 +40,9 @@ class ParamMeta:
     """Belongs to a routed expert: data-parallel reduction uses the expert grid."""
     tied_to: str | None = None
     """Canonical name of the parameter that this one is a copy of (a tied head on another stage)."""
+    is_on_all_stages: bool = False
+    """Every model chunk of the pipeline holds a copy, whether it computes with it or not; the
+    gradient is the sum of all of theirs. All but the original say so by `tied_to`."""
     is_embedding_or_output: bool = False
     """Input embedding or output head: some optimizers treat these apart."""
     fused_row_sizes: tuple[int, ...] = ()
@@ -62,7 +65,7 @@ def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
     parameter.partition_stride = meta.stride
     parameter.allreduce = not meta.is_expert
     parameter.sequence_parallel = "tp" in meta.partial_grad_axes
-    if meta.tied_to is not None:
+    if meta.tied_to is not None and not meta.is_on_all_stages:
         parameter.shared_embedding = True
     if meta.is_embedding_or_output:
         parameter.is_embedding_or_output_parameter = True

@@ -83,7 +83,8 @@ def forward_backward(
         data_iterator, model: one each, or lists with one entry per model chunk of this rank.
         num_microbatches: m, the same on all ranks of the pipeline.
         seq_length, micro_batch_size: s and b of the tensors between stages. `decoder_seq_length`
-            takes the place of `seq_length` for models whose stages exchange decoder states.
+            takes the place of `seq_length` for models whose stages exchange decoder states, and is
+            added to it where `config.sends_both_stacks`.
         collect_non_loss_data: collect `loss_func(output, non_loss_data=True)` instead of losses.
         first_val_step: in evaluation, whether cached (for example fp8) weights must be renewed.
         adjust_tensor_shapes_fn: (receive shapes, send shapes) -> the real ones; not with several
@@ -215,8 +216,10 @@ def get_tensor_shapes(
     cp_group: Group | None = None,
 ) -> list[Shape]:
     """Return the shapes of what crosses a stage boundary: one tensor [s/cp, b, h], or [s/cp/tp,
-    b, h] with sequence parallelism."""
+    b, h] with sequence parallelism. Where stages send both stacks, s are the rows of both."""
     length = seq_length if decoder_seq_length is None else decoder_seq_length
+    if config.sends_both_stacks and decoder_seq_length is not None:
+        length += seq_length
     length //= resolve_group(cp_group, "cp").size()
     if config.sequence_parallel:
         length //= resolve_group(tp_group, "tp").size()

@@ -242,21 +242,24 @@ class Attention(MegatronModule):
                 attended = self._attend_to_cache(query, keys, values, context)
                 return self.linear_proj(_gated(attended, *gate))
 
-        def core(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        def core(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
+        ) -> Tensor:
             return self.core_attention(
                 query,
                 key,
                 value,
                 mask,
                 attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
+                attention_bias=bias,
                 packed_seq_params=packed_seq_params,
             )
 
+        given = (query, key, value, attention_mask, attention_bias)
         if self.recomputes_core and self.training:
-            attended = checkpoint(core, False, query, key, value, attention_mask)
+            attended = checkpoint(core, False, *given)
         else:
-            attended = core(query, key, value, attention_mask)
+            attended = core(*given)
         self.drop_query_key_value(attended)
         return self.linear_proj(_gated(attended, *gate))
 

@@ -83,6 +83,8 @@ class TransformerBlock(GraphableMegatronModule):
         post_layer_norm: whether the model has a final norm.
         pre_process: first stage; elsewhere the input is what `set_input_tensor` was given.
         post_process: last stage.
+        stack: 0-based numbers of the layers that this stack has in all stages together; None is
+            the whole model. With several stacks in a model pass `TransformerBlockSubmodules`.
     """
 
     pg_collection: ProcessGroupCollection
@@ -96,6 +98,7 @@ class TransformerBlock(GraphableMegatronModule):
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        stack: range | None = None,
     ) -> None:
         super().__init__(config)
         self.pg_collection = resolve_groups(pg_collection)
@@ -105,8 +108,9 @@ class TransformerBlock(GraphableMegatronModule):
         pp_rank = self.pg_collection.pp.rank()
         self.submodules = block_submodules(config, spec, vp_stage, pp_rank)
         layout = pipeline_layout(config)
-        offset = layout.layers(pp_rank, vp_stage).start
-        self.layers = nn.ModuleList(
+        self.stack = range(config.num_layers) if stack is None else stack
+        offset = max(layout.layers(pp_rank, vp_stage).start, self.stack.start)
+        layers: list[Any] = [
             build_module(
                 layer_spec,
                 config=config,
@@ -116,10 +120,11 @@ class TransformerBlock(GraphableMegatronModule):
                 pp_layer_offset=offset,
             )
             for number, layer_spec in enumerate(self.submodules.layer_specs or [], 1)
-        )
-        for layer in self.layers:
-            assert isinstance(layer.layer_number, int), layer
+        ]
+        for layer in layers:
+            layer.index_in_stack = layer.layer_number - 1 - self.stack.start
             use_low_precision(layer, layer.layer_number, self.pg_collection)
+        self.layers = nn.ModuleList(layers)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
         has_final_norm = post_process
@@ -202,20 +207,21 @@ class TransformerBlock(GraphableMegatronModule):
             "rotary_pos_emb": rotary_pos_emb,
             "rotary_pos_cos": rotary_pos_cos,
             "rotary_pos_sin": rotary_pos_sin,
-            "attention_bias": attention_bias,
             "packed_seq_params": packed_seq_params,
             "inference_context": inference_context or inference_params,
             "padding_mask": padding_mask,
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
-            def layers(hidden: Tensor, mask: Tensor | None, context: Tensor | None) -> Any:
+            def layers(
+                hidden: Tensor, mask: Tensor | None, context: Tensor | None, bias: Tensor | None
+            ) -> Any:
                 for layer in self.layers[first:last]:
                     assert isinstance(layer.layer_number, int), layer
                     options = common
                     if local and self.config.window_of(layer.layer_number) is not None:
                         options = common | local
-                    hidden, context = layer(hidden, mask, context, **options)
+                    hidden, context = layer(hidden, mask, context, attention_bias=bias, **options)
                 return hidden, context
 
             return layers
@@ -229,9 +235,12 @@ class TransformerBlock(GraphableMegatronModule):
                     hidden_states,
                     attention_mask,
                     context,
+                    attention_bias,
                 )
             else:
-                hidden_states, context = segment(hidden_states, attention_mask, context)
+                hidden_states, context = segment(
+                    hidden_states, attention_mask, context, attention_bias
+                )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
@@ -263,13 +272,13 @@ class TransformerBlock(GraphableMegatronModule):
         `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
-        num_layers = self.config.num_layers
+        num_layers = len(self.stack)
         mixed = len(set(self.config.layer_kinds())) > 1
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):
             assert isinstance(layer.layer_number, int), layer
-            position = layer.layer_number - 1
+            position = layer.layer_number - 1 - self.stack.start
             local = f"{prefix}layers.{index}."
             offsets = tuple(sharded_offsets)
             if not separate:

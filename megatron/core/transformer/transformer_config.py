@@ -112,6 +112,11 @@ class TransformerConfig(
             self.pipeline_model_parallel_layout or pattern.pipeline_layout
         )
 
+    @property
+    def sends_both_stacks(self) -> bool:
+        """Whether what crosses a stage boundary has the rows of an encoder and of a decoder."""
+        return self.encoder_num_layers is not None
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return what each layer of the model is made of."""
         return self.kinds_of_layers(self.layers_with_experts(self.num_layers))

@@ -20,6 +20,7 @@ from megatron.hugging_face.families import (
     qwen3_next,
     relatives,
     state_space,
+    t5,
 )
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.model_description import ModelDescription, differences
@@ -50,6 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     *relatives.FAMILIES,
     bert.BERT,
     bert.MEGATRON_BERT,
+    t5.T5,
     *state_space.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""

@@ -13,12 +13,14 @@ from megatron.training.checkpointing.selection import select_checkpoints
 from megatron.training.config.run import RunConfig, all_flags
 
 MODEL_SHAPE_ARGS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels",
-    "num_query_groups", "group_query_attention", "seq_length", "max_position_embeddings",
+    "num_layers", "encoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+    "kv_channels", "num_query_groups", "decoder_seq_length", "relative_attention_num_buckets",
+    "relative_attention_max_distance", "scale_t5_logits",
+    "group_query_attention", "seq_length", "max_position_embeddings",
     "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
     "use_rotary_position_embeddings", "use_rope_scaling", "rope_scaling_factor",
     "add_position_embedding", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "attention_output_gate", "swiglu", "squared_relu", "normalization", "norm_epsilon",
+    "attention_output_gate", "swiglu", "squared_relu", "relu", "normalization", "norm_epsilon",
     "apply_layernorm_1p", "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
     "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",

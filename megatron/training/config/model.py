@@ -43,7 +43,6 @@ class ModelSettings(
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
         refuse_values={
             "mrope": "use rope",
-            "relative": "use rope",
         },
     )
     """How positions enter the model."""
@@ -63,6 +62,8 @@ class ModelSettings(
     """SiLU-gated MLP (arXiv 2002.05202)."""
     squared_relu: bool = False
     """Squared ReLU as activation (arXiv 2109.08668)."""
+    relu: bool = False
+    """ReLU as activation."""
     geglu: bool = False
     """MLP gated by the tanh approximation of GELU (arXiv 2002.05202)."""
     quick_geglu: bool = False

@@ -46,7 +46,7 @@ def resolve(
     """
     log = DerivationLog()
     machine = machine or Machine()
-    config = _hybrid(config, log)
+    config = _stacks(_hybrid(config, log), log)
     topology = _topology(config.parallelism, world_size, machine.rank, log)
     parallelism = _parallelism(config.parallelism, config.model.num_layers, log)
     log.is_of_training = True
@@ -119,6 +119,25 @@ def _hybrid(config: RunConfig, log: DerivationLog) -> RunConfig:
     return replace(
         config, model=model, experts=experts, parallelism=parallelism, latent_attention=latent
     )
+
+
+def _stacks(config: RunConfig, log: DerivationLog) -> RunConfig:
+    """Return the groups with the layers of all stacks in `num_layers`."""
+    model, asked_of_decoder = config.model, config.encoders.decoder_num_layers
+    num_layers, num_encoder = model.num_layers or 0, model.encoder_num_layers or 0
+    if config.encoders.traits.has_two_stacks:
+        num_encoder = num_encoder or num_layers
+        if num_layers > num_encoder:
+            return config  # both are counted: by a checkpoint, or a model of Hugging Face
+        num_decoder = num_encoder if asked_of_decoder is None else asked_of_decoder
+        after = replace(model, num_layers=num_encoder + num_decoder, encoder_num_layers=num_encoder)
+        formula = f"{num_encoder} of the encoder + {num_decoder} of the decoder"
+    elif num_encoder and num_layers in (0, num_encoder):
+        after = replace(model, num_layers=num_encoder, encoder_num_layers=None)
+        formula = "--encoder-num-layers"
+    else:
+        return config
+    return replace(config, model=log.derived(model, after, formula))
 
 
 def _topology(

@@ -32,6 +32,8 @@ def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
         return fast_gelu, True
     if model.squared_relu:
         return squared_relu, False
+    if model.relu:
+        return F.relu, False
     if model.openai_gelu:
         return fast_gelu, False
     return F.gelu, False

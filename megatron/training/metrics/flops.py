@@ -42,6 +42,8 @@ def mean_keys(seq_length: int, window: int | None, convention: FlopConvention) -
 
 def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:
     """Return the operations of the forward pass of one token."""
+    if size.decoder_seq_length:
+        return _two_stacks(size, convention)
     if size.is_bidirectional:
         convention = FlopConvention.FULL_SQUARE
     windowed, full = (mean_keys(size.seq_length, w, convention) for w in (size.window, None))
@@ -54,6 +56,22 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     matrices += size.has_word_head * size.hidden_size**2
     matrices += sum(size.mixers[k.mixer].token_products for k in kinds if k.is_recurrent)
     return 2 * matrices + sum(kind.attends for kind in kinds) * attention
+
+
+def _two_stacks(size: ModelSize, convention: FlopConvention) -> float:
+    """Return the operations of an encoder and a decoder, over the tokens of the encoder."""
+    s, t = size.seq_length, size.decoder_seq_length
+    crossed = 2 * size.num_query_groups * size.kv_channels * size.hidden_size  # keys and values
+    pairs = 0.0
+    matrices = float(t * size.head_matrix)
+    for kind in size.layer_kinds:
+        if kind.has_cross_attention:
+            matrices += t * (size.token_matrices(kind) - crossed) + s * crossed
+            pairs += t * (mean_keys(t, None, convention) + s)
+        else:
+            matrices += s * size.token_matrices(kind)
+            pairs += s * s
+    return 2 * (matrices + pairs * size.score_width) / s
 
 
 def training_flops_per_token(size: ModelSize, convention: FlopConvention) -> float:

@@ -7,7 +7,7 @@ v rows of the vocabulary, s sequence.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron.core.ssm.mixer_sizes import MixerSizes
@@ -108,6 +108,10 @@ class ModelSize:
     """What each layer is made of; none: attention and a dense MLP."""
     is_bidirectional: bool = False
     """A query sees the keys of both sides."""
+    decoder_seq_length: int = 0
+    """Tokens that a decoder writes after an encoder has read `seq_length`; 0: one stack."""
+    num_position_buckets: int = 0
+    """Rows of the table of relative positions that each stack has."""
     num_tokentypes: int = 0
     has_word_head: bool = False
     """A dense layer and a norm before the head, which has a bias."""
@@ -119,8 +123,11 @@ class ModelSize:
         """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
         learned = run.model.position_embedding_type == "learned_absolute"
         window = run.model.window_size
-        is_bert = run.encoders.architecture == "bert"
+        traits = run.encoders.traits
         kinds = run.model.kinds_of_layers(run.experts.layers_with_experts(run.model.num_layers))
+        if traits.has_two_stacks:
+            kinds = _kinds_of_stacks(kinds, run.model.encoder_num_layers or 0)
+        has_buckets = run.model.position_embedding_type == "relative"
         return ModelSize(
             num_layers=run.model.num_layers,
             hidden_size=run.model.hidden_size,
@@ -159,10 +166,12 @@ class ModelSize:
             },
             kinds=kinds,
             window=window[0] if window is not None and window[0] >= 0 else None,
-            is_bidirectional=is_bert,
-            num_tokentypes=2 if is_bert else 0,
-            has_word_head=is_bert,
-            has_binary_head=is_bert and run.encoders.bert_binary_head,
+            is_bidirectional=traits.is_bidirectional,
+            decoder_seq_length=(run.encoders.decoder_seq_length or 0) * traits.has_two_stacks,
+            num_position_buckets=run.encoders.relative_attention_num_buckets * has_buckets,
+            num_tokentypes=traits.num_tokentypes,
+            has_word_head=traits.has_word_head,
+            has_binary_head=traits.has_word_head and run.encoders.bert_binary_head,
         )
 
     @property
@@ -208,6 +217,7 @@ class ModelSize:
             count += self._attention_matrices
         elif kind.is_recurrent:
             count += self.mixers[kind.mixer].matrices(self.hidden_size)
+        count += kind.has_cross_attention * self._attention_matrices
         if kind.mlp == DENSE:
             count += self._mlp_matrices(self.ffn_hidden_size)
         elif kind.mlp == EXPERTS:
@@ -276,6 +286,9 @@ class ModelSize:
                 if kind.attends
                 else self.mixers[kind.mixer].parameters(self.hidden_size)
             )
+        if kind.has_cross_attention:
+            count += self._attention_parameters + self.norm_parameters
+        count += kind.has_final_norm * self.norm_parameters
         if kind.mlp == DENSE:
             width = self.ffn_hidden_size
             count += norms + self._mlp_matrices(width) + self._mlp_biases(width)
@@ -354,7 +367,13 @@ class ModelSize:
         """All parameters of the model; a tied head counts once."""
         head = self.further_head_parameters + (0 if self.is_tied else self.head_matrix)
         layers = self._layers(self.layer_kinds) + self.mtp_parameters
-        return layers + self.embedding_parameters + self.norm_parameters + head
+        ends = self.embedding_parameters + self.norm_parameters + head
+        return layers + ends + self.position_tables
+
+    @property
+    def position_tables(self) -> int:
+        """Elements of the tables of relative positions, one for each stack."""
+        return 2 * self.num_position_buckets * self.num_attention_heads
 
     def stage_routed_parameters(self, kinds: Iterable[LayerKind], *, predicts: bool) -> int:
         """Parameters of routed experts that one pipeline stage holds, before any split."""
@@ -379,7 +398,7 @@ class ModelSize:
                 are; None: that of the loss does.
         """
         predicts = has_loss if predicts is None else predicts
-        count = self._layers(kinds)
+        count = self._layers(kinds) + self.position_tables
         if has_embedding:
             count += self.embedding_parameters
         if predicts:
@@ -390,6 +409,14 @@ class ModelSize:
             count += self.further_head_parameters
             count += 0 if self.is_tied and has_embedding else self.head_matrix
         return count
+
+
+def _kinds_of_stacks(kinds: tuple[LayerKind, ...], num_encoder: int) -> tuple[LayerKind, ...]:
+    """Return what layers are made of, with what an encoder ends with and a decoder has besides."""
+    encoder = list(kinds[:num_encoder])
+    encoder[-1:] = [replace(kind, has_final_norm=True) for kind in encoder[-1:]]
+    decoder = [replace(kind, has_cross_attention=True) for kind in kinds[num_encoder:]]
+    return (*encoder, *decoder)
 
 
 def _windowed_share(run: ResolvedRun, kinds: Iterable[LayerKind]) -> float:

@@ -20,6 +20,7 @@ from megatron.training.rules import (  # noqa: F401
     adapters,
     batch,
     data,
+    encoders,
     model,
     optimizer,
     parallelism,

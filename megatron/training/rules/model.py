@@ -142,6 +142,7 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
         "--geglu": model.geglu,
         "--quick-geglu": model.quick_geglu,
         "--squared-relu": model.squared_relu,
+        "--relu": model.relu,
         "--openai-gelu": model.openai_gelu,
     }
     chosen = [flag for flag, is_on in switches.items() if is_on]

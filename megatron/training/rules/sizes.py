@@ -43,7 +43,10 @@ _MOST = {
          "pipeline_step_durations", "vocab_extra_ids", "tiktoken_num_special_tokens"),
         1_000_000,
     ),
-    **dict.fromkeys(("num_layers", "mtp_num_layers", "num_experts"), 100_000),
+    **dict.fromkeys(
+        ("num_layers", "encoder_num_layers", "decoder_num_layers", "mtp_num_layers", "num_experts"),
+        100_000,
+    ),
     **dict.fromkeys(("num_workers", "num_dataset_builder_threads", "muon_num_ns_steps"), 1000),
 }  # fmt: skip
 """Largest values where `_SIZE` is not the bound: beyond them there is no machine, or a typing

@@ -244,7 +244,7 @@ def forward_backward(
         num_microbatches=plan.num_microbatches,
         seq_length=context.run.model.seq_length,
         micro_batch_size=plan.micro_batch_size,
-        decoder_seq_length=context.run.extra.get("decoder_seq_length"),
+        decoder_seq_length=context.run.encoders.decoder_seq_length,
         forward_only=forward_only,
         pg_collection=context.groups,
         **options,

@@ -127,7 +127,8 @@ def kernels_of_run(
     return kernel_choices(
         config,
         device_type,
-        has_documents=run.data.reset_attention_mask or run.encoders.architecture != "gpt",
+        has_documents=run.data.reset_attention_mask or run.encoders.traits.is_bidirectional,
+        has_bias=run.model.position_embedding_type == "relative",
         is_planned=device_type != device.device_type(),
         backend=run.model.transformer_impl,
     )

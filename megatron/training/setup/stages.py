@@ -17,9 +17,9 @@ def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bo
     ends, are needed by every stage.
     """
     run = run_as_in(args)
-    is_encoder = run.encoders.architecture != "gpt"
+    is_padded = run.encoders.traits.is_padded
     is_packed = run.parallelism.hybrid_context_parallel  # then every stage knows who shares a row
-    if run.data.reset_attention_mask or run.data.sft or is_encoder or is_packed:
+    if run.data.reset_attention_mask or run.data.sft or is_padded or is_packed:
         return True
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()

@@ -39,6 +39,9 @@ def folder(tmp_path_factory):
         ("bert", LayoutCase(tp=2, sp=True, pp=2, dp=2, stage=3, micro_batch_size=2)),
         ("bert", LayoutCase(pp=2, vp=2, cp=2, micro_batch_size=2)),
         ("bert, post-norm, rope", LayoutCase(tp=2, sp=True, cp=2, micro_batch_size=2)),
+        ("t5", LayoutCase(pp=2, micro_batch_size=2, letters="Et|tttttL")),
+        ("t5", LayoutCase(tp=2, sp=True, pp=2, micro_batch_size=2, letters="Etttt|ttL")),
+        ("t5, untied", LayoutCase(pp=2, vp=2, dp=2, stage=3, letters="Et|tt|t|ttL")),
     ],
     ids=str,
 )
@@ -60,7 +63,7 @@ def test_embeddings_learn_from_the_keys_of_all_replicas_as_in_one_process(layout
     assert not exceeds(errors), errors
 
 
-@pytest.mark.parametrize("case", ["bert", "megatron-bert"])
+@pytest.mark.parametrize("case", ["bert", "megatron-bert", "t5", "t5 1.1"])
 def test_logits_and_gradients_are_those_of_transformers(case, folder):
     against_transformers(case, LayoutCase(tp=2, pp=2, micro_batch_size=2), folder)
 
@@ -82,4 +85,5 @@ def test_a_model_comes_out_as_it_went_in(case, tmp_path):
     loaded = getattr(transformers, fields["architectures"][0]).from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
     ids = torch.arange(20).view(2, 10)
-    assert torch.equal(loaded(ids)[0], model(ids)[0])
+    given = {"decoder_input_ids": ids} if loaded.config.is_encoder_decoder else {}
+    assert torch.equal(loaded(ids, **given)[0], model(ids, **given)[0])

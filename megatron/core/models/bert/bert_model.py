@@ -22,7 +22,6 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -113,21 +112,10 @@ class BertModel(LanguageModule):
             self.initialize()
 
     def _build_heads(self, config: TransformerConfig) -> None:
-        is_tied, hidden = self.share_embeddings_and_output_weights, config.hidden_size
-        init_method = config.embedding_init_method if is_tied else config.init_method
-        assert init_method and config.init_method
+        hidden = config.hidden_size
+        assert config.init_method
         self.lm_head = BertLMHead(hidden, config, self.pg_collection)
-        self.output_layer = ColumnParallelLinear(
-            hidden,
-            self.vocab_size,
-            config=config,
-            init_method=init_method,
-            bias=True,
-            gather_output=not self.parallel_output,
-            skip_weight_param_allocation=is_tied and self.pre_process,
-            tp_group=self.pg_collection.tp,
-            pg_collection=self.pg_collection,
-        )
+        self.output_layer = self.build_output_layer(bias=True)
         if self.add_binary_head:
             self.pooler = Pooler(
                 hidden, config.init_method, config, config.sequence_parallel, self.pg_collection
@@ -205,13 +193,7 @@ class BertModel(LanguageModule):
         if self.add_binary_head:
             binary_logits, _ = self.binary_head(self.pooler(hidden_states))
         hidden_states = self.lm_head(hidden_states)
-        weight = self.output_layer.weight  # None where the embedding on this stage is the head
-        if weight is None:
-            weight = self.shared_embedding_or_output_weight()
-        if lm_labels is not None:
-            return self.compute_loss(hidden_states, lm_labels, weight, loss_mask), binary_logits
-        logits, _ = self.output_layer(self.scale_logits_of(hidden_states), weight=weight)
-        return self.softcap_logits(logits).transpose(0, 1).contiguous(), binary_logits
+        return self.loss_or_logits(hidden_states, lm_labels, loss_mask), binary_logits
 
     def _mean_states(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         if self.config.sequence_parallel or self.config.context_parallel_size > 1:

@@ -48,6 +48,7 @@ def kernel_choices(
     device: str,
     *,
     has_documents: bool = False,
+    has_bias: bool = False,
     is_planned: bool = False,
     backend: str = "local",
 ) -> list[KernelLine]:
@@ -56,6 +57,7 @@ def kernel_choices(
     Args:
         device: torch's name of the device type.
         has_documents: attention stays within documents.
+        has_bias: attention of a sequence to itself has a bias of its scores.
         is_planned: the device is not here, and what this installation lacks does not count.
         backend: the library of the layers; attention and norms of another than "local" are its
             own.
@@ -69,9 +71,11 @@ def kernel_choices(
     if backend == "local":
         attention_backend = asked_backend(config)
         asked = ASKED[attention_backend]
+        given = {attention.DOCUMENTS: has_documents, attention.BIAS: has_bias}
+        of_all = {need for need, is_given in given.items() if is_given}
         chosen = {
             layer: ATTENTION.choose(
-                request(_attention_needs(config, layer, has_documents, attention_backend)), asked
+                request(of_all.union(_attention_needs(config, layer, attention_backend))), asked
             )
             for layer, kind in enumerate(config.layer_kinds(), 1)
             if kind.attends
@@ -80,6 +84,15 @@ def kernel_choices(
             _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
             for layers, choice in _runs(chosen)
         ]
+        if config.encoder_num_layers:
+            needs = {
+                attention.MASK,
+                attention.LENGTHS,
+                *_needs_of_dropout(config, attention_backend),
+            }
+            choice = ATTENTION.choose(request(needs), asked)
+            note = _dropout_note(config, choice, device)
+            lines.append(_line("attention to the encoder", choice, note))
         lines.append(_line(config.normalization, _norm(config, device, dtype, is_planned)))
     else:
         note = _dropout_note(config, None, device)
@@ -121,24 +134,26 @@ def _dropout_note(config: TransformerConfig, choice: Choice | None, device: str)
     return ""
 
 
-def _attention_needs(
-    config: TransformerConfig, layer_number: int, has_documents: bool, backend: str
-) -> Iterator[str]:
+def _attention_needs(config: TransformerConfig, layer_number: int, backend: str) -> Iterator[str]:
     widths = [config.kv_channels or 0]
     if config.multi_latent_attention:
         widths = [config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim]
     given = {
         attention.WINDOW: (config.window_of(layer_number) or (-1, 0))[0] >= 0,
-        attention.DOCUMENTS: has_documents,
+        attention.MASK: layer_number <= (config.encoder_num_layers or 0),  # of padding
         attention.WIDTHS: len(set(widths)) > 1,
         attention.WIDE_HEADS: max(widths) > attention.WIDEST_FLASH,
         attention.SOFTCAP: config.attn_logit_softcapping is not None,
         attention.SINK: config.softmax_type != "vanilla",
         attention.MAX_LOGITS: config.records_max_logits,
-        attention.dropout_need(backend): config.attention_dropout > 0.0,
     }
     yield from (need for need, is_given in given.items() if is_given)
+    yield from _needs_of_dropout(config, backend)
     yield from attention.context_parallel_need(cp_comm_type_of_layer(config, layer_number))
+
+
+def _needs_of_dropout(config: TransformerConfig, backend: str) -> list[str]:
+    return [attention.dropout_need(backend)] if config.attention_dropout > 0.0 else []
 
 
 def _norm(config: TransformerConfig, device: str, dtype: str, is_planned: bool) -> Choice:

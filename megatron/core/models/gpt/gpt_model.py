@@ -24,7 +24,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -151,24 +150,7 @@ class GPTModel(LanguageModule):
                     config, mtp_block_spec, self.pg_collection, vp_stage
                 )
             if post_process:
-                is_tied = share_embeddings_and_output_weights
-                draws_as_embedding = is_tied or config.use_mup
-                init_method = (
-                    config.embedding_init_method if draws_as_embedding else config.init_method
-                )
-                assert init_method
-                self.output_layer = ColumnParallelLinear(
-                    config.hidden_size,
-                    vocab_size,
-                    config=config,
-                    init_method=init_method,
-                    bias=False,
-                    skip_bias_add=False,
-                    gather_output=not parallel_output,
-                    skip_weight_param_allocation=is_tied and (pre_process or self.mtp_process),
-                    tp_group=self.pg_collection.tp,
-                    pg_collection=self.pg_collection,
-                )
+                self.output_layer = self.build_output_layer()
         self.setup_embeddings_and_output_layer()
         if config.perform_initialization:
             self.initialize()
@@ -248,9 +230,7 @@ class GPTModel(LanguageModule):
         hidden_states = in_compute_dtype(hidden_states, self.config)
         if context is not None:
             hidden_states = context.last_tokens(hidden_states)
-        weight = self.output_layer.weight  # None where the embedding on this stage is the head
-        if weight is None:
-            weight = self.shared_embedding_or_output_weight()
+        weight = self.head_weight
         if labels is not None:
             loss = self.compute_loss(hidden_states, labels, weight, loss_mask)
             if not (self.config.mtp_num_layers and self.training):

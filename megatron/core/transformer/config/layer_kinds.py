@@ -24,6 +24,10 @@ class LayerKind:
     """attention, the name of a mixer with a state, or NOTHING."""
     mlp: str = DENSE
     """dense, experts or NOTHING."""
+    has_cross_attention: bool = False
+    """Between the two it attends to the encoder's output."""
+    has_final_norm: bool = False
+    """It is the last of the encoder, and the encoder's final norm follows."""
 
     @property
     def attends(self) -> bool:

@@ -12,8 +12,12 @@ from megatron.core.settings.flags import flag, no_flag
 class ShapeConfig:
     """Number of layers, width, heads, vocabulary."""
 
-    num_layers: int = flag(0, "--num-layers", "--encoder-num-layers", cli_default=None)
-    """Transformer layers of the whole model."""
+    num_layers: int = flag(0, cli_default=None)
+    """Transformer layers of the whole model. Where a decoder follows an encoder and this is no
+    more than --encoder-num-layers, it is the number of the encoder's; the decoder's are added."""
+    encoder_num_layers: int | None = None
+    """Of these, the layers of the encoder that a decoder follows; None: the model is one stack. For
+    a model of one stack the flag is another spelling of --num-layers."""
     hidden_size: int = flag(0, cli_default=None)
     """Width of the residual stream."""
     num_attention_heads: int = flag(0, cli_default=None)

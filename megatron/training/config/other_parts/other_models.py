@@ -40,15 +40,8 @@ refused: give all layers one size; --moe-layer-freq and --window-attn-skip-freq 
 --heterogeneous-layers-config-path str
 --heterogeneous-layers-config-encoded-json str
 
-refused: train a decoder: an encoder beside it is not here
---decoder-num-layers int
---decoder-seq-length int
 refused: use --position-embedding-type rope
 --mrope-section int x+
-no effect: no layer has relative positions
---relative-attention-max-distance int = 128
---relative-attention-num-buckets int = 32
-
 no effect: this program trains no retriever
 --bert-embedder-type str: megatron/huggingface = megatron
 --bert-load str

@@ -111,7 +111,12 @@ class LanguageModelEmbedding(MegatronModule):
         return hidden
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        *,
+        stack: tuple[str, ...] = (),
     ) -> Tensor:
         """Embed.
 
@@ -120,6 +125,7 @@ class LanguageModelEmbedding(MegatronModule):
             position_ids: [b, s/cp], or [1, s/cp] for all samples, or None for the absolute
                 positions of these rows.
             tokentype_ids: [b, s/cp], where there are types; None is type 0 for all tokens.
+            stack: its name where a model embeds for several, whose dropout then differs.
         Returns:
             [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].
         """
@@ -159,5 +165,5 @@ class LanguageModelEmbedding(MegatronModule):
             rows = rows.shard(self.tp_group.rank(), self.tp_group.size())
             if not self.reduce_scatter_embeddings:
                 hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        with rng_state().in_scope("embedding", rows=rows):
+        with rng_state().in_scope("embedding", *stack, rows=rows):
             return keyed_dropout(hidden, self.config.hidden_dropout, self.training)

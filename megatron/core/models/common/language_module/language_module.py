@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     transformer_engine_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.linear_cross_entropy import LinearCrossEntropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.sharded_state import declare_tensor
@@ -44,8 +45,10 @@ class LanguageModule(MegatronModule):
     later tokens are predicted) and `output_layer` (last stage).
     """
 
+    vocab_size: int
     pre_process: bool
     post_process: bool
+    parallel_output: bool
     share_embeddings_and_output_weights: bool
     embedding: Any
     output_layer: Any
@@ -86,6 +89,31 @@ class LanguageModule(MegatronModule):
                 raise TypeError(f"set_input_tensor() takes one tensor, not {len(input_tensor)}")
             input_tensor = input_tensor[0]
         self.first_block.set_input_tensor(input_tensor)
+
+    def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
+        """Build the head; of a tied model without a weight if this stage has the embedding."""
+        config, is_tied = self.config, self.share_embeddings_and_output_weights
+        draws_as_embedding = is_tied or config.use_mup
+        init_method = config.embedding_init_method if draws_as_embedding else config.init_method
+        assert init_method
+        return ColumnParallelLinear(
+            config.hidden_size,
+            self.vocab_size,
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=False,
+            gather_output=not self.parallel_output,
+            skip_weight_param_allocation=is_tied and (self.pre_process or self.mtp_process),
+            tp_group=self.pg_collection.tp,
+            pg_collection=self.pg_collection,
+        )
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The head's weight [v/tp, h] on the last stage: the embedding if it serves as the head."""
+        weight: Tensor | None = self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if weight is None else weight
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Attach the metadata of embedding and head: what they are, and which one is a copy.
@@ -154,6 +182,18 @@ class LanguageModule(MegatronModule):
         request = Request.of(hidden_states, needs)
         kernel = LOSS.choose(request, asked_loss(self.config)).kernel
         return kernel.run(self, hidden_states, labels, weight, loss_mask)
+
+    def loss_or_logits(
+        self, hidden_states: Tensor, labels: Tensor | None, loss_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the loss of every token [b, s/cp], or without labels logits [b, s/cp, v/tp].
+
+        Arguments are those of `compute_loss`.
+        """
+        if labels is not None:
+            return self.compute_loss(hidden_states, labels, self.head_weight, loss_mask)
+        logits, _ = self.output_layer(self.scale_logits_of(hidden_states), weight=self.head_weight)
+        return self.softcap_logits(logits).transpose(0, 1).contiguous()
 
     def scale_logits_of(self, hidden_states: Tensor) -> Tensor:
         """Scale the head's input [...] by the factor that its logits have under muP."""

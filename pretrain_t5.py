@@ -1,0 +1,121 @@
+"""Pretrain a T5: `torchrun --nproc-per-node 4 pretrain_t5.py --encoder-num-layers 12 ...`.
+
+Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
+has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
+from megatron.core.enums import ModelType
+from megatron.core.foundation import device
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import backend_named, decoder_layer, encoder_layer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.blends import masked_dataset_settings
+from megatron.training.setup.stages import is_dataset_built_on_rank
+
+ENTRIES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
+"""What a step reads of a sample, [b, s] of the encoder or [b, t] of the decoder."""
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: Any = None,
+) -> T5Model:
+    """Build one chunk of the model: all of it without pipeline parallelism."""
+    args = get_args()
+    backend = backend_named(args.transformer_impl)
+    return T5Model(
+        config=config or core_transformer_config_from_args(args),
+        encoder_config=None,
+        transformer_encoder_layer_spec=encoder_layer(backend),
+        transformer_decoder_layer_spec=decoder_layer(backend),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        relative_attention_num_buckets=args.relative_attention_num_buckets,
+        relative_attention_max_distance=args.relative_attention_max_distance,
+        scales_logits=args.scale_t5_logits,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Take the next micro batch."""
+    batch, where = next(data_iterator), device.current_device()
+    return {name: batch[name].to(where, non_blocking=True) for name in ENTRIES}
+
+
+def loss_func(batch: dict[str, Tensor], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses [b, t] of what the decoder writes."""
+    mask = batch["loss_mask"].float()
+    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    loss, num_tokens = torch.sum(losses.float() * mask), mask.sum()
+    return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple:
+    """Run one micro batch through this rank's part of the model."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    output = model(
+        batch["text_enc"],
+        batch["text_dec"],
+        batch["enc_mask"],
+        lm_labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch)
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+    """Build the train, valid and test datasets: every stage reads where a text ends."""
+    args = get_args()
+    config = T5MaskedWordPieceDatasetConfig(
+        **masked_dataset_settings(args, get_tokenizer()),
+        sequence_length_decoder=args.decoder_seq_length,
+    )
+    return BlendedMegatronDatasetBuilder(
+        T5MaskedWordPieceDataset,
+        num_samples,
+        partial(is_dataset_built_on_rank, args, vp_stage),
+        config,
+    ).build()
+
+
+datasets_provider.is_distributed = True
+
+
+if __name__ == "__main__":
+    pretrain(
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"architecture": "t5"},
+    )
