@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 import pretrain_bert
+from megatron.core import dist_checkpointing
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
@@ -291,6 +292,40 @@ def train(
         assert ok
         report.grad_norms.append(float(grad_norm))
     note_weights(report, wrapped)
+    return report
+
+
+def through_checkpoint(
+    groups: ProcessGroupCollection,
+    layout: LayoutCase,
+    words: Sequence[str],
+    directory: Path,
+    is_saved: bool,
+    model: str,
+) -> EncoderReport:
+    """Save drawn weights, or load what was saved over weights of another seed; report the weights.
+
+    The job of one rank.
+    """
+    rng_state().set_seed(SEED if is_saved else SEED + 1)
+    run = resolved(layout, words, model)
+    chunks = case_of(model).build_chunks(run, groups)
+    declared = {
+        f"model{number}": sharded_state_dict_of(chunk, pg_collection=groups)
+        for number, chunk in enumerate(chunks)
+    }
+    if is_saved:
+        dist_checkpointing.save(declared, directory)
+    else:
+        dist_checkpointing.load(declared, directory, strict="raise_all")
+    report = EncoderReport(
+        groups.tp.rank(), groups.expt_tp.rank(), groups.dp.rank(), [0.0], [0.0], {}, {}, {}, {}
+    )
+    ddp = DistributedDataParallelConfig()
+    config = run.transformer_config
+    note_weights(
+        report, [DistributedDataParallel(config, ddp, c, pg_collection=groups) for c in chunks]
+    )
     return report
 
 

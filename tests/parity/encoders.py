@@ -39,6 +39,7 @@ from tests.parity.encoder_case import (
     assembled,
     case_of,
     micro_batches,
+    through_checkpoint,
     train,
     write_vocabulary,
 )
@@ -221,6 +222,19 @@ def against_one_process(case: str, layout: LayoutCase, folder: Path) -> Errors:
     words, model = (*_SHAPE, *DRAWN[case]), architecture_of(case)
     run = assembled(run_layout(layout, folder, words, num_steps=2, model=model), model)
     return compare(run, serial_run(folder, words, layout.micro_batch_size, model=model))
+
+
+def reloaded(case: str, saved_in: LayoutCase, loaded_in: LayoutCase, directory: Path) -> list[Run]:
+    """Save drawn weights in one layout and load them in another; return both models."""
+    words, model = (*_SHAPE, *DRAWN[case]), architecture_of(case)
+    runs = []
+    for layout, is_saved in ((saved_in, True), (loaded_in, False)):
+        reports = run_distributed(
+            through_checkpoint, layout.world_size, layout, words, directory, is_saved, model,
+            timeout_s=240.0, tp=layout.tp, pp=layout.pp, vp=layout.vp,
+        )  # fmt: skip
+        runs.append(assembled(reports, model))
+    return runs
 
 
 def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:

@@ -18,6 +18,7 @@ from tests.parity.encoders import (
     against_transformers,
     curves,
     embeddings_against_one_process,
+    reloaded,
     saved,
 )
 from tests.parity.layouts import LayoutCase
@@ -42,6 +43,7 @@ def folder(tmp_path_factory):
         ("t5", LayoutCase(pp=2, micro_batch_size=2, letters="Et|tttttL")),
         ("t5", LayoutCase(tp=2, sp=True, pp=2, micro_batch_size=2, letters="Etttt|ttL")),
         ("t5, untied", LayoutCase(pp=2, vp=2, dp=2, stage=3, letters="Et|tt|t|ttL")),
+        ("t5, learned positions", LayoutCase(tp=2, dp=2, stage=1, micro_batch_size=2)),
     ],
     ids=str,
 )
@@ -71,6 +73,25 @@ def test_logits_and_gradients_are_those_of_transformers(case, folder):
 def test_losses_fall_as_those_of_transformers(folder):
     theirs, ours = curves("bert", LayoutCase(tp=2, sp=True, micro_batch_size=2), folder, 5)
     assert_close(ours, theirs, FP32_REORDERED_SUM, "losses")
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (LayoutCase(pp=2, letters="Et|tttttL"), LayoutCase(tp=2, sp=True)),
+        (
+            LayoutCase(tp=2, pp=2, letters="Ettttt|tL"),
+            LayoutCase(pp=2, vp=2, letters="E|tt|ttt|tL"),
+        ),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_of_both_stacks_loads_in_another_layout(layouts, tmp_path):
+    before, after = (run.weights for run in reloaded("t5", *layouts, tmp_path / "checkpoint"))
+    assert before.keys() ^ after.keys() <= {
+        "output_layer.weight"
+    }  # of a tied head, one stage's copy
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
