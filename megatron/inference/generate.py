@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.utils import evaluating
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
@@ -30,6 +31,7 @@ def generate(
     eod: int | None = None,
     max_rows: int = 32,
     uses_cache: bool | None = None,
+    sources: Sequence[Sequence[int]] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation, the same on every rank.
@@ -45,6 +47,8 @@ def generate(
         eod: a row ends before this token; None never ends early.
         max_rows: rows of the cache; more prompts wait until others have ended.
         uses_cache: None keeps keys and values wherever the layout can.
+        sources: for a T5, what its encoder reads for each prompt of the decoder (of one token, with
+            which the decoder was trained to begin). There is then no cache.
     Communication:
         see `CachedModel.next_tokens` and `continue_without_cache`.
     Raises:
@@ -57,6 +61,10 @@ def generate(
         check_prompt(prompt, max_new_tokens, vocab_size, max_sequence_length)
         for prompt in prompts or [[]]
     ]
+    if sources is not None:
+        longest = max_sequence_length + 1  # nothing is added to a source
+        problems += [check_prompt(row, 1, vocab_size, longest) for row in sources]
+        problems.append(_number_of_sources(len(prompts), len(sources)))
     for problem in problems:
         if problem is not None:
             raise problem
@@ -64,7 +72,7 @@ def generate(
         with evaluating(model.chunks):
             return _through_cache(model, prompts, max_new_tokens, sampling, eod)
     if uses_cache is None:
-        uses_cache = has_cache(model)
+        uses_cache = sources is None and has_cache(model)
     with evaluating(model):
         if not uses_cache:
             return continue_without_cache(
@@ -75,6 +83,7 @@ def generate(
                 sampling=sampling,
                 eod=eod,
                 groups=groups,
+                sources=sources,
             )
         cached = CachedModel(
             model,
@@ -84,6 +93,16 @@ def generate(
             groups=groups,
         )
         return _through_cache(cached, prompts, max_new_tokens, sampling, eod)
+
+
+def _number_of_sources(num_prompts: int, num_sources: int) -> ConfigError | None:
+    if num_prompts == num_sources:
+        return None
+    return ConfigError(
+        f"{num_sources} texts for the encoder and {num_prompts} prompts for the decoder.",
+        rule="the decoder continues one prompt for each text",
+        fix="pass as many of both",
+    )
 
 
 def _through_cache(

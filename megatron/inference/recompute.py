@@ -1,7 +1,7 @@
 """Continue prompts without a cache: every new token runs the whole sequence through the model.
 
-For models whose ranks share the sequence (sequence and context parallelism), and as the measure of
-the cache: both give the same tokens.
+For models whose ranks share the sequence (sequence and context parallelism), for those with an
+encoder, which keep no cache, and as the measure of the cache: both give the same tokens.
 
 Legend: b rows, s sequence, v padded vocabulary.
 """
@@ -36,6 +36,7 @@ def continue_without_cache(
     sampling: Sampling,
     eod: int | None,
     groups: ProcessGroupCollection,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation; arguments as in `generate`.
 
@@ -51,14 +52,17 @@ def continue_without_cache(
     num_rows = -(-len(prompts) // num_parts) * num_parts
     cp_size = groups.cp.size()
     pieces = groups.tp.size() * (2 * cp_size if cp_size > 1 else 1)
-    width = -(-(longest + max_new_tokens) // pieces) * pieces
-    tokens = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    tokens = _padded(prompts, num_rows, longest + max_new_tokens, pieces)
+    given = None
+    if sources is not None:
+        given = _padded(sources, num_rows, max(map(len, sources)), pieces)
+        is_token = _padded([[1] * len(row) for row in sources], num_rows, given.shape[1], pieces)
+        is_token[:, 0] = 1  # also of rows that fill up the micro batches
+        given = torch.stack((given, is_token), 1)
 
     ended_at = [length + max_new_tokens for length in lengths]
     for position in range(min(lengths), longest + max_new_tokens):
-        logits = _last_logits(chunks, tokens, position - 1, num_parts, vocab_size, groups)
+        logits = _last_logits(chunks, tokens, given, position - 1, num_parts, vocab_size, groups)
         chosen = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
         if logits is not None:
             draws = [Draw(sampling, row, position) for row in range(num_rows)]
@@ -76,17 +80,32 @@ def continue_without_cache(
     return [tokens[row, : ended_at[row]].tolist() for row in range(len(prompts))]
 
 
+def _padded(rows: Sequence[Sequence[int]], num_rows: int, width: int, multiple: int) -> Tensor:
+    """Return [num_rows, s]: rows with zeros after them, s at least the width."""
+    width = -(-width // multiple) * multiple
+    padded = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = torch.tensor(row)
+    return padded
+
+
 @torch.no_grad()
 def _last_logits(
     chunks: Sequence[Any],
     tokens: Tensor,
+    sources: Tensor | None,
     position: int,
     num_parts: int,
     vocab_size: int,
     groups: ProcessGroupCollection,
 ) -> Tensor | None:
-    """Return the logits [b, v] that follow `position`, on ranks of the last stage only."""
+    """Return the logits [b, v] that follow `position`, on ranks of the last stage only.
+
+    Args:
+        sources: [b, 2, s], what an encoder reads and which of it are tokens; None without one.
+    """
     parts = tokens.chunk(num_parts)
+    read = [None] * num_parts if sources is None else sources.chunk(num_parts)
     held = sequence_shard_of_rank(tokens.shape[1] // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
     index = held.index_of(position)
 
@@ -99,17 +118,24 @@ def _last_logits(
         logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 
-    def forward_step(iterator: Iterator[Tensor], chunk: Any) -> tuple[Tensor, Any]:
-        batch = get_batch_on_this_cp_rank({"tokens": next(iterator)}, groups.cp)
+    def forward_step(
+        iterator: Iterator[tuple[Tensor, Tensor | None]], chunk: Any
+    ) -> tuple[Tensor, Any]:
+        rows, source = next(iterator)
+        if source is not None:
+            return chunk(source[:, 0], rows, source[:, 1]), collect
+        batch = get_batch_on_this_cp_rank({"tokens": rows}, groups.cp)
         return chunk(batch["tokens"], held.positions(tokens.device)[None], None), collect
 
-    iterators = [iter(parts) for _ in chunks]
+    iterators = [zip(parts, read, strict=True) for _ in chunks]
+    length = tokens.shape[1]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=num_parts,
-        seq_length=tokens.shape[1],
+        seq_length=length if sources is None else sources.shape[2],
+        decoder_seq_length=None if sources is None else length,
         micro_batch_size=len(parts[0]),
         forward_only=True,
         collect_non_loss_data=True,

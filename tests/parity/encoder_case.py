@@ -46,6 +46,7 @@ from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import open_model
+from megatron.inference.generate import generate
 from megatron.post_training.heads import replace_head
 from megatron.post_training.loss_functions import contrastive_loss_func
 from megatron.training.cli.parser import parse_command_line
@@ -327,6 +328,31 @@ def through_checkpoint(
         report, [DistributedDataParallel(config, ddp, c, pg_collection=groups) for c in chunks]
     )
     return report
+
+
+def write_after(
+    groups: ProcessGroupCollection,
+    layout: LayoutCase,
+    words: Sequence[str],
+    directory: Path,
+    sources: Sequence[Sequence[int]],
+    num_tokens: int,
+) -> list[list[int]]:
+    """Let the T5 of a directory write so many tokens after reading each source; one rank's job."""
+    run = resolved(layout, [*words, "--load-hf", str(directory)], "t5")
+    chunks = case_of("t5").build_chunks(run, groups)
+    for chunk in chunks:
+        declared = sharded_state_dict_of(chunk, pg_collection=groups)
+        load_state(declared, open_model(directory), peers=SingleProcess())
+    return generate(
+        chunks,
+        [[0] for _ in sources],
+        sources=sources,
+        max_new_tokens=num_tokens,
+        vocab_size=TOKENS["t5"],
+        max_sequence_length=run.model.max_position_embeddings,
+        pg_collection=groups,
+    )
 
 
 def mean_loss(reported: list[dict[str, Tensor]], groups: ProcessGroupCollection) -> float:

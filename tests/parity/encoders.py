@@ -41,6 +41,7 @@ from tests.parity.encoder_case import (
     micro_batches,
     through_checkpoint,
     train,
+    write_after,
     write_vocabulary,
 )
 from tests.parity.layouts import LayoutCase
@@ -235,6 +236,31 @@ def reloaded(case: str, saved_in: LayoutCase, loaded_in: LayoutCase, directory: 
         )  # fmt: skip
         runs.append(assembled(reports, model))
     return runs
+
+
+def written(case: str, layout: LayoutCase, folder: Path) -> tuple[list[list[int]], ...]:
+    """Return what a T5 writes by the most likely tokens: Transformers', then ours on each rank."""
+    directory = folder / case.replace(" ", "-")
+    theirs, num_tokens = saved(case, directory), 9
+    sources = [[5, 9, 70, 31, 8], [12], [60, 61, 62, 7, 90, 101, 3, 44]]
+    ids = torch.zeros(len(sources), max(map(len, sources)), dtype=torch.long)
+    for row, source in enumerate(sources):
+        ids[row, : len(source)] = torch.tensor(source)
+    lengths = torch.tensor([len(source) for source in sources])
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(
+        input_ids=ids,
+        attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long(),
+        decoder_start_token_id=0,
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        use_cache=False,  # its cache has as many layers as the encoder
+    )
+    found = run_distributed(
+        write_after, layout.world_size, layout, (*WORDS["t5"], *NO_DROPOUT), directory, sources,
+        num_tokens, timeout_s=240.0, tp=layout.tp, pp=layout.pp, vp=layout.vp,
+    )  # fmt: skip
+    return expected.tolist(), *found
 
 
 def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:

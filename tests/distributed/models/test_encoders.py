@@ -20,6 +20,7 @@ from tests.parity.encoders import (
     embeddings_against_one_process,
     reloaded,
     saved,
+    written,
 )
 from tests.parity.layouts import LayoutCase
 from tests.parity.table import exceeds
@@ -92,6 +93,16 @@ def test_a_checkpoint_of_both_stacks_loads_in_another_layout(layouts, tmp_path):
         "output_layer.weight"
     }  # of a tied head, one stage's copy
     assert all(torch.equal(before[name], after[name]) for name in before.keys() & after.keys())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [LayoutCase(tp=2, sp=True), LayoutCase(pp=2, vp=2, letters="Et|tt|tt|tL")],
+    ids=str,
+)
+def test_a_t5_writes_the_tokens_that_transformers_writes(layout, folder):
+    expected, *found = written("t5 1.1", layout, folder)
+    assert found == [expected] * layout.world_size
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
