@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.blends.report import lines_of, shares_of
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -82,6 +83,8 @@ def build_data(
             three datasets. With the attribute `is_distributed = True` it is called on every rank
             and decides itself what to build there; otherwise only tensor-parallel rank 0 builds,
             and the forward step is expected to broadcast.
+    Raises:
+        ConfigError: ranks share rows of samples, and not all of them build the datasets.
     Communication:
         an all-reduce of one number for the count of validation sets, for the length of each, and
         for the length of the test set, over all processes.
@@ -134,6 +137,13 @@ def _chunk_data(
     vp_stage: int | None,
 ) -> DataIterators:
     builds_everywhere = getattr(provider, "is_distributed", False)
+    if run.parallelism.hybrid_context_parallel and not builds_everywhere:
+        raise ConfigError(
+            "--hybrid-context-parallel with datasets that are built on one tensor-parallel rank.",
+            rule="every rank knows the samples of a batch, and so how many micro batches they are",
+            flags=["--hybrid-context-parallel"],
+            fix="set is_distributed = True on the datasets provider, and build them on every rank",
+        )
     if not builds_everywhere and groups.tp.rank() != 0:
         return DataIterators()
     options: dict[str, Any] = {}

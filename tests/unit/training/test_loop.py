@@ -14,8 +14,8 @@ import torch
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
-from megatron.core.foundation.errors import SpikeError
-from megatron.core.process_groups_config import SINGLE_RANK
+from megatron.core.foundation.errors import ConfigError, SpikeError
+from megatron.core.process_groups_config import SINGLE_RANK, ProcessGroupCollection
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, GuardGradientNorm, WatchForSpikes
@@ -30,7 +30,8 @@ from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import StepPlan, ValidationSet
 from megatron.training.run.loss_reduction import LossTable
 from megatron.training.run.state import StepResult, StopReason, TrainState
-from megatron.training.setup.data import sample_counts
+from megatron.training.setup.data import build_data, sample_counts
+from tests.harness.resolved_run import run_of
 
 
 def result(loss: float = 1.0, **changes) -> StepResult:
@@ -383,3 +384,15 @@ def test_lines_of_the_last_rank_are_kept_until_all_meet(run, capsys):
 
     run(Writes(), relay, StepBudget(3))
     assert capsys.readouterr().out == "line 3\n"
+
+
+def test_rows_are_shared_only_where_every_rank_builds_the_datasets():
+    words = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16"
+        " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2"
+        " --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 30"
+        " --calculate-per-token-loss --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8"
+    )
+    groups = ProcessGroupCollection.single()
+    with pytest.raises(ConfigError, match="set is_distributed = True on the datasets provider"):
+        build_data(run_of(words, 2), lambda counts: (None, None, None), groups, TrainState())
