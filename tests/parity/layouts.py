@@ -161,14 +161,17 @@ class ModelCase:
     """A loss of `tests.parity.objectives`, or that of the next token."""
     base_width: int | None = None
     """Width at which it was tuned, under muP."""
+    layers: int = 12
+    """12 divides by every pp * vp but 4 * 2, which gets an uneven layout."""
 
     @property
     def num_layers(self) -> int:
-        """12 divides by every pp * vp but 4 * 2, which gets an uneven layout."""
-        return 4 if self.experts else 12
+        """Number of layers; models with experts have fewer."""
+        return 4 if self.experts else self.layers
 
     def __str__(self) -> str:
         name = f"{self.family} {'tied' if self.tied else 'untied'} dropout {self.dropout:g}"
+        name += f" {self.layers} layers" * (self.layers != 12)
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
