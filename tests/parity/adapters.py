@@ -2,22 +2,28 @@
 
 For small models of Transformers with random weights and adapters of PEFT's (LoRA, also of routed
 experts, and DoRA), logits and the gradient of every factor are compared with those that PEFT
-computes, in one process and over two ranks with experts (EP 2), replicas at each stage of ZeRO, and
-tensor parallelism. A figure is the norm of the difference over the norm of PEFT's tensor, and for
-gradients the largest of all factors; "max" is the largest element of the difference over the
-largest element. Columns `fp64` are the same in double precision throughout, also where the models
-compute in fp32 whatever their dtype (norms, softmax, rotation): what is left there is no rounding
-of fp32, so the mathematics is the same. `PEFT's` and `ours` are how far the gradients that each
-computes in fp32 are from those in fp64: what either rounds. Exits with status 1 if fp64 differs by
-more than 1e-12, or fp32 by more than 1e-6 in norm and by more than twice what PEFT rounds.
+computes, in one process, over replicas at each stage of ZeRO without (EP 1) and with ranks of
+experts (EP 2, on four ranks, so that experts have replicas too), and with tensor parallelism. A
+figure is the norm of the difference over the norm of PEFT's tensor, and for gradients the largest
+of all factors; "max" is the largest element of the difference over the largest element; "joint"
+takes the gradients of all factors as one vector. `PEFT's` and `ours` are how far the gradients that
+each computes in fp32 are from those in fp64: what either rounds. Columns with 64 are in double
+precision throughout, also where the models compute in fp32 whatever their dtype (norms, softmax,
+rotation): what is left there is no rounding of fp32, so the mathematics is the same. Exits with
+status 1 if fp64 differs by more than 1e-12, or fp32 by more than 1e-6 in norm and by more than
+twice what PEFT rounds.
+
+One text says little about what rounds more: its figures scatter by a factor of two. With `--texts
+N` the table is means over N texts, in one process, of `PEFT's` and `ours`.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +74,14 @@ FAMILIES: dict[str, list[str]] = {
     "gpt_oss": ["q_proj", "o_proj"],
     "deepseek v2 lite, tied": ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
     "deepseek v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"],
+    "mamba2": ["in_proj"],  # PEFT refuses out_proj of this family
+    "bamba": ["in_proj", "out_proj", "q_proj", "o_proj", "gate_proj", "down_proj"],
 }
 """Case -> PEFT's names of layers."""
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
-    "ep2": {"ep": 2},
     "ep2 expt_tp2": {"tp": 2, "ep": 2, "expt_tp": 2},
     "tp2": {"tp": 2},
     "dp2 zero0": {"zero": 0},
@@ -81,11 +89,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero2": {"zero": 2},
     "dp2 zero3": {"zero": 3},
     "dp2 fsdp2": {"zero": None},
-    "ep2 zero3": {"ep": 2, "zero": 3},
+    "ep2 zero0": {"ranks": 4, "ep": 2, "zero": 0},
+    "ep2 zero1": {"ranks": 4, "ep": 2, "zero": 1},
+    "ep2 zero2": {"ranks": 4, "ep": 2, "zero": 2},
+    "ep2 zero3": {"ranks": 4, "ep": 2, "zero": 3},
     "ep2 fsdp2": {"ep": 2, "zero": None},
 }
-"""Name -> sizes of axes, and the stage of ZeRO; None is torch's FSDP2."""
-ROWS, LENGTH = 4, 16
+"""Name -> sizes of axes, number of ranks where these do not say it, and the stage of ZeRO; None is
+torch's FSDP2."""
+ROWS, LENGTH, TEXT_SEED = 4, 16, 8
 
 
 @contextmanager
@@ -103,21 +115,30 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def text() -> Tensor:
+def text(seed: int = TEXT_SEED) -> Tensor:
     """Return token ids [b, s]."""
-    return torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(8))
+    return torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def peft_step(case: str, is_dora: bool, folder: Path, dtype: torch.dtype) -> Tensor:
-    """Write a model, adapters and their gradients into `folder`; return PEFT's logits [b, s, v]."""
+def peft_step(case: str, is_dora: bool, folder: Path, dtype: torch.dtype, ids: Tensor) -> Tensor:
+    """Write a model, adapters and their gradients into `folder`; return PEFT's logits [b, s, v].
+
+    Args:
+        ids: of tokens, [b, s].
+    """
     with precision(torch.float32):
         weights = their_model(case).state_dict()
     with precision(dtype):
-        return _peft_step(case, is_dora, folder, dtype, weights)
+        return _peft_step(case, is_dora, folder, dtype, weights, ids)
 
 
 def _peft_step(
-    case: str, is_dora: bool, folder: Path, dtype: torch.dtype, weights: dict[str, Tensor]
+    case: str,
+    is_dora: bool,
+    folder: Path,
+    dtype: torch.dtype,
+    weights: dict[str, Tensor],
+    ids: Tensor,
 ) -> Tensor:
     model = their_model(case)
     model.load_state_dict(weights)
@@ -144,7 +165,7 @@ def _peft_step(
             else:
                 parameter.copy_(noise.to(dtype) / 8)
     theirs.save_pretrained(folder / "adapter")
-    logits = theirs.eval()(text()).logits
+    logits = theirs.eval()(ids).logits
     logits.square().mean().backward()
     with torch.no_grad():
         for parameter in trained:  # so that gradients are read by the names and rows of weights
@@ -159,6 +180,8 @@ class Difference:
 
     by_norm: float
     by_max: float
+    size: float = 1.0
+    """Norm of the other tensor."""
 
     @staticmethod
     def of(found: Tensor, expected: Tensor) -> Difference:
@@ -168,7 +191,16 @@ class Difference:
         return Difference(
             float(error.norm()) / size if size else float(error.norm()),
             float(error.abs().max()) / largest if largest else float(error.abs().max()),
+            size or 1.0,
         )
+
+    @staticmethod
+    def joint(of_all: list[Difference]) -> Difference:
+        """Return the difference of the tensors as one vector."""
+        error = math.hypot(*(d.by_norm * d.size for d in of_all))
+        size = math.hypot(*(d.size for d in of_all))
+        largest = max(d.by_max for d in of_all)
+        return Difference(error / size, largest, size)
 
     @staticmethod
     def worst(of_all: list[Difference]) -> Difference:
@@ -177,16 +209,24 @@ class Difference:
 
 
 def our_step(
-    groups: ProcessGroupCollection, folder: Path, layout: dict[str, Any], dtype: torch.dtype
+    groups: ProcessGroupCollection,
+    folder: Path,
+    layout: dict[str, Any],
+    dtype: torch.dtype,
+    ids: Tensor,
 ) -> tuple[Tensor, list[Difference], list[Difference]]:
     """Return this rank's rows of the logits, and how far its gradients are from PEFT's, and from
     those that PEFT computes in fp64."""
     with precision(dtype):
-        return _our_step(groups, folder, layout, dtype)
+        return _our_step(groups, folder, layout, dtype, ids)
 
 
 def _our_step(
-    groups: ProcessGroupCollection, folder: Path, layout: dict[str, Any], dtype: torch.dtype
+    groups: ProcessGroupCollection,
+    folder: Path,
+    layout: dict[str, Any],
+    dtype: torch.dtype,
+    ids: Tensor,
 ) -> tuple[Tensor, list[Difference], list[Difference]]:
     directory = read_model_directory(folder / "base")
     adapter = read_adapters(folder / "adapter", directory)
@@ -215,9 +255,9 @@ def _our_step(
     model.zero_grad_buffer()
     rank, size = groups.dp.rank(), groups.dp.size()
     own = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
-    logits = gather_from_tensor_model_parallel_region(
-        model(text()[own], None, None), group=groups.tp
-    )[..., :VOCAB]
+    logits = gather_from_tensor_model_parallel_region(model(ids[own], None, None), group=groups.tp)[
+        ..., :VOCAB
+    ]
     logits.square().mean().backward()
     finalize_model_grads([model], pg_collection=groups)
     found = _from_gradients(model, groups, read_adapters(folder / "gradients", directory))
@@ -262,33 +302,41 @@ def _gradient(reader: Any, weight: str, part: str, height: int | None, width: in
 
 
 def differences(
-    layout: dict[str, Any], folder: Path, expected: Tensor, dtype: torch.dtype
-) -> tuple[Difference, Difference, Difference]:
-    """Return how far logits and the worst gradient are from PEFT's, and the worst gradient from
-    PEFT's in fp64, over all ranks."""
+    layout: dict[str, Any], folder: Path, expected: Tensor, dtype: torch.dtype, ids: Tensor
+) -> dict[str, Difference]:
+    """Compare the logits and gradients of all ranks with PEFT's.
+
+    Returns:
+        `logits`; `gradients`, the worst of all factors; `joint`, all factors of the worst rank as
+        one vector; `ours`, the worst gradient from that of PEFT in fp64.
+    """
     sizes = {axis: layout[axis] for axis in ("tp", "ep", "expt_tp") if axis in layout}
     world_size = max(layout.get("tp", 1) * layout.get("ep", 1), 2 if "zero" in layout else 1)
-    reports = run_distributed(our_step, world_size, folder, layout, dtype, **sizes, timeout_s=240.0)
-    logits, gradients, from_truth = zip(*reports, strict=True)
-    return (
-        Difference.of(torch.cat(logits[:: layout.get("tp", 1)]), expected),
-        Difference.worst([found for of_rank in gradients for found in of_rank]),
-        Difference.worst([found for of_rank in from_truth for found in of_rank]),
+    world_size = layout.get("ranks", world_size)
+    reports = run_distributed(
+        our_step, world_size, folder, layout, dtype, ids, **sizes, timeout_s=240.0
     )
+    logits, gradients, from_truth = zip(*reports, strict=True)
+    return {
+        "logits": Difference.of(torch.cat(logits[:: layout.get("tp", 1)]), expected),
+        "gradients": Difference.worst([found for of_rank in gradients for found in of_rank]),
+        "joint": Difference.worst([Difference.joint(of_rank) for of_rank in gradients]),
+        "ours": Difference.worst([found for of_rank in from_truth for found in of_rank]),
+    }
 
 
 def compare(
-    case: str, is_dora: bool, layouts: list[str], folder: Path
+    case: str, is_dora: bool, layouts: Sequence[str], folder: Path, seed: int = TEXT_SEED
 ) -> Iterator[tuple[str, dict[str, Difference]]]:
     """Yield (layout, figures) of a family.
 
-    Figures: `logits` and `gradients` in fp32, the same with `64` in fp64; `PEFT's` and `ours`,
-    gradients in fp32 from those of PEFT in fp64.
+    Figures: those of `differences` in fp32, the same with `64` in fp64, and `PEFT's`, the worst
+    gradient of PEFT in fp32 from that in fp64.
     """
-    expected = {}
+    expected, ids = {}, text(seed)
     for bits, dtype in ((32, torch.float32), (64, torch.float64)):
         (folder / str(bits)).mkdir()
-        expected[bits] = peft_step(case, is_dora, folder / str(bits), dtype)
+        expected[bits] = peft_step(case, is_dora, folder / str(bits), dtype, ids)
     own, truth = (
         load_file(folder / bits / "gradients" / "adapter_model.safetensors")
         for bits in ("32", "64")
@@ -297,13 +345,21 @@ def compare(
     for name in layouts:
         figures = {"PEFT's": theirs}
         for bits, dtype in ((32, torch.float32), (64, torch.float64)):
-            logits, gradients, ours = differences(
-                LAYOUTS[name], folder / str(bits), expected[bits], dtype
-            )
-            figures.setdefault("ours", ours)
+            found = differences(LAYOUTS[name], folder / str(bits), expected[bits], dtype, ids)
             end = "64" if bits == 64 else ""
-            figures |= {f"logits{end}": logits, f"gradients{end}": gradients}
+            figures |= {f"{what}{end}": value for what, value in found.items()}
         yield name, figures
+
+
+def rounding(case: str, is_dora: bool, num_texts: int) -> dict[str, float]:
+    """Return the figures of one process by norm, means over texts."""
+    sums: dict[str, float] = {}
+    for seed in range(num_texts):
+        with tempfile.TemporaryDirectory() as folder:
+            ((_, found),) = compare(case, is_dora, ["one process"], Path(folder), seed)
+        for name, value in found.items():
+            sums[name] = sums.get(name, 0.0) + value.by_norm / num_texts
+    return sums
 
 
 def problems(figures: dict[str, Difference]) -> list[str]:
@@ -324,7 +380,8 @@ def problems(figures: dict[str, Difference]) -> list[str]:
 
 def layouts_of(case: str, is_dora: bool) -> list[str]:
     """Return the layouts that say something of a case."""
-    has_experts = any(word in case for word in ("experts", "mixtral", "deepseek", "gpt_oss"))
+    with_experts = ("experts", "mixtral", "deepseek", "gpt_oss", "qwen3_next")
+    has_experts = any(word in case for word in with_experts)
     return [name for name in LAYOUTS if has_experts or "ep2" not in name]
 
 
@@ -336,6 +393,41 @@ class Flags:
     """Only cases whose name begins so."""
     layouts: str = ""
     """Only layouts whose name has this in it."""
+    texts: int = 0
+    """Print means over so many texts, in one process, instead."""
+
+
+COLUMNS = ("logits", "max", "gradients", "max", "joint", "PEFT's", "ours", "logits64", "grad64")
+
+
+def columns_of(found: dict[str, Difference]) -> list[float]:
+    """Return the numbers of one line."""
+    return [
+        found["logits"].by_norm, found["logits"].by_max,
+        found["gradients"].by_norm, found["gradients"].by_max, found["joint"].by_norm,
+        found["PEFT's"].by_norm, found["ours"].by_norm,
+        found["logits64"].by_norm, found["gradients64"].by_norm,
+    ]  # fmt: skip
+
+
+def print_line(*words: str, values: Iterable[float]) -> None:
+    """Print one line of a table."""
+    named = "".join(f"{word:<{width}}" for word, width in zip(words, (31, 15), strict=False))
+    print(named + "".join(f"{value:>11.1e}" for value in values), flush=True)
+
+
+def print_means(cases: Sequence[tuple[str, bool]], num_texts: int) -> int:
+    """Print what PEFT and we round, by family; return the exit status."""
+    names = ("logits", "gradients", "joint", "PEFT's", "ours")
+    print(f"{'mean of ' + str(num_texts) + ' texts':<31}" + "".join(f"{n:>11}" for n in names))
+    for case, is_dora in cases:
+        found = rounding(case, is_dora, num_texts)
+        print_line(_title(case, is_dora), values=[found[name] for name in names])
+    return 0
+
+
+def _title(case: str, is_dora: bool) -> str:
+    return f"{case}, {'DoRA' if is_dora else 'LoRA'}"
 
 
 def main() -> int:
@@ -343,27 +435,18 @@ def main() -> int:
     options = read_command_line(Flags, description=__doc__.splitlines()[0])
     torch.set_num_threads(1)
     started, failures, num_cases = time.time(), [], 0
-    columns = ("logits", "max", "gradients", "max", "PEFT's", "ours", "logits64", "grad64")
-    print(f"{'case':<31}{'layout':<15}" + "".join(f"{name:>11}" for name in columns))
-    for case in FAMILIES:
-        if not case.startswith(options.cases):
-            continue
-        for is_dora in (False, True):
-            layouts = [n for n in layouts_of(case, is_dora) if options.layouts in n]
-            title = f"{case}, {'DoRA' if is_dora else 'LoRA'}"
-            with tempfile.TemporaryDirectory() as folder:
-                for name, found in compare(case, is_dora, layouts, Path(folder)):
-                    num_cases += 1
-                    failures += [f"{title}, {name}: {problem}" for problem in problems(found)]
-                    values = (
-                        found["logits"].by_norm, found["logits"].by_max,
-                        found["gradients"].by_norm, found["gradients"].by_max,
-                        found["PEFT's"].by_norm, found["ours"].by_norm,
-                        found["logits64"].by_norm,
-                        found["gradients64"].by_norm,
-                    )  # fmt: skip
-                    line = "".join(f"{value:>11.1e}" for value in values)
-                    print(f"{title:<31}{name:<15}{line}", flush=True)
+    chosen = [(c, d) for d in (False, True) for c in FAMILIES if c.startswith(options.cases)]
+    if options.texts:
+        return print_means(chosen, options.texts)
+    print(f"{'case':<31}{'layout':<15}" + "".join(f"{name:>11}" for name in COLUMNS))
+    for case, is_dora in chosen:
+        layouts = [n for n in layouts_of(case, is_dora) if options.layouts in n]
+        title = _title(case, is_dora)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, found in compare(case, is_dora, layouts, Path(folder)):
+                num_cases += 1
+                failures += [f"{title}, {name}: {problem}" for problem in problems(found)]
+                print_line(title, name, values=columns_of(found))
     print(f"\n{num_cases} cases in {time.time() - started:.0f} s, {len(failures)} beyond the bound")
     print("\n".join(failures))
     return 1 if failures else 0

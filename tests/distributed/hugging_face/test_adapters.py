@@ -200,6 +200,7 @@ CASES = [
     ("deepseek v3", True, "one process"),
     ("deepseek v2 lite, tied", False, "ep2 expt_tp2"),
     ("gpt_oss", False, "one process"),
+    ("bamba", False, "tp2"),
 ]
 
 
