@@ -63,6 +63,15 @@ def test_norm_equals_its_formula(kind, dtype, zero_centred, shape):
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_wide_row_is_normed_as_accurately_as_a_narrow_one(kind):
+    norm = kind(2**16)
+    x = torch.randn(16, 2**16, generator=torch.Generator().manual_seed(0))
+    expected, _, _ = exact(norm, x, torch.ones_like(x))
+    error = (norm(x).double() - expected).norm() / expected.norm()
+    assert error < 2**-23, f"{error}; sums of a row in few parts would give 2e-7"
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_parameter_gradients_of_many_bf16_rows_do_not_lose_precision(kind):
     norm = kind(64, dtype=torch.bfloat16)
     x, grad = (torch.randn(8192, 64).bfloat16() for _ in range(2))
