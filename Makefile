@@ -7,7 +7,7 @@ GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest engine triton gpu schemas venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine bridge triton gpu schemas venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ lowest: ## the tests of what uses optional libraries, with the lowest versions t
 engine: ## models of Transformer Engine's layers, by its own Python, on the CPU
 	@tools/test_engine.sh $(PYTEST_ARGS)
 
+bridge: ## weights and recipes through megatron-bridge, as it is published, on the CPU
+	@tools/test_bridge.sh $(PYTEST_ARGS)
+
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
@@ -63,6 +66,7 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove "$(VENV)"
 	tools/make_venv.sh --remove .venv-lowest
 	tools/make_venv.sh --remove .venv-engine
+	tools/make_venv.sh --remove .venv-bridge
 	tools/make_venv.sh --remove .venv-triton
 	tools/make_venv.sh --remove .venv-gpu
 	tools/make_venv.sh --remove .venv-schemas

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.settings.computation import (
+    EveryComputation,
+    ParallelComputation,
+    WeightGradientComputation,
+)
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
 
 @dataclass
@@ -113,7 +119,13 @@ class ParallelFlags:
 
 
 @dataclass
-class ModelParallelConfig(ParallelFlags, HalfPrecision):
+class ModelParallelConfig(
+    ParallelFlags,
+    HalfPrecision,
+    ParallelComputation,
+    WeightGradientComputation,
+    EveryComputation,
+):
     """How the model is spread over ranks, dtypes, and the callbacks that the training loop sets."""
 
     enable_autocast: bool = False
@@ -128,8 +140,6 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
     deallocate_pipeline_outputs: bool = True
     """Free the data of a stage's output once it was sent; autograd needs only its graph."""
-    defer_embedding_wgrad_compute: bool = False
-    """Not supported: move the head's weight gradient into the drain of the pipeline."""
     timers: Any = None
     """`megatron.core.timers.Timers` of the run, or None."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -151,7 +161,10 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     def __post_init__(self) -> None:
         """Derive dtypes and raise all problems of the parallel settings together."""
         self._derive_parallel()
-        raise_together(self.check_parallel(), summary=type(self).__name__)
+        raise_together(
+            [*self.check_parallel(), *refused_settings(self)], summary=type(self).__name__
+        )
+        warn_of_unused_settings(self)
 
     def _derive_parallel(self) -> None:
         if self.expert_tensor_parallel_size is None:

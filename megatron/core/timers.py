@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,37 @@ class Timers:
         last = dist.get_world_size() - 1 if dist.is_initialized() else 0
         if here == (last if rank is None else rank):
             print(text, flush=True)
+
+    def write(
+        self,
+        names: Sequence[str] | None,
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Add the largest seconds / normalizer of each timer to `writer` as `NAME-time`.
+
+        Args:
+            writer: of TensorBoard, or None on ranks that write nothing; all ranks call it.
+        """
+        extremes = self._get_global_min_max_time(names, reset, barrier, normalizer)
+        if writer is not None:
+            for name, (_, most) in extremes.items():
+                writer.add_scalar(f"{name}-time", most, iteration)
+
+    def _get_global_min_max_time(
+        self, names: Sequence[str] | None, reset: bool, barrier: bool, normalizer: float
+    ) -> dict[str, tuple[float, float]]:
+        """Return the least and the most seconds / normalizer of each timer over the ranks.
+
+        Writers that others add to the class call it by this name of Megatron's.
+        """
+        if barrier:
+            backend.barrier(backend.world())
+        table = self.seconds_of_all_ranks(names, reset=reset, normalizer=normalizer)
+        return {name: (min(seconds), max(seconds)) for name, seconds in table.items()}
 
     def _heading(self) -> str:
         return {"max": "max time", "minmax": "(min, max) time"}.get(self._log_option, "times")

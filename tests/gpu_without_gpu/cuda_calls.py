@@ -6,6 +6,7 @@ are asked for on the device lie in host memory. It changes torch for the whole p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -40,11 +41,22 @@ def _moved_to_host(move: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(move)
     def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         to = [
-            "cpu" if isinstance(x, str | torch.device) and _names_the_device(x) else x for x in args
+            "cpu" if isinstance(x, str | torch.device | int) and _names_the_device(x) else x
+            for x in args
         ]
         return by_keyword(tensor, *to, **options)
 
     return moved
+
+
+class _HostStream:
+    """A stream whose work is done when it is queued."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _stream: object) -> None: ...
 
 
 @functools.cache
@@ -55,14 +67,26 @@ def compute_cuda_calls_on_host() -> None:
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: types.SimpleNamespace(
-        major=9, minor=0, multi_processor_count=132, name="imaginary H100"
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=80 << 30,
+        name="imaginary H100",
     )
     cuda.current_device = lambda: 0
+    # Each has a function of its own: torch's compiler knows its functions by identity.
+    cuda.set_device = lambda *_: None
     cuda.synchronize = lambda *_: None
+    cuda.empty_cache = lambda: None
+    cuda.memory_stats = lambda *_: {}
+    cuda.Stream = _HostStream
+    cuda.current_stream = _HostStream
+    cuda.stream = lambda _: contextlib.nullcontext()
     cuda.is_current_stream_capturing = lambda: False
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     torch.Tensor.is_cuda = property(lambda _: True)
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.nn.Module.cuda = lambda module, *_: module
     torch.Tensor.to = _moved_to_host(torch.Tensor.to)
     for name in _MAKERS:
         setattr(torch, name, _on_host(getattr(torch, name)))

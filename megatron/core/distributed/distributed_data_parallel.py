@@ -398,16 +398,24 @@ class DistributedDataParallel(nn.Module):
     # Parameters -----------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: object, force_sync: bool = False) -> None:
-        """Gather the updated shards of sharded state; returns at once with overlap_param_gather.
-
-        Nothing to do where the whole state is on every rank.
-        """
+        """Gather updated shards, if state is sharded; return at once with overlap_param_gather."""
         for buffer in self.gradient_buffers:
             buffer.start_gathers()
         if self._units is not None:
             self._units.prefetch_first()
-        if force_sync or not self.ddp_config.overlap_param_gather:
+        if force_sync or not self._gathers_in_forward:
             self.finish_param_sync()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Let gathers end in the next forward pass again, if overlap_param_gather asks for it."""
+        self._gathers_in_forward = self.ddp_config.overlap_param_gather and self._units is None
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Let gathers end where they start until `enable_forward_pre_hook`; `param_sync`: now."""
+        self._gathers_in_forward = False
+        self.finish_param_sync()
+        if param_sync:
+            self.start_param_sync()
 
     def finish_param_sync(self) -> None:
         """Wait until all parameters are whole."""

@@ -9,8 +9,14 @@ import torch
 
 from megatron.core.foundation.device import current_device, device_type, is_host_memory
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.computation import (
+    ReplicaComputation,
+    StateComputation,
+    WeightGradientComputation,
+)
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd", "topk")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -88,12 +94,6 @@ class DataParallelFlags:
     param_offload_path: str | None = None
     """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
     file there, read ahead of use. For CPU ranks."""
-    fp8_param_gather: bool = flag(
-        False,
-        part_of="fp8",
-        note="parameters are gathered in the dtype of the model and rounded where they multiply",
-    )
-    """Gather parameters in FP8."""
     check_for_large_grads: bool = False
     """Look for a gradient norm that is far above the recent ones, before the update."""
     use_megatron_fsdp: bool = False
@@ -101,7 +101,13 @@ class DataParallelFlags:
 
 
 @dataclass
-class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
+class DistributedDataParallelConfig(
+    DataParallelFlags,
+    ShardedOptimizerFlags,
+    ReplicaComputation,
+    StateComputation,
+    WeightGradientComputation,
+):
     """What the flags say, and what only a caller of the library can."""
 
     align_param_gather: bool = False
@@ -112,8 +118,6 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
     reduce_scatter_with_fp32_accumulation: bool = False
     """Add half-precision gradients in fp32. On gloo this is always so; other backends would need
     grad_reduce_in_fp32."""
-    fp4_param_gather: bool = False
-    """Not supported: gather parameters in fp4."""
 
     def __post_init__(self) -> None:
         """Make the ways of asking for a ZeRO stage agree; raise all problems together."""
@@ -124,7 +128,8 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
                 self.data_parallel_sharding_strategy = "optim"
         if self.data_parallel_sharding_strategy in SHARDING_STRATEGIES[1:]:
             self.use_distributed_optimizer = True
-        check_all(self, [_check_overlap, _check_limits, _check_choices])
+        check_all(self, [_check_overlap, _check_limits, _check_choices, refused_settings])
+        warn_of_unused_settings(self)
 
     @property
     def shards_gradients(self) -> bool:
@@ -247,20 +252,6 @@ def _check_choices(config: DistributedDataParallelConfig) -> list[MegatronError]
                     fix=f"use {instead}",
                 )
             )
-    unsupported = {
-        "fp8_param_gather": "--fp8-param-gather",
-        "fp4_param_gather": "--fp4-param-gather",
-    }
-    problems += [
-        ConfigError(
-            f"{name}={getattr(config, name)!r} is not supported.",
-            rule="a known setting either acts or is refused",
-            flags=[spelling],
-            fix=f"drop {spelling}",
-        )
-        for name, spelling in unsupported.items()
-        if getattr(config, name)
-    ]
     return problems
 
 

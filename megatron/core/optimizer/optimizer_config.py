@@ -11,8 +11,14 @@ from megatron.core.distributed.distributed_data_parallel_config import ShardedOp
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
+from megatron.core.settings.computation import (
+    EveryComputation,
+    OptimizerComputation,
+    StateComputation,
+)
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.flags import flag
+from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 TP_MODES = ("duplicated", "distributed", "blockwise")
@@ -172,7 +178,14 @@ class OptimizerFlags:
 
 
 @dataclass
-class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
+class OptimizerConfig(
+    OptimizerFlags,
+    HalfPrecision,
+    ShardedOptimizerFlags,
+    OptimizerComputation,
+    StateComputation,
+    EveryComputation,
+):
     """What the flags say, and what only a caller of the library can."""
 
     on_nonfinite_grad: str = "raise"
@@ -181,12 +194,8 @@ class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
     either way."""
     decoupled_weight_decay: bool = True
     """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
-    barrier_with_L1_time: bool = False
-    """Accepted: timers of level 1 do not wait for other ranks."""
     timers: Any = None
     """`megatron.core.timers.Timers` or None."""
-    config_logger_dir: str = ""
-    """Accepted."""
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -195,7 +204,8 @@ class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
 
     def __post_init__(self) -> None:
         """Raise all problems together."""
-        check_all(self, [_check_update, _check_precision, _check_state])
+        check_all(self, [_check_update, _check_precision, _check_state, refused_settings])
+        warn_of_unused_settings(self)
 
 
 def _check_update(config: OptimizerConfig) -> list[MegatronError]:

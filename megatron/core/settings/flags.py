@@ -100,6 +100,7 @@ def flag(
     only_on_gpu: str = "",
     part_of: str = "",
     metavar: str | tuple[str, ...] = "",
+    is_flag: bool = True,
     is_repeated: bool = False,
     is_hidden: bool = False,
 ) -> Any:
@@ -125,6 +126,8 @@ def flag(
         only_on_gpu=only_on_gpu,
         part_of=part_of,
         metavar=metavar,
+        is_flag=is_flag,
+        is_arg=is_flag,
         is_repeated=is_repeated,
         is_hidden=is_hidden,
     )
@@ -178,7 +181,8 @@ def _field(default: Any, metadata: FlagMetadata) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: metadata})
 
 
-def _metadata_of(field: dataclasses.Field[Any]) -> FlagMetadata:
+def metadata_of(field: dataclasses.Field[Any]) -> FlagMetadata:
+    """Return what the field says of its flag."""
     return field.metadata.get(_KEY) or FlagMetadata()
 
 
@@ -199,8 +203,10 @@ class SettingsGroup:
                 continue
             hints = typing.get_type_hints(base)
             for field in dataclasses.fields(base):
-                metadata = _metadata_of(field)
-                default = _default(field) if metadata.cli_default is _SAME else metadata.cli_default
+                metadata = metadata_of(field)
+                default = (
+                    default_of(field) if metadata.cli_default is _SAME else metadata.cli_default
+                )
                 if choices and field.name in choices:
                     metadata = dataclasses.replace(metadata, choices=choices[field.name])
                 elif metadata.cli_default is _SAME:
@@ -382,10 +388,10 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     docs = field_docs(group_class)
     specs = []
     for field in dataclasses.fields(group_class):
-        metadata = _metadata_of(field)
+        metadata = metadata_of(field)
         if not metadata.is_flag or dataclasses.is_dataclass(hints[field.name]):
             continue
-        nargs = _num_values(hints[field.name], metadata, _default(field))
+        nargs = _num_values(hints[field.name], metadata, default_of(field))
         metadata = dataclasses.replace(metadata, nargs=nargs)
         name = metadata.name or field.name
         element = metadata.kind or (str if metadata.values else _element_type(hints[field.name]))
@@ -394,8 +400,8 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
             field=field.name,
             group=group,
             element=element,
-            default=_default(field),
-            spellings=_spellings(name, _default(field), element is bool, metadata),
+            default=default_of(field),
+            spellings=_spellings(name, default_of(field), element is bool, metadata),
             help=metadata.help or docs.get(field.name, ""),
             metadata=metadata,
         )
@@ -403,7 +409,8 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     return tuple(specs)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field, `dataclasses.MISSING` if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
@@ -411,7 +418,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def arg_name(field: dataclasses.Field[object]) -> str:
     """Return what a field of a dataclass of settings is called on `get_args()`."""
-    return _metadata_of(field).name or field.name
+    return metadata_of(field).name or field.name
 
 
 def fields_of(base: type[GroupT], group: GroupT) -> dict[str, Any]:
@@ -430,5 +437,5 @@ def from_args(group_class: type[GroupT], values: Mapping[str, object]) -> GroupT
 
 def derived_args(group_class: type) -> tuple[str, ...]:
     """Return the fields of a group that `get_args()` shows though no flag sets them."""
-    metadata = {field.name: _metadata_of(field) for field in dataclasses.fields(group_class)}
+    metadata = {field.name: metadata_of(field) for field in dataclasses.fields(group_class)}
     return tuple(name for name, each in metadata.items() if not each.is_flag and each.is_arg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -181,11 +182,15 @@ class MegatronTokenizer:
             tokenizer_path: a file, a folder or a hub name; None for those without files.
             metadata_path: {"library": ...} or a JSON file with it; None looks for
                 `tokenizer_metadata.json` beside the tokenizer, then at the files themselves.
-            kwargs: passed to `make_tokenizer`, for example `vocab_size` of a null tokenizer.
+            kwargs: of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also by
+                Megatron's names; None and nothing are as if they were left out.
+        Raises:
+            ConfigError: a setting that is not here, or what `make_tokenizer` says.
         """
         library = _library(tokenizer_path, metadata_path)
         tokenizer_type = _type_of_files(tokenizer_path) if library is None else library
-        return make_tokenizer(tokenizer_type, tokenizer_model=tokenizer_path, **kwargs)
+        settings = _settings_by_our_names(kwargs)
+        return make_tokenizer(tokenizer_type, tokenizer_model=tokenizer_path, **settings)
 
     @staticmethod
     def write_metadata(
@@ -202,6 +207,39 @@ class MegatronTokenizer:
             raise ConfigError(f"{path} exists.", fix="pass overwrite=True")
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"library": tokenizer_library}, file, indent=4)
+
+
+_OUR_NAMES = {
+    "merges_file": "merge_file",
+    "pattern": "tiktoken_pattern",
+    "num_special_tokens": "tiktoken_num_special_tokens",
+    "special_tokens": "tiktoken_special_tokens",
+}
+"""Megatron's name of a setting of a library -> that of `make_tokenizer`."""
+
+_INSTEAD = {
+    "chat_template": "write it beside the tokenizer as chat_template.jinja, for"
+    " tools/preprocess_data.py and the server",
+    "additional_special_tokens": "add them to the files of the tokenizer",
+}
+"""Settings that are not here -> what to do."""
+
+
+def _settings_by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that say something, as arguments of `make_tokenizer`."""
+    known = inspect.signature(make_tokenizer).parameters
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None or value == []:
+            continue
+        if _OUR_NAMES.get(name, name) not in known:
+            raise ConfigError(
+                f"{name}={value!r} of a tokenizer is not supported.",
+                rule=f"its settings are {', '.join(known)}",
+                fix=_INSTEAD.get(name, f"leave {name} out"),
+            )
+        settings[_OUR_NAMES.get(name, name)] = value
+    return settings
 
 
 def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> str | None:

@@ -74,6 +74,13 @@ class LocalBackend:
         return DotProductAttention
 
 
+class TELayerNormColumnParallelLinear(NormColumnParallelLinear):
+    """`NormColumnParallelLinear`, under the name that tells clients how its parameters are split.
+
+    megatron-bridge knows by the name of the class that `layer_norm_weight` is whole on all ranks.
+    """
+
+
 class LocalFusedBackend(LocalBackend):
     """The local classes under the parameter names of backends that fuse norms into linear layers.
 
@@ -85,4 +92,4 @@ class LocalFusedBackend(LocalBackend):
 
     def norm_column_linear(self) -> Any:
         """Return the norm and the linear layer after it, as one module."""
-        return NormColumnParallelLinear
+        return TELayerNormColumnParallelLinear

@@ -6,12 +6,14 @@ on construction.
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.settings.computation import LayerComputation, OtherLayers
+from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.experts import ExpertConfig
@@ -47,6 +49,8 @@ class TransformerConfig(
     ExpertConfig,
     BlockConfig,
     ShapeConfig,
+    LayerComputation,
+    OtherLayers,
     ModelParallelConfig,
 ):
     """Everything that layers need to know. Names and defaults are Megatron's."""
@@ -92,10 +96,12 @@ class TransformerConfig(
                 self.mlp_chunks_for_training,
             ),
             *overlap_f_b_problems(self),
+            *refused_settings(self),
         ]
         if not problems:
             problems = self._check_splits()
         raise_together(problems, summary=type(self).__name__)
+        warn_of_unused_settings(self)
 
     def _derive_layers(self) -> None:
         """Fill what the letters of the layers say of their number, experts and stages."""
@@ -251,11 +257,11 @@ class MLATransformerConfig(TransformerConfig):
     normalization: str = "RMSNorm"
     rotary_interleaved: bool = True
     """Published weights, and Megatron's layer, rotate pairs of adjacent channels."""
-    max_position_embeddings: InitVar[int | None] = None
+    max_position_embeddings: int | None = None
     """Another name of `original_max_position_embeddings`, which Megatron had first."""
 
-    def __post_init__(self, max_position_embeddings: int | None = None) -> None:
+    def __post_init__(self) -> None:
         """Read the other name, then derive and check as `TransformerConfig` does."""
-        if max_position_embeddings is not None:
-            self.original_max_position_embeddings = max_position_embeddings
+        if self.max_position_embeddings is not None:
+            self.original_max_position_embeddings = self.max_position_embeddings
         super().__post_init__()

@@ -74,12 +74,6 @@ class ModelSettings(
     """Give the output head its own weights instead of the embedding's."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    transformer_impl: str = flag(
-        "transformer_engine",
-        choices=("local", "transformer_engine", "inference_optimized"),
-        note_values={"inference_optimized": "layers are local ones"},
-    )
-    """Where layers come from; without Transformer Engine installed, local ones are used."""
     export_force_local_attention: bool = flag(False, refuse="use --transformer-impl local")
     """Take the local attention when a model is exported."""
     enable_gpt_oss: bool = flag(
@@ -90,12 +84,6 @@ class ModelSettings(
     """The shape of GPT-OSS."""
     spec: list[str] | None = flag(None, nargs="*")
     """Own layer spec: module and function name (or module.function)."""
-    is_hybrid_model: bool = flag(False, note="--hybrid-layer-pattern says it")
-    """Accepted from older launch scripts."""
-    use_mamba_mem_eff_path: bool = flag(
-        True, "--disable-mamba-mem-eff-path", note="there is one implementation of Mamba-2"
-    )
-    """Compute Mamba-2 step by step instead of in one kernel."""
     mtp_hybrid_override_pattern: str | None = flag(
         None, refuse="write the layers of later tokens after / in --hybrid-layer-pattern"
     )

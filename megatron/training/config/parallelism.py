@@ -39,28 +39,14 @@ class ParallelismSettings(
         note="no separate gloo groups are made in any case",
     )
     """Leave out the CPU process groups beside the NCCL ones."""
-    overlap_p2p_comm_warmup_flush: bool = flag(
-        False,
-        "--overlap-p2p-communication-warmup-flush",
-        note="receives are posted ahead in all phases of the pipeline",
-    )
-    """Overlap in the warm-up and drain phases as well."""
-    use_ring_exchange_p2p: bool = flag(False, note=TUNES_NETWORK)
-    """Send between stages by a custom NCCL operation."""
     scatter_gather_tensors_in_pipeline: bool = flag(
         True,
         "--no-scatter-gather-tensors-in-pipeline",
         note="stages exchange whole activations, or shards under --sequence-parallel",
     )
     """Send whole activations between stages."""
-    tp_comm_overlap: bool = flag(False, note="tunes Transformer Engine and changes no result")
-    """Overlap tensor-parallel communication inside a matrix product."""
     tp_comm_overlap_cfg: str | None = flag(None, part_of="tp_comm_overlap")
     """Its settings file."""
-    init_model_with_meta_device: bool = flag(
-        False, note="weights are drawn by name and need no full copy of the model"
-    )
-    """Create weights without memory first."""
     fake_process_group: bool = flag(False, refuse="use --dry-run to plan a large job")
     """Run one process as if it were one of many."""
     nccl_communicator_config_path: str | None = flag(None, note=TUNES_NETWORK)
@@ -108,22 +94,8 @@ class DataParallelSettings(DataParallelFlags, ShardedOptimizerFlags, SettingsGro
     )
     """Precision in which gradients are reduced under --use-megatron-fsdp; they are summed in it,
     too, and bf16 is --grad-reduce-in-bf16."""
-    fsdp_manual_registration: bool = flag(False, note=TUNES_NETWORK)
-    """Register buffers of --use-megatron-fsdp with NCCL before the first step."""
-    outer_dp_sharding_strategy: str = flag(
-        "no_shard",
-        choices=("no_shard", "optim"),
-        note="the copies of sharded state are whole",
-    )
-    """What the copies of sharded state share among them."""
     use_torch_fsdp2: bool = False
     """Shard parameters, gradients and state with torch's fully_shard, a layer at a time."""
-    fsdp_double_buffer: bool = flag(
-        False, note="one layer computes and one is gathered in any case, never more"
-    )
-    """Keep two gathered layers."""
-    use_nccl_ub: bool = flag(False, note=TUNES_NETWORK)
-    """Register buffers with NCCL."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32; on by itself with --bf16."""
     grad_reduce_in_bf16: bool = False

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.settings.flag_rows import table_fields
 from megatron.core.settings.flags import arg_name, from_args
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.experts import ExpertSettings
@@ -99,7 +100,12 @@ def transformer_config_from_args(
         if field.name not in _NOT_SETTINGS and args.get(setting) is not None:
             found[field.name] = args[setting]
     model, precision = from_args(ModelSettings, args), from_args(PrecisionSettings, args)
-    return kind(**_composed(found, model, precision))
+    # Nothing reads these, and the run has said so: they are shown and not checked again.
+    unused = {name: found.pop(name) for name, _, _ in table_fields(kind) if name in found}
+    config: ConfigT = kind(**_composed(found, model, precision))
+    for name, value in unused.items():
+        setattr(config, name, value)
+    return config
 
 
-_NOT_SETTINGS = ("timers", "init_method", "activation_func")
+_NOT_SETTINGS = ("timers", "init_method", "activation_func", "max_position_embeddings")

@@ -47,7 +47,6 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     optimizer = run.optimizer
     all_on_host = optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 1.0
     fields["overlap_cpu_optimizer_d2h_h2d"] &= all_on_host
-    fields["fp8_param_gather"] = False  # noted, and parameters are gathered in their dtype
     return DistributedDataParallelConfig(**fields)
 
 

@@ -14,31 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.core import mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from tests.clients.hugging_face_models import logits_of, save_model
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
-S, B, V = 16, 2, 64
-SHAPE = {
-    "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
-    "head_dim": 8, "attention_dropout": 0.0, "tie_word_embeddings": False,
-}  # fmt: skip
-ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**SHAPE),
-    "qwen2": transformers.Qwen2Config(**SHAPE),
-    "mixtral": transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": transformers.Qwen3MoeConfig(
-        **SHAPE, **ROUTED, num_experts=4, norm_topk_prob=True
-    ),
-    "deepseek_v3": transformers.DeepseekV3Config(
-        **SHAPE | {"num_key_value_heads": 4}, **ROUTED, n_routed_experts=4, n_shared_experts=1,
-        n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
-        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, num_nextn_predict_layers=0,
-    ),
-}  # fmt: skip
 CHANGED = {
     # The library leaves the weights of the chosen experts as they are; Mixtral's sum to one.
     "mixtral": {"moe_router_pre_softmax": False},
@@ -58,33 +37,6 @@ class FormerConfig:
 
     def __contains__(self, name: str) -> bool:
         return getattr(self, name, None) is not None
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(3))
-
-
-def logits_of(models: list[torch.nn.Module]) -> torch.Tensor | None:
-    """Run the pipeline: logits [b, s, v] on the last stage, None on the others."""
-    outputs = []
-
-    def step(_iterator, model):
-        output = model(tokens(), torch.arange(S)[None].expand(B, -1), None)
-        return output, lambda out: (outputs.append(out) or torch.zeros(()), {})
-
-    for model in models:
-        model.eval()
-    with torch.no_grad():
-        get_forward_backward_func()(
-            forward_step_func=step, data_iterator=None, model=models, num_microbatches=1,
-            seq_length=S, micro_batch_size=B, forward_only=True,
-        )  # fmt: skip
-    if not outputs:
-        return None
-    group = mpu.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(outputs[0]) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, outputs[0].contiguous(), group=group)
-    return torch.cat(parts, -1)
 
 
 def through_mbridge(_groups, family, directory):
@@ -118,14 +70,7 @@ def through_mbridge(_groups, family, directory):
     ],
 )
 def test_a_model_keeps_its_logits_and_weights_through_mbridge(family, experts, tmp_path: Path):
-    torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if tensor.dim() == 1:  # norms and biases begin with ones and zeros, which hide errors
-                tensor.uniform_(0.5, 1.5) if "norm" in name else tensor.uniform_(-0.1, 0.1)
-        expected = model(tokens()).logits
-    model.save_pretrained(tmp_path)
+    expected = save_model(family, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     results = run_distributed(
         through_mbridge, 4, family, str(tmp_path), timeout_s=120, tp=2, pp=2, **experts

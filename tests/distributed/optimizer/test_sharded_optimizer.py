@@ -181,6 +181,23 @@ def test_zero_1_on_four_ranks_is_bit_equal_to_replicas_and_close_to_serial(group
     check_sharded_equals_replicated(groups, WAYS)
 
 
+@distributed(world_size=2)
+def test_parameters_are_whole_after_a_step_while_gathers_in_the_forward_pass_are_off(groups):
+    way = {"use_distributed_optimizer": True, "bucket_size": 700, "overlap_param_gather": True}
+    expected = train(groups, **way)[2]
+    ddp = wrap(groups, grad_reduce_in_fp32=True, **way)
+    optimizer = build(groups, [ddp])
+    ddp.disable_forward_pre_hook(param_sync=False)
+    for step in range(NUM_STEPS):
+        accumulate(ddp, groups, step, 2)
+        optimizer.step()
+        if step == 2:
+            ddp.enable_forward_pre_hook()
+    ddp.disable_forward_pre_hook()
+    for name, parameter in ddp.module.named_parameters():
+        assert_close(parameter, expected[name], EXACT, name)
+
+
 @distributed(world_size=4, num_distributed_optimizer_instances=2)
 def test_two_instances_of_the_sharded_optimizer_stay_equal(groups):
     instances = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}

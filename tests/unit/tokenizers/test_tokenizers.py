@@ -418,6 +418,20 @@ def test_files_say_which_library_reads_them(bpe_folder, piece_model, rank_list, 
         kind(None, metadata_path={"library": "nemo"})
 
 
+def test_settings_by_the_names_of_megatron_are_taken_and_others_say_what_to_do(rank_list):
+    tokenizer = MegatronTokenizer.from_pretrained(
+        rank_list, pattern="v1", num_special_tokens=10, chat_template=None, special_tokens=[]
+    )
+    assert tokenizer.vocab_size == make_tokenizer(
+        "TikTokenizer", tokenizer_model=rank_list, tiktoken_pattern="v1",
+        tiktoken_num_special_tokens=10,
+    ).vocab_size  # fmt: skip
+    with pytest.raises(ConfigError, match="beside the tokenizer as chat_template.jinja"):
+        MegatronTokenizer.from_pretrained(rank_list, chat_template="{{ messages }}")
+    with pytest.raises(ConfigError, match="leave use_fast out"):
+        MegatronTokenizer.from_pretrained(rank_list, use_fast=True)
+
+
 def test_metadata_beside_a_tokenizer_decides(bpe_folder, tmp_path):
     folder = str(shutil.copytree(bpe_folder, tmp_path / "t"))
     MegatronTokenizer.write_metadata(folder, "megatron")

@@ -21,6 +21,13 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 class BlockConfig:
     """Norms, MLP, attention and dropout of a layer."""
 
+    transformer_impl: str = flag(
+        "transformer_engine",
+        choices=("local", "transformer_engine", "inference_optimized"),
+        note_values={"inference_optimized": "layers are local ones"},
+    )
+    """Where layers come from, if no layer spec says it; without Transformer Engine installed, local
+    ones are used."""
     normalization: str = flag("LayerNorm", choices=tuple(NORMS))
     """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")

@@ -108,6 +108,8 @@ class ExpertConfig:
     """Weigh the shared expert's output by a sigmoid gate of the token."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Compute the shared expert while tokens travel to the routed ones (alltoall dispatcher)."""
+    moe_per_layer_logging: bool = flag(False, part_of="num_experts")
+    """Log the balance of each layer."""
 
     def derive_experts(
         self, ffn_hidden_size: int | None, recompute_modules: list[str] | None

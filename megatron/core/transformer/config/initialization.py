@@ -23,6 +23,8 @@ class InitializationConfig:
     """Fills embeddings; None means init_method."""
     init_method_std: float = 0.02
     """Standard deviation of the default initialisers."""
+    embedding_init_method_std: float | None = None
+    """That of embeddings; None means init_method_std."""
 
     def derive_initialization(self, num_layers: int, hidden_factor: float = 1.0) -> None:
         """Fill the initialisers that were not given.
@@ -31,8 +33,11 @@ class InitializationConfig:
             hidden_factor: on the standard deviation of all weights but embeddings and head.
         """
         if self.embedding_init_method is None:
-            self.embedding_init_method = self.init_method or init_method_normal(
-                self.init_method_std
+            std = self.embedding_init_method_std
+            self.embedding_init_method = (
+                init_method_normal(std)
+                if std is not None
+                else self.init_method or init_method_normal(self.init_method_std)
             )
         std = self.init_method_std * hidden_factor
         if self.init_method is None:

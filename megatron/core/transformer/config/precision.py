@@ -51,14 +51,6 @@ class PrecisionConfig:
     """How many first layers."""
     num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
     """How many last layers."""
-    cuda_graph_impl: str = flag(
-        "none",
-        choices=("none", "local", "transformer_engine", "full_iteration"),
-        note="steps run eagerly, and no CUDA graph is captured",
-    )
-    """Capture the step as a CUDA graph."""
-    cuda_graph_modules: list[str] = flag([], nargs="+", part_of="cuda_graph_impl")
-    """What is captured."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Forbid bf16 accumulation inside GEMMs on hardware that offers it."""
     bias_activation_fusion: bool = no_flag(True)

@@ -64,6 +64,8 @@ class GroupedLinear(ParallelLayer):
         expt_tp: Group,
     ) -> None:
         super().__init__(config, tp_group=expt_tp, is_expert=True)
+        # Of the module as well: clients ask it how its weights are split.
+        self.tensor_model_parallel, self.partition_dim = True, split_dim
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
         splits_output = split_dim == 0

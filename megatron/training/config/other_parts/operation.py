@@ -139,10 +139,7 @@ no effect: nothing is sent to that service; --metrics-jsonl, TensorBoard and W&B
 no effect: memory is in the log, and with --log-memory-to-tensorboard a scalar
 --log-device-memory-used on
 --log-memory-interval int
-no effect: a timer waits for nobody, so it changes no result
---no-barrier-with-level-1-timing off-switch
 no effect: settings are in the log, and with --dry-run on the terminal
---config-logger-dir str
 --dump-param-to-param-group-map str
 no effect: a trace of --use-pytorch-profiler has the operations, and no shapes or call stacks
 --nvtx-ranges on
@@ -152,8 +149,6 @@ no effect: a trace of --use-pytorch-profiler has the operations, and no shapes o
 --record-shapes on
 no effect: devices are not tested between steps; tools/doctor tests a machine before a run
 --gpu-sniff-test-interval int
-no effect: it changes what Megatron's own tests report
---test-mode on
 refused: name the files of --valid-data-path: losses are reported by their names
 --validation-set-names str x+
 

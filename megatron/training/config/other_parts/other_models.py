@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.settings.computation import OtherLayers
 from megatron.core.settings.flag_rows import FlagTable
+from megatron.core.settings.flags import SettingsGroup
 
 _ROWS = """
 refused: states are fp32
@@ -14,16 +16,11 @@ refused: use --experimental-attention-variant gated_delta_net, or --multi-latent
 --gdp-cutedsl-kernel on
 --gdp-num-chunk-states-to-recompute int = 2
 --gdp-num-householder int = 3
---dsa-indexer-head-dim int
 --dsa-indexer-k-norm-epsilon float
 --dsa-indexer-k-norm-fp32 on
---dsa-indexer-loss-coeff float
---dsa-indexer-n-heads int
 --dsa-indexer-rope-interleaved on
 --dsa-indexer-skip-topk-offset int = 0
---dsa-indexer-topk int
 --dsa-indexer-topk-freq int = 1
---dsa-indexer-use-sparse-loss on
 --dsa-kernel-backend str: none/tilelang/cudnn = none
 --no-dsa-indexer-rotate-activation off-switch
 --no-dsa-indexer-scoring-relu off-switch
@@ -40,8 +37,6 @@ refused: give all layers one size; --moe-layer-freq and --window-attn-skip-freq 
 --heterogeneous-layers-config-path str
 --heterogeneous-layers-config-encoded-json str
 
-refused: use --position-embedding-type rope
---mrope-section int x+
 no effect: this program trains no retriever
 --bert-embedder-type str: megatron/huggingface = megatron
 --bert-load str
@@ -91,16 +86,11 @@ of vision_pretraining
 
 refused: drop it: layers are the usual ones without it
 --freeze-all-layers on
---moe-apply-probs-on-input on
 --moe-router-force-biased float
 --mtp-detach-heads on
 --mtp-hsm on
---qk-l2-norm on
---embedding-init-method-std float
 refused: use the quintic coefficients
 --muon-coefficient-type str = quintic
-no effect: --pipeline-model-parallel-layout says which stage predicts later tokens
---mtp-standalone on
 refused: upcycle with whole experts: each begins as the dense MLP
 --moe-upcycling-granularity int = 1
 no effect: the balance that it smooths is not here
@@ -110,6 +100,11 @@ no effect: models are not exported to ONNX
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherModelSettings(FlagTable, rows=_ROWS):
+@dataclass(kw_only=True)
+class _OtherModels(FlagTable, rows=_ROWS):
+    """What only the command line has."""
+
+
+@dataclass(kw_only=True)
+class OtherModelSettings(_OtherModels, OtherLayers, SettingsGroup):
     """Models and layers that are not here."""

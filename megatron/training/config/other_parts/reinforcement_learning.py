@@ -53,9 +53,6 @@ of perform_rl_step
 --rl-use-sequence-packing str x? = False
 --rl-verify-model-weights-swap on
 
-no effect: routing is recorded and replayed through megatron.core, by the program that needs it
---moe-enable-routing-replay on
-
 refused: train without the logits of a teacher
 --logits-load-dir str
 --logits-save-dir str

@@ -1,0 +1,1 @@
+"""Libraries that others publish for Megatron, as they are, on the framework of this repository."""

@@ -1,0 +1,85 @@
+"""What megatron-bridge imports and does not need on the CPU: empty modules, and CUDA's calls.
+
+The modules are those of Transformer Engine, ModelOpt, NVIDIA's resiliency extension and
+megatron-energon. A class of theirs can be named, derived from, asked for with `isinstance`
+and built, and does nothing; calling a function of theirs is an error,
+but for `NOTHING_TO_DO`. Run it in a process of its own: it changes torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+from tests.gpu_without_gpu.cuda_calls import compute_cuda_calls_on_host
+
+MODULES = [
+    "megatron.energon.flavors.base_dataset",
+    "megatron.energon.task_encoder.cooking",
+    "modelopt.torch.distill.plugins.megatron",
+    "modelopt.torch.opt.plugins",
+    "nvidia_resiliency_ext.checkpointing",
+    "nvidia_resiliency_ext.inprocess",
+    "transformer_engine.pytorch.ops",
+    "webdataset",
+]
+
+
+NOTHING_TO_DO = {
+    # A model that is not distilled needs no other shapes between stages.
+    "modelopt.torch.distill.plugins.megatron.get_tensor_shapes_adjust_fn_for_distillation",
+}
+"""Functions that are called in any case, and whose answer is None."""
+
+
+class _EmptyModule(types.ModuleType):
+    """A module that has every class and function, and nothing in them."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _class_of(name) if name[0].isupper() else _function_of(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+def _class_of(name: str) -> type:
+    members = {
+        "__class_getitem__": classmethod(lambda cls, _: cls),
+        "__init__": lambda self, *_, **__: torch.nn.Module.__init__(self),
+    }
+    return type(name, (torch.nn.Module,), members)
+
+
+def _function_of(name: str) -> Any:
+    def absent(*_: object, **__: object) -> None:
+        if name in NOTHING_TO_DO:
+            return
+        raise NotImplementedError(f"{name} has no stand-in")
+
+    return absent
+
+
+@functools.cache
+def install() -> None:
+    """Put the modules where imports look for them; call it before the library is imported."""
+    import megatron.core.extensions.transformer_engine  # noqa: F401  looks for the real library
+
+    compute_cuda_calls_on_host()
+    for path in MODULES:
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name not in sys.modules and name != "megatron":
+                module = _EmptyModule(name)
+                module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+                sys.modules[name] = module
+                if end > 1:
+                    setattr(sys.modules[name.rpartition(".")[0]], parts[end - 1], module)

@@ -1,0 +1,84 @@
+"""Small random models of Transformers, and the logits of the same models in layers from here.
+
+It runs under the releases 4 and 5 of Transformers, of which each library wants one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+S, B, V = 16, 2, 64
+SHAPE = {
+    "vocab_size": V, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
+    "head_dim": 8, "attention_dropout": 0.0, "tie_word_embeddings": False,
+}  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES = {
+    "llama": ("LlamaConfig", SHAPE),
+    "qwen2": ("Qwen2Config", SHAPE),
+    "qwen3": ("Qwen3Config", SHAPE),
+    "mixtral": ("MixtralConfig", SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig", SHAPE | ROUTED | {"num_experts": 4, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        SHAPE | ROUTED | {
+            "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+}  # fmt: skip
+"""Family -> the class of its config, and its arguments."""
+
+
+def tokens() -> torch.Tensor:
+    """Return the ids [b, s] that all models see."""
+    return torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(3))
+
+
+def save_model(family: str, directory: Path) -> torch.Tensor:
+    """Write a random model to `directory` and return its logits [b, s, v] for `tokens()`."""
+    kind, arguments = FAMILIES[family]
+    torch.manual_seed(5)
+    config = getattr(transformers, kind)(**arguments)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1:  # norms and biases begin with ones and zeros, which hide errors
+                tensor.uniform_(0.5, 1.5) if "norm" in name else tensor.uniform_(-0.1, 0.1)
+        logits: torch.Tensor = model(tokens()).logits
+    model.save_pretrained(directory)
+    return logits
+
+
+def logits_of(models: list[torch.nn.Module]) -> torch.Tensor | None:
+    """Run the pipeline: logits [b, s, v] on the last stage, None on the others."""
+    outputs = []
+
+    def step(_iterator, model):
+        output = model(tokens(), torch.arange(S)[None].expand(B, -1), None)
+        return output, lambda out: (outputs.append(out) or torch.zeros(()), {})
+
+    for model in models:
+        model.eval()
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=None, model=models, num_microbatches=1,
+            seq_length=S, micro_batch_size=B, forward_only=True,
+        )  # fmt: skip
+    if not outputs:
+        return None
+    group = mpu.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(outputs[0]) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, outputs[0].contiguous(), group=group)
+    return torch.cat(parts, -1)

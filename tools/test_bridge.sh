@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Install megatron-bridge as it is published, with what it imports, and let it convert weights and
+# train its recipes on the framework of this repository: on the CPU, with stand-ins for
+# Transformer Engine, ModelOpt, NVIDIA's resiliency extension and CUDA's calls.
+#
+#   tools/test_bridge.sh [options of pytest]
+#
+# The environment is .venv-bridge: it has the release 4 of Transformers, which the library wants.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+environment=.venv-bridge
+tools/make_venv.sh "$environment" config,logging
+"$environment/bin/python" -m pip install --quiet \
+    transformers==4.57.6 tokenizers==0.22.2 datasets==5.0.1 accelerate==1.15.0 \
+    omegaconf==2.3.1 hydra-core==1.3.2 wandb==0.31.0 qwen-vl-utils==0.0.14 six==1.17.0 \
+    sentencepiece==0.2.3 tiktoken==0.14.0 einops==0.8.2 pytest==9.2.0 hypothesis==6.170.15
+"$environment/bin/python" -m pip install --quiet --no-deps megatron-bridge==0.3.1
+PATH=$PWD/$environment/bin:$PATH
+export PATH
+python -m pytest -q -p no:cacheprovider -W default \
+    tests/clients/bridge/through_bridge.py "$@"
