@@ -140,7 +140,8 @@ def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> A
     return prediction_for_log(command, num_ranks, script, is_shown=is_shown)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train what the command line says."""
     pretrain(
         datasets_provider,
         model_provider,
@@ -149,3 +150,7 @@ if __name__ == "__main__":
         layout_search=layout_search,
         step_prediction=step_prediction,
     )
+
+
+if __name__ == "__main__":
+    main()
