@@ -19,7 +19,7 @@ from megatron.core.kernels.registry import OTHER_DEVICES, Choice, Kernel, Kernel
 from megatron.core.kernels.torch_attention import sdpa, sdpa_with_mask, unfused
 
 WIDEST_FLASH = 256
-"""Elements of a head in the kernels of flash-attention and Transformer Engine."""
+"""Elements of a head in the kernels of flash-attention and Transformer Engine, and in ours."""
 
 # What an attention may need beyond plain causal or full attention of a sequence to itself.
 MASK = "an attention_mask"
@@ -88,7 +88,7 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
             triton_kernels.entry(
                 "attention",
                 "flash_attention",
-                _POSITIONS | _DROPOUTS | {HEAD_EXCHANGE},
+                _POSITIONS | _DROPOUTS | {SOFTCAP, HEAD_EXCHANGE},
                 _LIBRARY_DTYPES,
             ),
             Kernel(

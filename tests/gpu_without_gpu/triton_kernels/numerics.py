@@ -142,7 +142,21 @@ ATTENTIONS = {
     "dropout in documents and a window": dict(s=70, window=(40, 0), documents=True, dropout=0.1),
     "two widths": dict(s=70, window=CAUSAL, d=24, e=40, dropout=0.3),
     "as many keys as queries": dict(s=70, window=CAUSAL, g=4),
-}
+    "soft-capping": dict(s=150, window=CAUSAL, softcap=1.5),
+    "soft-capping, dropout in documents": dict(s=70, window=CAUSAL, documents=True, dropout=0.2,
+                                               softcap=1.5),
+} | {
+    f"{d} and {e} wide, {name}": dict(d=d, e=e, scale=d**-0.5) | options
+    for (d, e), (name, options) in product(
+        ((192, 128), (256, 256), (160, 200)),
+        {
+            "causal": dict(s=70, window=CAUSAL),
+            "window in documents": dict(s=100, window=(40, 0), documents=True),
+            "soft-capping, dropout in documents": dict(s=40, window=CAUSAL, documents=True,
+                                                       dropout=0.2, softcap=1.5),
+        }.items(),
+    )
+}  # fmt: skip
 
 
 # The interpreter does not multiply matrices of bf16.
@@ -152,12 +166,16 @@ def test_attention(name, dtype):
     check_attention(dtype, **ATTENTIONS[name])
 
 
-def check_attention(dtype, s, window, documents=False, dropout=0.0, g=2, d=16, e=16):
+def check_attention(
+    dtype, s, window, documents=False, dropout=0.0, g=2, d=16, e=16, softcap=None, scale=0.3
+):
     b, n = 2, 4
     shapes = ((s, b, n, d), (s, b, g, d), (s, b, g, e))
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
     ids = (torch.rand(b, s) < 0.1).cumsum(1) if documents else None
-    options = AttentionOptions(0.3, MaskSpec(window, ids), dropout=dropout, first_head=4)
+    options = AttentionOptions(
+        scale, MaskSpec(window, ids), dropout=dropout, first_head=4, softcap=softcap
+    )
 
     def at_one_place(run):
         def place(*inputs):

@@ -20,6 +20,7 @@ from megatron.core.kernels.attention import (
     WIDTHS,
     WINDOW,
 )
+from megatron.core.kernels.attention import SOFTCAP as CAPPED_SCORES
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.permutation import PERMUTATION, PLACES
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
@@ -92,7 +93,7 @@ WRITTEN_IN_TRITON = [
     (PERMUTATION, ()),
     (PLACES, ()),
     (ROW_SOFTMAX, ()),
-    (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, WIDTHS, WINDOW}),
+    (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, CAPPED_SCORES, WIDTHS, WINDOW}),
 ]
 
 
