@@ -34,7 +34,7 @@ FAMILIES = {
             "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
             "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
             "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": 0, "scoring_func": "sigmoid",
         },
     ),
 }  # fmt: skip

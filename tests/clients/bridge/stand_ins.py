@@ -67,12 +67,24 @@ def _function_of(name: str) -> Any:
     return absent
 
 
+def _of_dense_parts(scatter: Any) -> Any:
+    """Return `scatter` for columns of a matrix: a copy to a GPU is dense, and gloo expects that."""
+
+    @functools.wraps(scatter)
+    def scatter_dense(tensor: Any, parts: Any = None, **options: Any) -> Any:
+        dense = None if parts is None else [part.contiguous() for part in parts]
+        return scatter(tensor, dense, **options)
+
+    return scatter_dense
+
+
 @functools.cache
 def install() -> None:
     """Put the modules where imports look for them; call it before the library is imported."""
     import megatron.core.extensions.transformer_engine  # noqa: F401  looks for the real library
 
     compute_cuda_calls_on_host()
+    torch.distributed.scatter = _of_dense_parts(torch.distributed.scatter)
     for path in MODULES:
         parts = path.split(".")
         for end in range(1, len(parts) + 1):

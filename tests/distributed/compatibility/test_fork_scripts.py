@@ -177,7 +177,6 @@ def test_groups_that_would_not_be_as_asked_for_are_refused(groups):
     mpu.destroy_model_parallel()
     for given in (
         {"gtp_remat_size": 2},
-        {"hybrid_context_parallel": True},
         {"pipeline_model_parallel_comm_backend": "ucc"},
     ):
         with pytest.raises(ConfigError, match=next(iter(given))):
