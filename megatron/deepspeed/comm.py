@@ -34,6 +34,7 @@ from torch.distributed import (
 )
 
 from megatron.core.foundation import device
+from megatron.core.foundation.mpi import MPI, init_mpi_process_group
 from megatron.core.foundation.rendezvous import START_TIMEOUT, rendezvous
 
 __all__ = [
@@ -84,13 +85,19 @@ def init_distributed(
     MASTER_PORT). A process that nobody launched is the only one.
 
     Args:
-        dist_backend: None chooses by the device: nccl or gloo.
+        dist_backend: None chooses by the device: nccl or gloo. "mpi" takes the ranks of mpirun.
         rank, world_size: instead of the launcher's.
         auto_mpi_discovery, verbose, config: accepted.
+    Raises:
+        ConfigError: "mpi", with a torch that has no MPI.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
     device.set_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if dist_backend == MPI:
+        ranks = (rank, world_size) if world_size > 0 else None
+        init_mpi_process_group("dist_backend", timeout, ranks)
+        return
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     backend = dist_backend or device.communication_backend()
     if world_size > 0:

@@ -116,5 +116,8 @@ def message_transport(
 
 
 def has_tags(group: Group) -> TypeGuard[dist.ProcessGroup]:
-    """Return whether the backend of `group` matches messages by tags (gloo does, NCCL does not)."""
-    return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == dist.Backend.GLOO
+    """Return whether the backend of `group` matches messages by tags: gloo and MPI, not NCCL."""
+    return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) in (
+        dist.Backend.GLOO,
+        dist.Backend.MPI,
+    )

@@ -29,8 +29,8 @@ class ParallelismSettings(
     """Interleaved schedule: model chunks on each rank."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks tensor, pipeline, data instead of tensor, data, pipeline."""
-    distributed_backend: str = flag("nccl", choices=("nccl", "gloo"))
-    """Library of collectives; a machine without GPUs uses gloo."""
+    distributed_backend: str = flag("nccl", choices=("nccl", "gloo", "mpi"))
+    """Library of collectives; a machine without GPUs uses gloo. MPI needs a torch built with it."""
     distributed_timeout_minutes: int = 10
     """How long a collective may wait for its peers."""
     enable_gloo_process_groups: bool = flag(

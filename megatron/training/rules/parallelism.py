@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import MegatronError, TopologyError
+from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.topology.rank_grid import plan_layout
 from megatron.training.config.resolved import ResolvedRun
@@ -30,6 +31,13 @@ def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
         )
     except TopologyError as error:
         yield error
+
+
+@rule
+def torch_has_the_backend(run: ResolvedRun) -> Iterator[MegatronError]:
+    """MPI is there only where torch was built with it."""
+    if run.parallelism.distributed_backend == MPI:
+        yield from mpi_problems("--distributed-backend")
 
 
 @rule

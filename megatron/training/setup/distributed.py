@@ -15,10 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.mpi import MPI, init_mpi_process_group
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.rank_info import RankInfo
 from megatron.training.resilience.failure import is_lost_peer
@@ -29,13 +31,7 @@ def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
     device.set_local_device(info.local_rank)
     if not dist.is_initialized():
         try:
-            dist.init_process_group(
-                backend=run.parallelism.distributed_backend,
-                store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
-                rank=info.rank,
-                world_size=info.world_size,
-                timeout=timedelta(minutes=run.parallelism.distributed_timeout_minutes),
-            )
+            _connect(run.parallelism, info, store)
         except RuntimeError as error:
             if is_lost_peer(error):
                 raise
@@ -46,6 +42,22 @@ def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
                 flags=["--distributed-backend"],
                 fix="look at GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with NCCL, and at firewalls",
             ) from error
+
+
+def _connect(settings: ParallelismSettings, info: RankInfo, store: Any) -> None:
+    """Create the world process group of the backend that the settings name."""
+    backend, timeout = settings.distributed_backend, settings.distributed_timeout_minutes
+    if backend == MPI:
+        ranks = info.rank, info.world_size
+        init_mpi_process_group("--distributed-backend", timedelta(minutes=timeout), ranks)
+        return
+    dist.init_process_group(
+        backend=backend,
+        store=dist.PrefixStore("world", store),  # type: ignore[attr-defined]
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(minutes=timeout),
+    )
 
 
 def create_groups(

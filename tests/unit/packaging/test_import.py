@@ -14,7 +14,7 @@ import megatron
 from megatron.core.foundation.optional_imports import BUILT_FROM_SOURCE, EXTRA_OF
 from tests.harness.pool import REPOSITORY
 
-CORE_IMPORT_BUDGET_S = 1.0
+CORE_IMPORT_BUDGET_S = 0.25
 
 MEASURE = """
 import json, os, sys
@@ -56,7 +56,7 @@ def public_modules() -> list[str]:
     ]
 
 
-def test_core_adds_less_than_a_second_and_no_optional_library_to_torch():
+def test_core_adds_less_than_a_quarter_second_and_no_optional_library_to_torch():
     report = json.loads(run_python(MEASURE))
     # Processor seconds: the machine may be busy with something else.
     assert report["seconds"] < CORE_IMPORT_BUDGET_S

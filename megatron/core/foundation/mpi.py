@@ -1,0 +1,59 @@
+"""MPI as the backend of torch.distributed: whether torch has it, and its numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.core.foundation.errors import ConfigError, TopologyError
+
+MPI = "mpi"
+
+
+def mpi_problems(flag: str) -> Iterator[ConfigError]:
+    """Yield what is wrong with asking for MPI: torch may be built without it.
+
+    Args:
+        flag: that asks for it.
+    """
+    if not dist.is_mpi_available():
+        yield ConfigError(
+            f"{flag} {MPI}, and this torch has no MPI.",
+            rule="torch has MPI only if it was built from source where MPI is installed",
+            flags=[flag],
+            fix=f"drop {flag}, which then is nccl or gloo as the device asks, or build torch from "
+            "source on a machine with MPI",
+        )
+
+
+def init_mpi_process_group(
+    flag: str, timeout: timedelta | None = None, ranks: tuple[int, int] | None = None
+) -> None:
+    """Create the world process group by MPI, which numbers the ranks by itself.
+
+    Not tried with an MPI: the torch that pip installs has none.
+
+    Args:
+        timeout: of later groups; MPI itself waits without end.
+        ranks: (rank, world size) of the launcher; None takes MPI's.
+    Communication:
+        collective on all processes that mpirun started.
+    Raises:
+        ConfigError: torch has no MPI.
+        TopologyError: MPI and the launcher number the ranks differently.
+    """
+    for problem in mpi_problems(flag):
+        raise problem
+    dist.init_process_group(MPI, timeout=timeout)
+    found = dist.get_rank(), dist.get_world_size()
+    if ranks is not None and found != ranks:
+        raise TopologyError(
+            f"this process is rank {ranks[0]} of {ranks[1]} by its environment, and rank "
+            f"{found[0]} of {found[1]} by MPI.",
+            rule="MPI numbers the ranks that mpirun starts; RANK, WORLD_SIZE and LOCAL_RANK agree",
+            flags=[flag],
+            fix="start each rank by mpirun with RANK=$OMPI_COMM_WORLD_RANK "
+            "WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK",
+        )
