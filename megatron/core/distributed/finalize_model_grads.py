@@ -114,7 +114,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     if layout is not None and layout.predicts_early:
         is_tied = getattr(unwrap_model(model[0]), "share_embeddings_and_output_weights", False)
         num_copies = len(layout.embedding_holders(is_tied=is_tied))
-    _sum_copies(by_stage, groups.embd if len(by_stage) < num_copies else None, _device_of(model))
+    _sum_copies(model, by_stage, groups.embd if len(by_stage) < num_copies else None)
 
 
 def _sum_gradients_of_all_stages(
@@ -129,16 +129,18 @@ def _sum_gradients_of_all_stages(
         ]
         for chunk in model
     ]
-    _sum_copies(by_chunk, groups.pp if groups.pp.size() > 1 else None, _device_of(model))
+    _sum_copies(model, by_chunk, groups.pp if groups.pp.size() > 1 else None)
 
 
-def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None, device: torch.device) -> None:
+def _sum_copies(
+    model: Sequence[nn.Module], by_chunk: list[list[Tensor]], group: Group | None
+) -> None:
     """Give all copies of a gradient the sum of them: of this rank's chunks, then over `group`."""
     for total, *others in zip(*by_chunk, strict=True):
         for gradient in others:
             total.add_(gradient)
         if group is not None:
-            on_device = total.view(-1).to(device)
+            on_device = total.view(-1).to(_device_of(model))
             sum_in_place(on_device, group)
             if on_device.device != total.device:
                 total.view(-1).copy_(on_device)

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
         ("t5", LayoutCase(pp=2, micro_batch_size=2, letters="Et|tttttL")),
         ("t5", LayoutCase(tp=2, sp=True, pp=2, micro_batch_size=2, letters="Etttt|ttL")),
         ("t5, untied", LayoutCase(pp=2, vp=2, dp=2, stage=3, letters="Et|tt|t|ttL")),
-        ("t5, learned positions", LayoutCase(tp=2, dp=2, stage=1, micro_batch_size=2)),
+        ("t5, learned positions", LayoutCase(pp=4, micro_batch_size=2, letters="Ett||tttt|L")),
     ],
     ids=str,
 )
