@@ -34,6 +34,7 @@ class ReplicatedLinear(ParallelLayer):
         sees_all_tokens: bool | None = None,
     ) -> None:
         super().__init__(config, tp_group=tp_group)
+        self.tensor_model_parallel = False  # clients ask the module how its weights are split
         if sees_all_tokens is None:
             sees_all_tokens = not config.sequence_parallel
         axes: tuple[str, ...] = () if sees_all_tokens else ("tp",)
