@@ -3,6 +3,8 @@ SHELL := bash
 VENV ?= .venv
 PYTHON_OF_VENV := $(VENV)/bin/python
 PYTEST_ARGS ?=
+# Tests that neither measure time nor keep both cores busy by themselves.
+TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without_gpu
 GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
@@ -18,7 +20,7 @@ quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minu
 test: venv ## the checks and the whole CPU suite
 	@status=0; \
 	$(MAKE) --no-print-directory checks || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q --ignore tests/unit $(PYTEST_ARGS) || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q $(addprefix --ignore=,$(TWO_AT_A_TIME)) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: venv ## format, lint, types, architecture
@@ -28,10 +30,10 @@ lint: venv ## format, lint, types, architecture
 	    echo "== $$check"; $$check || status=1; \
 	done; exit $$status
 
-checks: venv ## lint and the tests that need one process, two at a time: five minutes
+checks: venv ## lint and the tests that can run two at a time: six minutes
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile tests/unit $(PYTEST_ARGS) || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile $(TWO_AT_A_TIME) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 parity: venv ## every layout against one process: the table of maximum errors
