@@ -7,6 +7,7 @@ samples consumed so far, so that a run continues with the row that came next.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from torch.utils.data import Dataset
 
 from megatron.core.datasets.packing import BalancedBatch, WorkOf, balance
 from megatron.training.run.context import StepPlan
+
+_KEPT = 8
+"""Global batches whose rows are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,37 +70,30 @@ class Packing:
         self.work_of = work_of
         self.first_sample = first_sample
         self._batch_size = batch_size
-        self._newest: tuple[int, BalancedBatch] | None = None
+        # The sampler is ahead of the step that is planned by what workers prepare.
+        self.lengths = functools.lru_cache(maxsize=_KEPT)(self._lengths)
+        self.batch = functools.lru_cache(maxsize=_KEPT)(self._batch)
 
     def numbers(self, consumed: int) -> range:
         """Return the samples, by their number in the dataset, of the batch after `consumed`."""
         begin = consumed - self.first_sample
         return range(begin, min(begin + self._batch_size(consumed), len(self.dataset)))
 
-    def lengths(self, consumed: int) -> list[int]:
+    def _lengths(self, consumed: int) -> tuple[int, ...]:
         """Return the tokens of each sample of the batch after `consumed`."""
-        return [self.dataset.num_tokens(number) for number in self.numbers(consumed)]
+        return tuple(self.dataset.num_tokens(number) for number in self.numbers(consumed))
 
-    def batch(self, consumed: int) -> BalancedBatch:
+    def _batch(self, consumed: int) -> BalancedBatch:
         """Return the rows of the global batch after `consumed` samples of the run.
 
         Raises:
             DataError: a sample does not fit on all ranks together.
         """
-        if self._newest is None or self._newest[0] != consumed:
-            share = self.share
-            # Rows are filled up to a length that can be split; so is what fits into one.
-            max_tokens = share.max_tokens - share.max_tokens % (2 * share.divisor)
-            lengths = self.lengths(consumed)
-            batch = balance(
-                lengths,
-                share.num_ranks,
-                max(1, max_tokens),
-                self.work_of,
-                share.microbatch_multiple,
-            )
-            self._newest = (consumed, batch)
-        return self._newest[1]
+        share = self.share
+        # Rows are filled up to a length that can be split; so is what fits into one.
+        max_tokens = max(1, share.max_tokens - share.max_tokens % (2 * share.divisor))
+        ranks, multiple = share.num_ranks, share.microbatch_multiple
+        return balance(self.lengths(consumed), ranks, max_tokens, self.work_of, multiple)
 
     def plan(self, consumed: int) -> StepPlan:
         """Return how the step after `consumed` samples cuts them."""
@@ -104,7 +101,7 @@ class Packing:
             num_microbatches=len(self.batch(consumed).microbatches),
             micro_batch_size=1,
             global_batch_size=len(self.numbers(consumed)),
-            sample_lengths=tuple(self.lengths(consumed)),
+            sample_lengths=self.lengths(consumed),
         )
 
 
