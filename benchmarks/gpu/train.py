@@ -73,7 +73,8 @@ def case(name: str, num_ranks: int, layout: str, *, is_tiny: bool) -> Case:
         model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
         model += " --max-position-embeddings 32 --vocab-size 256"
     replicas = 1 if "tensor" in layout else num_ranks
-    text = f"{model} {layout} --micro-batch-size 1 --global-batch-size {_MICROBATCHES * replicas}"
+    batch = (2 if is_tiny else _MICROBATCHES) * replicas
+    text = f"{model} {layout} --micro-batch-size 1 --global-batch-size {batch}"
     text += " --bf16 --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
     text += " --mock-data --tokenizer-type NullTokenizer"
     short = "tp" if "tensor" in layout else "dp"
