@@ -15,6 +15,10 @@ _CHECKPOINTS = "megatron.training.checkpointing.megatron_functions"
 _DEEPSPEED = "megatron.deepspeed"
 
 ACCEPTED: dict[str, tuple[str, ...]] = {
+    "routers keep means over micro batches from the first step on, and know their layers": (
+        f"{_HERE}.expert_metrics:track_moe_metrics"
+        " loss_scale force_initialize moe_layer_freq mtp_num_layers",
+    ),
     "there is one random tracker, which serves graphs and inference and is reset by each seed": (
         f"{_PARALLEL}.rng_tracker:initialize_rng_tracker"
         " use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",

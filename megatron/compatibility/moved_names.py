@@ -205,7 +205,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.transformer.moe.moe_layer": {
         "BaseMoELayer": "megatron.core.transformer.moe.moe_layer:MoELayer"
     },
-    "megatron.core.transformer.moe.moe_utils": _all(f"{_OWN}.layers", "sort_chunks_by_idxs"),
+    "megatron.core.transformer.moe.moe_utils": {
+        **_all(f"{_OWN}.layers", "sort_chunks_by_idxs"),
+        **_all(f"{_OWN}.expert_metrics", "track_moe_metrics"),
+    },
     "megatron.core.transformer.moe.router": {
         "MoEAuxLossAutoScaler": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler"
     },

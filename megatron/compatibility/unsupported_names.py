@@ -162,7 +162,6 @@ LACKING: dict[str, dict[str, str]] = {
         "reduce_aux_losses_tracker_across_ranks": (
             "call megatron.core.transformer.moe.load_balancing.finish_router_step"
         ),
-        "track_moe_metrics": "balance losses are among the logged scalars without a call",
         "apply_random_logits": "set moe_router_force_load_balancing=True",
         "group_limited_topk": "set moe_router_num_groups and moe_router_group_topk",
     },

@@ -54,6 +54,7 @@ class ModelDescription:
     rotary_base: float = 10000
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
+    rope_interleave: bool = True
     rotary_seq_len_interpolation_factor: int | None = None
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
@@ -301,9 +302,9 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if model.moe_router_topk_scaling_factor == 1.0:
         without_effect.add("moe_router_topk_scaling_factor")
     without_effect |= (
-        {"kv_channels", "group_query_attention", "num_query_groups"}
+        {"kv_channels", "group_query_attention", "num_query_groups", "rotary_interleaved"}
         if has_latents
-        else set(_LATENT_SIZES)
+        else {*_LATENT_SIZES, "rope_interleave"}
     )
     plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _OF_TRAINING
     model = replace(model, softmax_scale=model.scale_of_scores)

@@ -19,7 +19,17 @@ SHAPE = {
     "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
     "head_dim": 8, "attention_dropout": 0.0, "tie_word_embeddings": False,
 }  # fmt: skip
+YARN = {
+    "type": "yarn", "rope_type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = SHAPE | ROUTED | {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "num_nextn_predict_layers": 0, "scoring_func": "sigmoid",
+}  # fmt: skip
 FAMILIES = {
     "llama": ("LlamaConfig", SHAPE),
     "qwen2": ("Qwen2Config", SHAPE),
@@ -28,15 +38,8 @@ FAMILIES = {
     "qwen3_moe": (
         "Qwen3MoeConfig", SHAPE | ROUTED | {"num_experts": 4, "norm_topk_prob": True},
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        SHAPE | ROUTED | {
-            "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
-            "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-            "num_nextn_predict_layers": 0, "scoring_func": "sigmoid",
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT),
+    "deepseek_v3, yarn": ("DeepseekV3Config", LATENT | {"rope_scaling": YARN}),
 }  # fmt: skip
 """Family -> the class of its config, and its arguments."""
 

@@ -11,10 +11,11 @@ see the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.core.parameters.rng import SequenceShard
     from megatron.core.step_context.overlap import Overlap
     from megatron.core.topology.group import Group
+    from megatron.core.transformer.moe.load_balancing import ExpertLoad
 
 WeightGradient = Callable[[], None]
 """Computes one weight gradient and adds it to the parameter's."""
@@ -94,6 +96,8 @@ class StepContext:
     """Models that initialise themselves by name get memory for the weights they draw."""
     cp_group: Group | None = None
     """Ranks that split the micro batch that is computed; None: those of the layout."""
+    expert_loads: Sequence[ref[ExpertLoad]] = ()
+    """What the routers of this stage counted in the step that ended last."""
     overlap: Overlap | None = None
     """The pair of a forward and a backward of which this is one half."""
 

@@ -168,7 +168,7 @@ class MLASelfAttention(Attention):
         cos, sin = self._cos_sin(positions, query)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
-        query, key = kernel.run(query, key, shared_key, cos, sin, config.rotary_interleaved)
+        query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
         # A piece of a larger tensor could not be freed by itself.
         return query, key, value.contiguous() if self.recomputes_up_projection else value
 
@@ -186,7 +186,7 @@ class MLASelfAttention(Attention):
         if self.inverse_frequencies.device != like.device:
             self.inverse_frequencies = self.inverse_frequencies.to(like.device)
         freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
-        if self.config.rotary_interleaved:
+        if self.config.rope_interleave:
             freqs = freqs.repeat_interleave(2, dim=-1)
         else:
             freqs = torch.cat((freqs, freqs), dim=-1)

@@ -255,8 +255,6 @@ class MLATransformerConfig(TransformerConfig):
     multi_latent_attention: bool = True
     q_lora_rank: int | None = 512
     normalization: str = "RMSNorm"
-    rotary_interleaved: bool = True
-    """Published weights, and Megatron's layer, rotate pairs of adjacent channels."""
     max_position_embeddings: int | None = None
     """Another name of `original_max_position_embeddings`, which Megatron had first."""
 

@@ -135,7 +135,6 @@ def _v2_settings(config: ConfigFields) -> ModelDescription:
     limited = _with_groups(settings, config, judges=1)
     return replace(
         limited if is_limited == "group_limited_greedy" else settings,
-        rotary_interleaved=True,
         moe_router_pre_softmax=True,
     )
 
@@ -156,7 +155,7 @@ def _v3_settings(config: ConfigFields) -> ModelDescription:
     config.take("num_nextn_predict_layers", None)
     return replace(
         judged_by_sigmoid(_common_settings(config), config),
-        rotary_interleaved=config.take("rope_interleave", True),
+        rope_interleave=config.take("rope_interleave", True),
     )
 
 
@@ -166,7 +165,7 @@ def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
-        "rope_interleave": settings.rotary_interleaved,
+        "rope_interleave": settings.rope_interleave,
         "num_nextn_predict_layers": 0,
     }
 

@@ -29,7 +29,7 @@ MODEL_SHAPE_ARGS = (
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
     "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-    "v_head_dim", "experimental_attention_variant", "linear_attention_freq",
+    "v_head_dim", "rope_interleave", "experimental_attention_variant", "linear_attention_freq",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "hybrid_layer_pattern", "mamba_state_dim",
     "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_step_limits",

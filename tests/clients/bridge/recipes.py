@@ -36,6 +36,7 @@ RECIPES = {
     "llama": Recipe("llama", "llama32_1b_pretrain_config", "meta-llama/Llama-3.2-1B", "llama"),
     "llama_8b": Recipe("llama", "llama3_8b_pretrain_config", "meta-llama/Meta-Llama-3-8B", "llama"),
     "qwen3": Recipe("qwen", "qwen3_600m_pretrain_config", "Qwen/Qwen3-0.6B", "qwen3"),
+    "qwen3_moe": Recipe("qwen", "qwen3_30b_a3b_pretrain_config", "Qwen/Qwen3-30B-A3B", "qwen3_moe"),
 }
 
 
@@ -69,6 +70,7 @@ def _cut_down(config: Any, layout: dict[str, int]) -> None:
     model.tensor_model_parallel_size = layout.get("tp", 1)
     model.pipeline_model_parallel_size = layout.get("pp", 1)
     model.expert_model_parallel_size = layout.get("ep", 1)
+    model.expert_tensor_parallel_size = layout.get("expt_tp", 1)
     model.context_parallel_size = layout.get("cp", 1)
     model.sequence_parallel = model.sequence_parallel and layout.get("tp", 1) > 1
     model.seq_length = config.dataset.seq_length = S

@@ -16,7 +16,7 @@ from tests.clients.hugging_face_models import logits_of, save_model
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v3, yarn")
 LAYOUTS = ({}, {"tp": 2}, {"pp": 2})
 WITH_EXPERTS = ({"ep": 2, "expt_tp": 1},)
 
@@ -49,7 +49,7 @@ def through_bridge(_groups, directory, layout):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [(family, layout) for family in FAMILIES for layout in LAYOUTS]
-    + [("qwen3_moe", layout) for layout in WITH_EXPERTS],
+    + [(family, layout) for family in ("qwen3_moe", "deepseek_v3") for layout in WITH_EXPERTS],
     ids=str,
 )
 def test_a_model_keeps_its_logits_and_weights(family, layout, tmp_path: Path):
@@ -91,5 +91,6 @@ def test_a_recipe_trains_alike_on_one_rank_and_on_two(name, models):
     recipe = RECIPES[name]
     serial = run_recipe(recipe, models, {})
     assert serial[-1] < serial[0]
-    for layout in ({"tp": 2}, {"pp": 2}, {"dp": 2}, {"cp": 2}):
+    with_experts = WITH_EXPERTS if recipe.family == "qwen3_moe" else ()
+    for layout in ({"tp": 2}, {"pp": 2}, {"dp": 2}, {"cp": 2}, *with_experts):
         assert run_recipe(recipe, models, layout) == pytest.approx(serial, rel=1e-5), layout

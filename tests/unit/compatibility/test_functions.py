@@ -19,8 +19,10 @@ from megatron.core.foundation.errors import (
     TopologyError,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.transformer.moe.load_balancing import finish_router_step
 from tests.harness.groups import FakeGroup, fake_groups
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
+from tests.unit.transformer.moe.small_layer import layer, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -273,6 +275,37 @@ def test_runs_of_rows_change_places_with_their_weights():
     )
     assert rows.flatten().tolist() == [3, 0, 1, 2]
     assert weights.tolist() == [3, 0, 1, 2]
+
+
+def test_balance_losses_are_logged_as_means_over_layers_with_experts():
+    from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+    class Writer:
+        def __init__(self):
+            self.scalars = {}
+
+        def add_scalar(self, tag, value, iteration):
+            self.scalars[tag, iteration] = value
+
+    first, second = (layer(moe_aux_loss_coeff=0.1, seed=seed) for seed in (3, 4))
+    second.set_layer_number(3)
+    for moe in (first, second):
+        moe(tokens())[0].sum().backward()
+    finish_router_step([first, second], ProcessGroupCollection.single())
+    losses = [moe.router.load.step_losses["aux_loss"] for moe in (first, second)]
+    mean, writer = sum(losses) / 2, Writer()
+    total = {"load_balancing_loss": torch.tensor(1.0)}
+    track_moe_metrics(
+        0.5, 7, writer, total_loss_dict=total, per_layer_logging=True, num_layers=3,
+        track_names=["load_balancing_loss", "z_loss"],
+        pg_collection=ProcessGroupCollection.single(),
+    )  # fmt: skip
+    assert losses[0] != losses[1]
+    assert total["load_balancing_loss"] == pytest.approx(1 + mean)
+    assert writer.scalars["load_balancing_loss", 7] == pytest.approx(mean)
+    of_layers = [writer.scalars[f"moe/load_balancing_loss_layer_{n}", 7] for n in range(3)]
+    assert of_layers == pytest.approx([losses[0], 0, losses[1]])
+    assert writer.scalars["z_loss", 7] == 0
 
 
 def test_layers_with_a_window_are_counted_from_one():

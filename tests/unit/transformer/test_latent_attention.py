@@ -45,9 +45,13 @@ def rms_norm(x, eps=1e-5):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-@pytest.mark.parametrize("q_lora_rank", [None, 14])
-def test_a_head_attends_as_in_section_2_1_of_the_paper(q_lora_rank):
-    module = make_attention(q_lora_rank)
+@pytest.mark.parametrize(
+    ("q_lora_rank", "fields"),
+    [(None, {}), (14, {}), (None, {"rotary_interleaved": True})],
+    ids=str,
+)
+def test_a_head_attends_as_in_section_2_1_of_the_paper(q_lora_rank, fields):
+    module = make_attention(q_lora_rank, **fields)
     s = 7
     x = torch.randn(s, 1, 24)
     found = module(x, None)[0]
@@ -74,6 +78,21 @@ def test_a_head_attends_as_in_section_2_1_of_the_paper(q_lora_rank):
         heads.append(out)
     expected = torch.cat(heads, -1) @ w["linear_proj.weight"].T
     assert_close(found[:, 0], expected, FP32_REORDERED_SUM, "output")
+
+
+def test_halves_rotate_as_pairs_do_in_another_order_of_channels():
+    pairs, halves = make_attention(), make_attention(rope_interleave=False)
+    order = torch.cat((torch.arange(0, ROTARY, 2), torch.arange(1, ROTARY, 2)))
+    with torch.no_grad():
+        for (name, weight), kept in zip(pairs.named_parameters(), halves.parameters(), strict=True):
+            kept.copy_(weight)
+            if name == "linear_kv_down_proj.weight":
+                kept[LATENT:] = weight[LATENT:][order]
+            elif name == "linear_q_proj.weight":
+                heads = kept.view(HEADS, PLAIN + ROTARY, -1)
+                heads[:, PLAIN:] = heads[:, PLAIN:][:, order].clone()
+    x = torch.randn(5, 1, 24)
+    assert_close(halves(x, None)[0], pairs(x, None)[0], FP32_REORDERED_SUM, "output")
 
 
 def test_gradients_reach_every_weight():

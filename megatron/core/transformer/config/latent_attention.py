@@ -29,6 +29,13 @@ class LatentAttentionConfig:
     )
     """Positions of latent attention: yarn stretches them by --rotary-scaling-factor, and is rope
     with the factor 1."""
+    rope_interleave: bool = flag(
+        True,
+        part_of="multi_latent_attention",
+        help="Latent attention: rotate the halves (i, i + d/2), not neighbouring pairs (2i, 2i+1).",
+    )
+    """Rotate neighbouring pairs (2i, 2i+1) of the rotary part, as Megatron's layer always does;
+    otherwise its halves (i, i + d/2)."""
     rotary_base: float = flag(10000, kind=int)
     """Base of the rotary frequencies (arXiv 2104.09864, section 3.2.2)."""
     rotary_scaling_factor: float = flag(40, cli_default=1.0)

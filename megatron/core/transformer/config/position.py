@@ -13,7 +13,8 @@ class PositionConfig:
     """Rotary settings that layers need (arXiv 2104.09864)."""
 
     rotary_interleaved: bool = False
-    """Rotate neighbouring pairs (2i, 2i+1) instead of the halves (i, i + d/2)."""
+    """Rotate neighbouring pairs (2i, 2i+1) instead of the halves (i, i + d/2). Latent attention
+    does so without it."""
     no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     rotary_base_local: float | None = flag(None, kind=int)

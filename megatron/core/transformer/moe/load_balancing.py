@@ -14,6 +14,7 @@ Legend: s sequence, b micro batch, e experts.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.step_context.context import current_step
 from megatron.core.transport import backend
 
 AUX_LOSS_NAMES = {
@@ -229,12 +231,22 @@ def routers_of(model: Sequence[nn.Module]) -> Iterator[LoadTrackingRouter]:
                 yield module
 
 
+def loads_of_last_step() -> list[ExpertLoad]:
+    """Return what the routers of this stage counted in the step that ended last, in order.
+
+    It is for callers that do not hold the model, as Megatron's `track_moe_metrics` does not.
+    """
+    references = current_step().expert_loads
+    return [load for reference in references if (load := reference()) is not None]
+
+
 def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Sum what routers counted over all ranks of this stage, and let them act on it.
 
     Communication: one all-reduce over tp x cp x dp, where the stage has experts.
     """
     routers = list(routers_of(model))
+    current_step().expert_loads = [weakref.ref(router.load) for router in routers]
     if not routers:
         return
     device = next(routers[0].parameters()).device
