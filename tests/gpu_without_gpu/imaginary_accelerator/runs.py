@@ -97,16 +97,23 @@ def _dense(preset: str, seq_length: int, layouts: dict[int, _Sizes]) -> list[Lar
     return found
 
 
-def _sparse(name: str, label: str, num_microbatches: int, *all_ranks: int) -> list[LargeRun]:
-    """Return the runs of an example with experts, in the layout that it has."""
+def _sparse(
+    name: str, label: str, num_microbatches: int, *all_ranks: int, is_full: bool = True
+) -> list[LargeRun]:
+    """Return the runs of an example with experts, in the layout that it has.
+
+    Args:
+        is_full: layers are recomputed whole; otherwise their attention.
+    """
+    recompute, named = (FULL, "full") if is_full else (SELECTIVE, "selective")
     return [
         LargeRun(
             name,
             num_ranks,
             f"--yaml-cfg {EXPERTS}/{name}.yaml --micro-batch-size 1 --global-batch-size {num_ranks}"
-            f" {LATER} {ROOM} {SELECTIVE} {OVERLAP}",
+            f" {LATER} {ROOM} {recompute} {OVERLAP}",
             num_microbatches,
-            f"{label}, selective recomputation",
+            f"{label}, {named} recomputation",
             4096,
         )
         for num_ranks in all_ranks
@@ -123,12 +130,12 @@ _32B = {64: _Sizes(tp=8, pp=2), MOST: _Sizes(tp=8, pp=4)}
 _32B_LONG = _32B | {MOST: _Sizes(tp=8, pp=4, cp=16, **_SELECTIVE)}
 _70B = {128: _Sizes(tp=8, pp=4), MOST: _Sizes(tp=8, pp=8)}
 _70B_LONG = _70B | {MOST: _Sizes(tp=8, pp=4, cp=16, **_SELECTIVE)}
+_405B_FULL = {"more": f"{ENDS} {FULL}", "stands_for": "full recomputation"}
 _405B = {
-    512: _Sizes(tp=8, pp=16, more=f"{ENDS} {FULL}", stands_for="full recomputation"),
-    8192: _Sizes(tp=8, pp=16, more=f"{ENDS} {SELECTIVE}", stands_for="selective recomputation"),
-    MOST: _Sizes(tp=8, pp=16, cp=16, more=f"{ENDS} {SELECTIVE}",
-                 stands_for="selective recomputation"),
-}  # fmt: skip
+    512: _Sizes(tp=8, pp=16, **_405B_FULL),
+    8192: _Sizes(tp=8, pp=16, **_405B_FULL),
+    MOST: _Sizes(tp=8, pp=16, cp=16, **_405B_FULL),
+}
 _ZERO3 = _Sizes(more=ZERO3, stands_for="ZeRO 3")
 
 RUNS = [
@@ -154,9 +161,9 @@ RUNS = [
     *_dense("qwen3-8b", 4096, _7B),
     *_dense("qwen3-14b", 4096, _14B),
     *_dense("qwen3-32b", 4096, _32B | {1024: _Sizes(tp=8, pp=2, virtual=2)}),
-    *_sparse("mixtral_8x7b", "TP 2, PP 4, EP 8", 4, 64, 1024, MOST),
+    *_sparse("mixtral_8x7b", "TP 2, PP 4, EP 8", 4, 64, 1024, MOST, is_full=False),
     *_sparse("gpt_oss_20b", "EP 8", 2, 32, 1024, MOST),
     *_sparse("qwen3_30b_a3b", "PP 2, EP 8", 2, 64, 1024, MOST),
-    *_sparse("deepseek_v2_lite", "EP 8", 2, 32, 1024, MOST),
+    *_sparse("deepseek_v2_lite", "EP 8", 2, 32, 1024, MOST, is_full=False),
     *_sparse("deepseek_v3", "PP 16, EP 64", 16, 1024, MOST),
 ]  # fmt: skip
