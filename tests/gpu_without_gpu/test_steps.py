@@ -17,13 +17,22 @@ STEP = (
     " --overlap-grad-reduce --overlap-param-gather"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+PARKED = (
+    "--fine-grained-activation-offloading --min-offloaded-tensor-size 1"
+    " --offload-modules attn_norm core_attn attn_proj mlp_norm"
+)
 STAGE = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 HOST = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 WAITS = {
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    " --use-distributed-optimizer --ddp-bucket-size 1000": [
+    f" --use-distributed-optimizer --ddp-bucket-size 1000 {PARKED}": [
         "grad_reducer.py:wait",
         "gathered_params.py:finish",
+        "parked_tensors.py:__init__:wait",
+        "parked_tensors.py:__init__:record_stream",
+        "parked_tensors.py:fetch:wait",
+        "parked_tensors.py:take:wait",
+        "parked_tensors.py:take:record_stream",
         "executor.py:forward",
         "executor.py:_backpropagate",
     ],

@@ -1,8 +1,8 @@
 """Print how far features are from one process in every layout: `python -m tests.parity.features`.
 
-The clip of query and key weights, muP, gated attention, and every module that selective
-recomputation knows, each in all of `LAYOUTS`: every axis alone, every stage of ZeRO, and several
-axes together on 4 and 8 ranks. A cell is two steps (or `--steps`), compared as in
+The clip of query and key weights, muP, gated attention, and every module whose activations can be
+recomputed or offloaded, each in all of `LAYOUTS`: every axis alone, every stage of ZeRO, and
+several axes together on 4 and 8 ranks. A cell is two steps (or `--steps`), compared as in
 `tests.parity.table`. A layout that has ranks of experts gets the feature's model with experts.
 Where a rule refuses a combination the table has its text, and the cell is that settings are refused
 so. Exits with status 1 if any error exceeds its tolerance, or a refusal is another.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
 from megatron.core.transformer.config.recompute import RECOMPUTE_MODULES
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.table import FIGURES, errors_of, exceeds, figures
@@ -67,12 +68,14 @@ class Feature:
         model: has it.
         with_experts: has it and experts.
         recomputed: modules that the layout, but not the one process, computes again.
+        offloaded: modules whose activations the layout, but not the one process, offloads.
         refused: name of a layout -> how the problem begins for which its settings are refused.
     """
 
     model: ModelCase
     with_experts: ModelCase
     recomputed: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,42 +86,61 @@ _LATENT_EXPERTS = replace(_LATENT, experts="deepseek")
 _CLIPPED = 0.05
 """Attention logit that is exceeded."""
 _MODELS_OF = {"mla_up_proj": (_LATENT, _LATENT_EXPERTS)} | dict.fromkeys(
-    ("moe", "moe_act", "shared_experts"), (_EXPERTS, _EXPERTS)
+    ("moe", "moe_act", "shared_experts", "expert_fc1"), (_EXPERTS, _EXPERTS)
 )
 """Module that only some models have -> those."""
-_REFUSED = {"moe": {"ep in turns": "overlap_moe_expert_parallel_comm with recomputed"}}
-
-FEATURES: dict[str, Feature] = {
-    "qk-clip": Feature(
-        replace(_DENSE, largest_logit=_CLIPPED),
-        replace(_DENSE, experts="dropless", largest_logit=_CLIPPED),
-    ),
-    "qk-clip of latents": Feature(
-        replace(_LATENT, largest_logit=_CLIPPED), replace(_LATENT_EXPERTS, largest_logit=_CLIPPED)
-    ),
-    "muP": Feature(
-        ModelCase("gpt2", True, 0.1, base_width=8, layers=4),
-        replace(_EXPERTS, base_width=8, later_tokens=1),
-    ),
-    "gated attention": Feature(
-        replace(_DENSE, gated=True), replace(_DENSE, experts="dropless", gated=True)
-    ),
-    "gated attention of latents": Feature(
-        replace(_LATENT, gated=True),
-        replace(_LATENT_EXPERTS, gated=True),
-        refused=dict.fromkeys(LAYOUTS, "attention_output_gate with multi-latent attention"),
-    ),
-} | {
-    f"recompute {module}": Feature(
-        *_MODELS_OF.get(module, (_DENSE, _EXPERTS)), (module,), _REFUSED.get(module, {})
-    )
-    for module in RECOMPUTE_MODULES
+_REFUSED = {
+    "moe": {"ep in turns": "overlap_moe_expert_parallel_comm with recomputed"},
+    "layers": {"ep in turns": "cpu_offloading_num_layers=1 with overlap_moe"},
 }
-"""Every feature; a module that becomes one of `RECOMPUTE_MODULES` becomes one of them."""
+
+FEATURES: dict[str, Feature] = (
+    {
+        "qk-clip": Feature(
+            replace(_DENSE, largest_logit=_CLIPPED),
+            replace(_DENSE, experts="dropless", largest_logit=_CLIPPED),
+        ),
+        "qk-clip of latents": Feature(
+            replace(_LATENT, largest_logit=_CLIPPED),
+            replace(_LATENT_EXPERTS, largest_logit=_CLIPPED),
+        ),
+        "muP": Feature(
+            ModelCase("gpt2", True, 0.1, base_width=8, layers=4),
+            replace(_EXPERTS, base_width=8, later_tokens=1),
+        ),
+        "gated attention": Feature(
+            replace(_DENSE, gated=True), replace(_DENSE, experts="dropless", gated=True)
+        ),
+        "gated attention of latents": Feature(
+            replace(_LATENT, gated=True),
+            replace(_LATENT_EXPERTS, gated=True),
+            refused=dict.fromkeys(LAYOUTS, "attention_output_gate with multi-latent attention"),
+        ),
+    }
+    | {
+        f"recompute {module}": Feature(
+            *_MODELS_OF.get(module, (_DENSE, _EXPERTS)), (module,), refused=_REFUSED.get(module, {})
+        )
+        for module in RECOMPUTE_MODULES
+    }
+    | {
+        f"offload {module}": Feature(
+            *_MODELS_OF.get(module, (_DENSE, _EXPERTS)),
+            offloaded=(module,),
+            refused=_REFUSED.get(module, {}),
+        )
+        for module in (*OFFLOAD_MODULES, "layers")
+    }
+)
+"""Every feature; a module that becomes one of `RECOMPUTE_MODULES` or `OFFLOAD_MODULES` becomes one
+of them."""
 
 JOINED: dict[str, Feature] = {
-    name: feature for name, feature in FEATURES.items() if not feature.recomputed
+    name: feature
+    for name, feature in FEATURES.items()
+    if not (feature.recomputed or feature.offloaded)
 } | {
+    "offload all of experts": Feature(_EXPERTS, _EXPERTS, offloaded=OFFLOAD_MODULES),
     "recompute all of experts": Feature(
         _EXPERTS, _EXPERTS, ("moe_act", "shared_experts", "layernorm", "core_attn")
     ),
@@ -155,7 +177,7 @@ def cells(features: Mapping[str, Feature], names: Sequence[str]) -> list[Cell]:
                     feature_name,
                     name,
                     feature.with_experts if has_experts else feature.model,
-                    replace(layout, recomputed=feature.recomputed),
+                    replace(layout, recomputed=feature.recomputed, offloaded=feature.offloaded),
                     feature.refused.get(name),
                 )
             )

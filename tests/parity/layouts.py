@@ -36,6 +36,8 @@ class LayoutCase:
     """Form all activations again in backward."""
     recomputed: tuple[str, ...] = ()
     """Compute again in backward what these modules keep."""
+    offloaded: tuple[str, ...] = ()
+    """Keep in host memory what these modules save for backward; "layers": one whole layer."""
     ep: int = 1
     expt_tp: int = 1
     """Expert-parallel size, and tensor-parallel size inside experts."""
@@ -84,6 +86,7 @@ class LayoutCase:
         parts += ["engine"] * self.engine
         parts += ["tiled"] * self.tiled + ["recompute"] * self.recomputes
         parts += [f"recompute {' '.join(self.recomputed)}"] * bool(self.recomputed)
+        parts += [f"offload {' '.join(self.offloaded)}"] * bool(self.offloaded)
         parts.append(f"dp{self.dp}{f'+zero{self.stage}' if self.stage else ''}")
         parts += ["fsdp2"] * self.fsdp2
         if self.instances > 1:

@@ -6,6 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
 from megatron.core.transformer.config.recompute import RECOMPUTE_MODULES
 from tests.parity.features import (
     COMPOSITE,
@@ -71,6 +72,8 @@ def test_the_tested_part_has_every_two_axes_together_and_every_stage():
     assert max(layout.vp for layout in layouts) == 2 and any(layout.sp for layout in layouts)
 
 
-def test_every_module_of_selective_recomputation_is_a_feature():
+def test_every_module_that_can_be_recomputed_or_offloaded_is_a_feature():
     recomputed = [feature.recomputed for feature in FEATURES.values() if feature.recomputed]
     assert recomputed == [(module,) for module in RECOMPUTE_MODULES]
+    offloaded = [feature.offloaded for feature in FEATURES.values() if feature.offloaded]
+    assert offloaded == [(module,) for module in (*OFFLOAD_MODULES, "layers")]

@@ -144,6 +144,11 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
         recompute_modules=list(layout.recomputed),
         recompute_method="uniform" if layout.recomputes else None,
         recompute_num_layers=1 if layout.recomputes else None,
+        fine_grained_activation_offloading=bool(layout.offloaded)
+        and "layers" not in layout.offloaded,
+        offload_modules=list(layout.offloaded),
+        min_offloaded_tensor_size=1,
+        cpu_offloading_num_layers=int("layers" in layout.offloaded),
         mlp_chunks_for_training=3 if layout.tiled else 1,
         cross_entropy_loss_fusion=layout.tiled,
         mtp_num_layers=model.later_tokens or None,

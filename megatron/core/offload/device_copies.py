@@ -112,7 +112,7 @@ class StreamCopies:
             computing = current_stream()
             assert computing is not None
             self._stream.wait_event(computing.record_event())
-        with _queued_on(self._stream):
+        with queued_on(self._stream):
             if target is None:
                 target = torch.empty_like(source, device=self._device)
             target.copy_(source, non_blocking=True)
@@ -124,7 +124,7 @@ class StreamCopies:
         computing = current_stream()
         assert computing is not None
         queued = computing.record_event()
-        with _queued_on(self._readers):
+        with queued_on(self._readers):
             self._readers.wait_event(queued)
             for copy in copies:
                 copy.wait()
@@ -152,7 +152,8 @@ class _StreamCopy:
 
 
 @contextmanager
-def _queued_on(stream: torch.Stream) -> Iterator[None]:
+def queued_on(stream: torch.Stream) -> Iterator[None]:
+    """Let this thread queue its work on a stream inside."""
     computing = current_stream()
     set_current_stream(stream)
     try:

@@ -54,12 +54,11 @@ use_te_rng_tracker:te_rng_tracker --te-rng-tracker on
 no effect: backward computes the gradients of a product together
 --defer-embedding-wgrad-compute on
 --wgrad-deferral-limit int = 0
-no effect: activations stay on the device; --recompute-granularity saves memory
---cpu-offloading-num-layers int = 0
+no effect: --cpu-offloading-num-layers says which layers, whose activations go to host memory
 cpu_offloading on
-of cpu_offloading_num_layers
 cpu_offloading_activations off-switch
 cpu_offloading_double_buffering on
+no effect: --param-cpu-offload takes weights to host memory
 cpu_offloading_weights on
 no effect: each micro batch is recomputed as the others are
 num_microbatches_with_partial_activation_checkpoints int
@@ -118,11 +117,6 @@ no effect: tokens travel by the collectives of torch.distributed
 no effect: routing is recorded and replayed through megatron.core, by the program that needs it
 --moe-enable-routing-replay on
 
-no effect: activations stay on the device; --recompute-granularity saves memory
---fine-grained-activation-offloading on
-of fine_grained_activation_offloading
---offload-modules str x+ = []
---min-offloaded-tensor-size int = 1048576
 no effect: memory is released where backward has read it
 --no-clone-scatter-output-in-embedding off-switch
 no effect: weights are drawn by name and need no full copy of the model

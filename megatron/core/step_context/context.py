@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron.core.offload.saved_activations import SavedActivations
     from megatron.core.parameters.rng import SequenceShard
     from megatron.core.step_context.overlap import Overlap
     from megatron.core.topology.group import Group
@@ -96,6 +97,8 @@ class StepContext:
     """Models that initialise themselves by name get memory for the weights they draw."""
     cp_group: Group | None = None
     """Ranks that split the micro batch that is computed; None: those of the layout."""
+    saved_activations: SavedActivations | None = None
+    """Takes what modules whose activations are offloaded save for backward."""
     expert_loads: Sequence[ref[ExpertLoad]] = ()
     """What the routers of this stage counted in the step that ended last."""
     overlap: Overlap | None = None

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.kernels.torch_attention import kv_cache_attention
+from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -259,9 +260,12 @@ class Attention(MegatronModule):
         if self.recomputes_core and self.training:
             attended = checkpoint(core, False, *given)
         else:
-            attended = core(*given)
+            with offloading(self.config.offloads("core_attn"), self.core_attention):
+                attended = core(*given)
         self.drop_query_key_value(attended)
-        return self.linear_proj(_gated(attended, *gate))
+        attended = _gated(attended, *gate)
+        with offloading(self.config.offloads("attn_proj"), self.linear_proj):
+            return self.linear_proj(attended)
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free what the core attention used, if it is recomputed before its backward."""
@@ -341,7 +345,8 @@ class SelfAttention(Attention):
         rule = "keys and values of self-attention come from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
-        packed, _ = self.linear_qkv(hidden_states)
+        with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):
+            packed, _ = self.linear_qkv(hidden_states)
         query, key, *others = self._unpack(packed)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)

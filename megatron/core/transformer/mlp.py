@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.gated_activation import Gate
 from megatron.core.kernels.gated_activation import gated as gated_activation
+from megatron.core.offload.saved_activations import offloading
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     resolve_group,
@@ -61,6 +62,7 @@ class MLP(MegatronModule):
         super().__init__(config)
         self.pg_collection = resolve_groups(pg_collection)
         tp_group = resolve_group(tp_group, "expt_tp" if is_expert else "tp", self.pg_collection)
+        self.is_expert = is_expert
         self.recomputes_activation = is_expert and config.recomputes("moe_act")
         self.input_size = input_size or config.hidden_size
         ffn = ffn_hidden_size or config.ffn_hidden_size
@@ -136,8 +138,11 @@ class MLP(MegatronModule):
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
         """Compute what fc2 multiplies: [s, b, f/tp]."""
-        intermediate, bias = self.linear_fc1(hidden_states)  # a spec's layer may return its bias
-        return self.activate(intermediate, bias)
+        with offloading(self.is_expert and self.config.offloads("expert_fc1"), self.linear_fc1):
+            # A spec's layer may return its bias.
+            intermediate, bias = self.linear_fc1(hidden_states)
+        with offloading(self.is_expert and self.config.offloads("moe_act")):
+            return self.activate(intermediate, bias)
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""

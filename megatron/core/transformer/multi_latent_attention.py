@@ -25,6 +25,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
+from megatron.core.offload.saved_activations import offloading
 from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -113,11 +114,10 @@ class MLASelfAttention(Attention):
         given = {"key_value_states": key_value_states}
         refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
         config, p = self.config, self.config.qk_pos_emb_head_dim
-        if config.q_lora_rank is None:
-            of_query, _ = self.linear_q_proj(hidden_states)
-        else:
-            of_query, _ = self.linear_q_down_proj(hidden_states)
-        joined, _ = self.linear_kv_down_proj(hidden_states)
+        down = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_down_proj
+        with offloading(config.offloads("qkv_linear"), down, self.linear_kv_down_proj):
+            of_query, _ = down(hidden_states)
+            joined, _ = self.linear_kv_down_proj(hidden_states)
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
         if not (self.recomputes_up_projection and self.training):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.offload.saved_activations import offloading, saving_activations
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import (
@@ -216,31 +217,37 @@ class TransformerBlock(GraphableMegatronModule):
             def layers(
                 hidden: Tensor, mask: Tensor | None, context: Tensor | None, bias: Tensor | None
             ) -> Any:
-                for layer in self.layers[first:last]:
+                for index, layer in enumerate(self.layers[first:last], first):
                     assert isinstance(layer.layer_number, int), layer
                     options = common
                     if local and self.config.window_of(layer.layer_number) is not None:
                         options = common | local
-                    hidden, context = layer(hidden, mask, context, attention_bias=bias, **options)
+                    with offloading(index < self.config.cpu_offloading_num_layers, layer):
+                        hidden, context = layer(
+                            hidden, mask, context, attention_bias=bias, **options
+                        )
                 return hidden, context
 
             return layers
 
-        for first, last, recomputes in self._segments():
-            segment = run(first, last)
-            if recomputes:
-                hidden_states, context = checkpoint(
-                    segment,
-                    self.config.distribute_saved_activations,
-                    hidden_states,
-                    attention_mask,
-                    context,
-                    attention_bias,
-                )
-            else:
-                hidden_states, context = segment(
-                    hidden_states, attention_mask, context, attention_bias
-                )
+        offloads = self.config.offloads_activations and self.training
+        with saving_activations(offloads, self.config.min_offloaded_tensor_size):
+            for first, last, recomputes in self._segments():
+                segment = run(first, last)
+                if not recomputes:
+                    hidden_states, context = segment(
+                        hidden_states, attention_mask, context, attention_bias
+                    )
+                    continue
+                with offloading(last <= self.config.cpu_offloading_num_layers):
+                    hidden_states, context = checkpoint(
+                        segment,
+                        self.config.distribute_saved_activations,
+                        hidden_states,
+                        attention_mask,
+                        context,
+                        attention_bias,
+                    )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)

@@ -14,6 +14,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError, raise_to
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.settings.computation import LayerComputation, OtherLayers
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.experts import ExpertConfig
@@ -38,6 +39,7 @@ from megatron.core.utils import best_divisor
 class TransformerConfig(
     StageConfig,
     RecomputeConfig,
+    ActivationOffloadConfig,
     PrecisionConfig,
     InitializationConfig,
     PositionConfig,
@@ -88,6 +90,11 @@ class TransformerConfig(
                 self.sequence_parallel,
                 self.multi_latent_attention,
                 self.moe_shared_expert_overlap,
+            ),
+            *self.check_activation_offload(
+                self.recompute_granularity,
+                self.recompute_modules,
+                self.overlap_moe_expert_parallel_comm,
             ),
             *self.check_experts(
                 self.num_layers,

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDic
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
+from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -290,9 +291,10 @@ class TransformerLayer(GraphableMegatronModule):
         self, hidden_states: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream [s, b, h] with attention added; see `_add`."""
-        normed = self._normed(
-            self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
-        )
+        with offloading(self.config.offloads("attn_norm"), self.input_layernorm):
+            normed = self._normed(
+                self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
+            )
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
@@ -322,9 +324,10 @@ class TransformerLayer(GraphableMegatronModule):
             norm_of_input: [s, b, h], if it is there already.
         """
         if norm_of_input is None:
-            normed = self._normed(
-                self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
-            )
+            with offloading(self.config.offloads("mlp_norm"), self.pre_mlp_layernorm):
+                normed = self._normed(
+                    self.pre_mlp_layernorm, mlp_input, recomputes=self.recomputes_mlp_norm
+                )
         else:
             normed = _Normed(in_compute_dtype(norm_of_input, self.config), norm_of_input, None)
         if self.config.mlp_chunks_for_training > 1 and self.training:

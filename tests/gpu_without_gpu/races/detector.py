@@ -18,7 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.zero import shard_storage, sharded_gradients
 from megatron.core.foundation import device
-from megatron.core.offload import arriving_values, device_copies
+from megatron.core.offload import (
+    arriving_values,
+    device_copies,
+    parked_tensors,
+    saved_activations,
+)
 from megatron.core.step_context.overlap import Overlap
 from tests.gpu_without_gpu.process_group_calls import GroupCall, caller, observed, ways_of_nccl
 from tests.gpu_without_gpu.races.clocks import COMPUTE, HOST, Clocks
@@ -361,12 +366,14 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
         (shard_storage, "is_host_memory", lambda _: False),
         (sharded_gradients, "is_host_memory", lambda _: False),
         (arriving_values, "is_host_memory", lambda _: False),
+        (saved_activations, "parking", functools.cache(parked_tensors.StreamParking)),
     ]
     for module in (device, device_copies):
         patches += [
             (module, "current_stream", current),
             (module, "set_current_stream", set_current),
         ]
+    patches += [(parked_tensors, "current_stream", current)]
     with ExitStack() as stack:
         stack.enter_context(ways_of_nccl())
         for target, name, value in patches:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
 from megatron.core.kernels.row_counts import join_rows, split_rows
+from megatron.core.offload.saved_activations import offloading
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
@@ -201,14 +202,16 @@ class GroupedMLP(_Experts):
     ) -> tuple[Tensor, None]:
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias)."""
         counts, probs = tokens_per_expert, permuted_probs
-        x = self.linear_fc1(permuted_local_hidden_states, counts)
+        with offloading(self.config.offloads("expert_fc1"), self.linear_fc1):
+            x = self.linear_fc1(permuted_local_hidden_states, counts)
         if self.linear_fc1.uses_bias:
             x = rows_with_bias(x, counts, self.linear_fc1.biases())
         dropped = CheckpointWithoutOutput()
         if self.config.recomputes("moe_act") and self.training:
             x = dropped.checkpoint(self._activate, x, probs)
         else:
-            x = self._activate(x, probs)
+            with offloading(self.config.offloads("moe_act")):
+                x = self._activate(x, probs)
         x = self.linear_fc2(x, counts)
         dropped.discard_output_and_register_recompute(x)
         if self.linear_fc2.uses_bias:

@@ -94,12 +94,12 @@ no effect: what is sharded, and when it is gathered, does not depend on it
 --megatron-fsdp-version int: 1/2 = 1
 --no-use-layer-wise-param-layout off-switch
 --torch-fsdp2-no-reshard-after-forward off-switch
-of fine_grained_activation_offloading
+no effect: all that --offload-modules names is offloaded, as soon as it is saved
 --activation-offload-fraction float = 1.0
 --delay-offload-until-cuda-graph on
 --delta-offload-bytes-across-pp-ranks int = 0
 --fine-grained-offloading-max-inflight-offloads int
-of cpu_offloading_num_layers
+no effect: pinned memory is kept for the next copies
 --cpu-offloading-retain-pinned-cpu-buffers on
 """
 
