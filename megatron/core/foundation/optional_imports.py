@@ -49,6 +49,7 @@ BUILT_FROM_SOURCE = {
     "apex": "NVIDIA apex, built from its repository (the PyPI name is an unrelated project)",
     "fused_layer_norm_cuda": "the compiled norms of NVIDIA apex",
     "flash_attn": "flash-attention (pip package flash-attn)",
+    "deep_ep": "DeepEP (deep_ep, built from its repository)",
     "triton": "Triton (comes with the CUDA builds of torch)",
 }
 """GPU libraries that no extra of ours installs: import name -> what to install."""

@@ -109,11 +109,6 @@ use_mamba_mem_eff_path --disable-mamba-mem-eff-path off-switch
 no effect: products of 16 and 32 bits take any number of tokens
 --moe-router-padding-for-fp8 on
 --moe-router-padding-for-quantization on
-no effect: tokens travel by the collectives of torch.distributed
---moe-enable-deepep on
---moe-flex-dispatcher-backend str: deepep/hybridep/ncclep = deepep
---moe-deepep-num-sms int
---moe-hybridep-num-sms int
 no effect: routing is recorded and replayed through megatron.core, by the program that needs it
 --moe-enable-routing-replay on
 

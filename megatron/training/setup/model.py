@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.dispatchers import EXCHANGE
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
@@ -135,8 +136,12 @@ def kernels_of_run(
 
 def _announce_kernels(run: ResolvedRun, config: TransformerConfig) -> None:
     here = device.device_type()
-    chosen = [f"{x.operation} {x.kernel}" for x in kernels_of_run(run, config, here)]
+    lines = kernels_of_run(run, config, here)
+    chosen = [f"{x.operation} {x.kernel}" for x in lines]
     print_rank_0(f" > kernels on {here}: {'; '.join(chosen)}")
+    for line in lines:
+        if line.operation == EXCHANGE.operation:  # asked for by name, so say why it is another
+            print_rank_0(f" > {line}")
 
 
 def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:

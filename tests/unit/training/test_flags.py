@@ -169,9 +169,9 @@ def test_the_document_of_flags_is_current():
 
 def test_the_document_shows_both_the_owner_of_a_flag_and_what_becomes_of_it():
     (row,) = (
-        line for line in flags_document().splitlines() if "`--moe-token-dispatcher-type`" in line
+        line for line in flags_document().splitlines() if "`--moe-flex-dispatcher-backend`" in line
     )
-    assert row.endswith("| of --num-experts; no effect: flex |")
+    assert row.endswith("| of --moe-token-dispatcher-type; no effect: ncclep |")
 
 
 def test_every_flag_that_acts_is_read_somewhere():

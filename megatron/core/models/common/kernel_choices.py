@@ -20,6 +20,7 @@ from megatron.core.models.common.language_module.language_module import (
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
 from megatron.core.transformer.dot_product_attention import asked_backend
+from megatron.core.transformer.moe.dispatchers import EXCHANGE, choose_exchange
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -112,6 +113,9 @@ def kernel_choices(
         lines.append(_line("gated activation", chosen_gate))
     if config.num_moe_experts and config.moe_grouped_gemm:
         lines.append(_line("grouped products", GROUPED_PRODUCTS.choose(request(()))))
+    if config.num_moe_experts and config.moe_token_dispatcher_type == "flex":
+        exchange = choose_exchange(config, device, is_planned=is_planned)
+        lines.append(_line(EXCHANGE.operation, exchange))
     lines.append(_line("loss", LOSS.choose(request(loss_needs(config)), asked_loss(config))))
     return lines
 

@@ -8,16 +8,16 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.expert_exchange import DISPATCHERS, ExpertExchangeConfig
 from megatron.core.utils import best_divisor
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-DISPATCHERS = ("allgather", "alltoall", "flex")
 DROP_POLICIES = ("probs", "position")
 
 
 @dataclass
-class ExpertConfig:
+class ExpertConfig(ExpertExchangeConfig):
     """Routed experts, their router and dispatcher. Names and defaults are Megatron's."""
 
     num_moe_experts: int | None = flag(None, name="num_experts")
@@ -85,13 +85,6 @@ class ExpertConfig:
     moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
     """Route at random: for measuring speed."""
 
-    moe_token_dispatcher_type: str = flag(
-        "allgather",
-        choices=("allgather", "alltoall", "flex"),
-        part_of="num_experts",
-        note_values={"flex": "tokens travel by the all-to-all of torch.distributed"},
-    )
-    """How tokens travel to experts on other ranks; flex is alltoall."""
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
@@ -177,6 +170,7 @@ class ExpertConfig:
             *self._sizes_problems(num_layers, expert_parallel, expert_tp or 1),
             *self._router_problems(),
             *self._capacity_problems(),
+            *self.exchange_problems(),
         ]
 
     def _sizes_problems(

@@ -27,10 +27,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.dispatchers import build_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
-    DISPATCHERS,
     ExchangeCapacity,
     TokenDispatcher,
     pad_to_capacity,
@@ -92,8 +92,8 @@ class MoELayer(MegatronModule):
             self.shared_experts = build_module(
                 submodules.shared_experts, config=config, pg_collection=groups
             )
-        self.token_dispatcher: TokenDispatcher = DISPATCHERS[config.moe_token_dispatcher_type](
-            num_local_experts, self.local_expert_indices, groups
+        self.token_dispatcher: TokenDispatcher = build_dispatcher(
+            config, num_local_experts, self.local_expert_indices, groups
         )
         # Without sequence parallelism the layer itself gives each rank other rows.
         self._cut = SINGLE_RANK if config.sequence_parallel else groups.tp

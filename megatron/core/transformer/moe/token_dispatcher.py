@@ -10,7 +10,7 @@ Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, n ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -145,7 +145,7 @@ def permutation_of(
     return PERMUTATION.choose(Request.of(tokens)).kernel.run(expert, token, len(tokens))
 
 
-class _Dispatcher:
+class TokenDispatcherBase:
     """Groups, and the numbers of the experts of this rank.
 
     Args:
@@ -164,7 +164,7 @@ class _Dispatcher:
         self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
 
 
-class MoEAllGatherTokenDispatcher(_Dispatcher):
+class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
     """Every rank of `tp_ep` receives all tokens of the group and keeps those of its experts.
 
     Communication: all-gathers of t * h activations and t * e weights over `tp_ep`, and a
@@ -207,7 +207,7 @@ class MoEAllGatherTokenDispatcher(_Dispatcher):
         )
 
 
-class MoEAlltoAllTokenDispatcher(_Dispatcher):
+class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
     """Each rank sends a token once for each of its experts, to the rank that holds it.
 
     Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the rows' activations
@@ -296,7 +296,7 @@ class _ExchangePlan:
     tokens_per_expert: Sequence[int]
 
     @staticmethod
-    def of(dispatcher: _Dispatcher, assignments: Tensor) -> _ExchangePlan:
+    def of(dispatcher: TokenDispatcherBase, assignments: Tensor) -> _ExchangePlan:
         """Plan the exchange of a rank with [e] assignments. Communication: see above."""
         ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
         ep_size, tp_size = ep.size(), expt_tp.size()
@@ -361,10 +361,3 @@ def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     width = len(counts[0])
     pieces = rows.split([count for row in counts for count in row])
     return torch.cat([piece for inner in range(width) for piece in pieces[inner::width]])
-
-
-DISPATCHERS: dict[str, Callable[..., TokenDispatcher]] = {
-    "allgather": MoEAllGatherTokenDispatcher,
-    "alltoall": MoEAlltoAllTokenDispatcher,
-    "flex": MoEAlltoAllTokenDispatcher,
-}

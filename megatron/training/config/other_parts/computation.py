@@ -51,9 +51,9 @@ no effect: an expert has weights of its own, and what computes them together rea
 of batch_invariant_mode
 --batch-invariant-backend str: te_native/deepgemm/triton = te_native
 
-no effect: tokens travel by the collectives of torch.distributed
+no effect: tokens travel on the streams of their group
 --high-priority-a2a-comm-stream on
---moe-flex-dispatcher-num-sms int
+no effect: the library decides it
 --moe-hybridep-num-blocks-permute int
 --moe-hybridep-num-blocks-unpermute int
 --moe-hybridep-num-sms-preprocessing int = 108

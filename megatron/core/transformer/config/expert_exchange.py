@@ -1,0 +1,75 @@
+"""How tokens travel between the ranks that hold experts: dispatchers and their libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import flag
+
+DISPATCHERS = ("allgather", "alltoall", "flex")
+
+
+@dataclass
+class ExpertExchangeConfig:
+    """Dispatcher of tokens, and the library that it may use. Names and defaults are Megatron's."""
+
+    moe_token_dispatcher_type: str = flag(
+        "allgather", choices=("allgather", "alltoall", "flex"), part_of="num_experts"
+    )
+    """How tokens travel to experts on other ranks; flex by the library that
+    `moe_flex_dispatcher_backend` names, or as alltoall where that cannot be used."""
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep",
+        choices=("deepep", "hybridep", "ncclep"),
+        part_of="moe_token_dispatcher_type",
+        note_values={"ncclep": "tokens travel by all-to-all"},
+    )
+    """Library of the flex dispatcher: deepep or hybridep (both of the package deep_ep). A run says
+    what it takes, and why not the one named."""
+    moe_enable_deepep: bool = flag(False, part_of="moe_token_dispatcher_type")
+    """Megatron's earlier name of moe-flex-dispatcher-backend deepep."""
+    moe_flex_dispatcher_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """Multiprocessors that the library of the flex dispatcher may occupy; None is its default."""
+    moe_deepep_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """The same for deepep alone."""
+    moe_hybridep_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
+    """The same for hybridep alone."""
+
+    @property
+    def exchange_library(self) -> str:
+        """The library that the flex dispatcher is to use."""
+        return "deepep" if self.moe_enable_deepep else self.moe_flex_dispatcher_backend
+
+    @property
+    def exchange_num_sms(self) -> int | None:
+        """How many multiprocessors it may occupy."""
+        of_library = {"deepep": self.moe_deepep_num_sms, "hybridep": self.moe_hybridep_num_sms}
+        own = of_library.get(self.exchange_library)
+        return self.moe_flex_dispatcher_num_sms if own is None else own
+
+    def exchange_problems(self) -> list[MegatronError]:
+        """Return what of these settings cannot be used together."""
+        problems: list[MegatronError] = []
+        if self.moe_enable_deepep and self.moe_token_dispatcher_type != "flex":
+            problems.append(
+                ConfigError(
+                    f"moe_enable_deepep with moe_token_dispatcher_type="
+                    f"{self.moe_token_dispatcher_type!r}.",
+                    rule="it is a library of the flex dispatcher",
+                    flags=["--moe-enable-deepep", "--moe-token-dispatcher-type"],
+                    fix="use --moe-token-dispatcher-type flex",
+                )
+            )
+        sms = self.exchange_num_sms
+        if sms is not None and (sms < 2 or sms % 2):
+            problems.append(
+                ConfigError(
+                    f"{sms} multiprocessors for the exchange of tokens.",
+                    rule="half of them send and half receive",
+                    flags=["--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms",
+                           "--moe-hybridep-num-sms"],
+                    fix="give an even number, for example 20",
+                )
+            )  # fmt: skip
+        return problems
