@@ -96,6 +96,9 @@ class DataParallelFlags:
     file there, read ahead of use. For CPU ranks."""
     check_for_large_grads: bool = False
     """Look for a gradient norm that is far above the recent ones, before the update."""
+    fp8_param_gather: bool = flag(False, part_of="fp8")
+    """Gather the weights that are multiplied in 8 bits as these, one byte per element: with
+    sharded state, in bf16, by recipes with one scale for a tensor (delayed, tensorwise)."""
     use_megatron_fsdp: bool = False
     """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
 
@@ -140,6 +143,15 @@ class DistributedDataParallelConfig(
     def offloads_parameters(self) -> bool:
         """Whether the own shards of parameters are elsewhere than in the device's memory."""
         return self.param_cpu_offload or self.param_offload_path is not None
+
+    @property
+    def gathers_in_few_bits(self) -> bool:
+        """Whether weights are gathered in the format of their products, if that has one scale."""
+        return (
+            self.fp8_param_gather
+            and self.use_distributed_optimizer
+            and not (self.shards_parameters or self.overlap_cpu_optimizer_d2h_h2d)
+        )
 
     @property
     def shards_parameters(self) -> bool:

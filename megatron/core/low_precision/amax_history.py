@@ -31,6 +31,8 @@ class AmaxHistory:
         self._owner, self._name = owner, name
         self._uses_largest = uses_largest
         self._of_step = torch.zeros(NUM_OPERANDS, dtype=torch.float64)
+        self.weight_amax: Tensor | None = None
+        """Of the unrounded weight, [] fp64, where the parameter holds the rounded one."""
 
     @property
     def steps(self) -> Tensor:

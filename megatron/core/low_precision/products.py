@@ -188,20 +188,45 @@ class LinearProducts:
         scaling = self.recipe.scalings[operand]
         amax = None
         if self.history is not None:
-            assert isinstance(scaling, TensorScaling), scaling
             unit = call.gradient_unit if operand is Operand.GRADIENT else 1.0
             if call.records:
-                self.history.record(operand.index, _amax(x).double() / unit)
-            amax = self.history.amax(operand.index)
+                known = self.history.weight_amax if operand is Operand.WEIGHT else None
+                found = largest_magnitude(x).double() / unit if known is None else known
+                self.history.record(operand.index, found)
             # Without a history the scale is 1 for the loss of a micro batch as it is: multiplied by
             # what the layout multiplies that loss with, a gradient would meet another step.
-            amax = torch.where(amax == 0, scaling.amax_of_scale_one, amax) * unit
+            amax = self._remembered(operand) * unit
             amax = amax.to(in_working_dtype(x).dtype)
         elif scaling.needs_amax:
-            amax = _amax(x)
+            amax = largest_magnitude(x)
             for group in (self.tp, self.cp):
                 backend.all_reduce(amax, group, ReduceOp.MAX)
         return scaling.quantize(x, amax, uniform, cuts)
+
+    def _remembered(self, operand: Operand) -> Tensor:
+        """Return the amax of the history, [] fp64; without one, that of a scale of 1."""
+        scaling = self.recipe.scalings[operand]
+        assert isinstance(scaling, TensorScaling) and self.history is not None
+        amax = self.history.amax(operand.index)
+        return torch.where(amax == 0, scaling.amax_of_scale_one, amax)
+
+    @property
+    def has_one_weight_scale(self) -> bool:
+        """Whether the weight has one scale, so that it is rounded the same for every product."""
+        return isinstance(self.recipe.scalings[Operand.WEIGHT], TensorScaling)
+
+    def scale_of_weight(self, amax: Tensor) -> Tensor:
+        """Return what the products of the coming step multiply the weight with, [] fp32.
+
+        Args:
+            amax: [] fp32, of the whole unrounded weight; the history takes it in the coming step.
+        """
+        scaling = self.recipe.scalings[Operand.WEIGHT]
+        assert isinstance(scaling, TensorScaling), scaling
+        if self.history is not None:
+            self.history.weight_amax = amax.double()
+            amax = self._remembered(Operand.WEIGHT).to(amax.dtype)
+        return scaling.scale(amax)
 
     def _weight_cuts(self, weight: Tensor) -> Cuts:
         return Cuts(self._cut(0, weight.shape[0]), self._cut(1, weight.shape[1]))
@@ -250,7 +275,7 @@ def _largest(group: Group) -> Callable[[Tensor], Tensor]:
     return over_ranks
 
 
-def _amax(x: Tensor) -> Tensor:
+def largest_magnitude(x: Tensor) -> Tensor:
     """Return the largest magnitude of x, [], fp32 or fp64; infinity if there is a NaN."""
     x = in_working_dtype(x)
     found = x.abs().amax() if x.numel() else x.new_zeros(())

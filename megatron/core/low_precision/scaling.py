@@ -170,8 +170,7 @@ class TensorScaling:
         """See `Scaling`."""
         assert amax is not None, "one scale of a tensor needs its amax"
         scale = self.scale(amax)
-        kernel = SCALED_ROUNDING.choose(Request.of(x, _needs(uniform))).kernel
-        elements = kernel.run(self.format, x, scale, uniform)
+        elements = round_to_scale(self.format, x, scale, uniform)
         return Quantized(elements, self.format, elements, 1.0 / scale)
 
 
@@ -371,6 +370,15 @@ def _quantize_fused(
         scaling.is_e8m0, scaling.rounds_up,
     )  # fmt: skip
     return Quantized(values, format, elements, None, scales)
+
+
+def round_to_scale(
+    format: ElementFormat, x: Tensor, scale: Tensor, uniform: Tensor | None = None
+) -> Tensor:
+    """Multiply x [...] with scale [] and round: numbers of the format, fp32 (or fp64) [...]."""
+    kernel = SCALED_ROUNDING.choose(Request.of(x, _needs(uniform))).kernel
+    elements: Tensor = kernel.run(format, x, scale, uniform)
+    return elements
 
 
 def _table(operation: str, by_steps: Callable[..., Any], fused: Callable[..., Any]) -> KernelTable:

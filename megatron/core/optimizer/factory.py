@@ -119,7 +119,9 @@ def assemble_optimizer(
         ConfigError: the config and the model chunks disagree on what is sharded.
     """
     _check_agreement(config, model_chunks)
-    shards, reader = _collect_shards(model_chunks, groups, is_chunked=chunks_state(config))
+    is_chunked = chunks_state(config)
+    _check_gathers(model_chunks, is_chunked)
+    shards, reader = _collect_shards(model_chunks, groups, is_chunked=is_chunked)
     return MegatronOptimizer(
         make_torch_optimizer(shards),
         config,
@@ -208,6 +210,21 @@ def _mesh(model_chunks: Sequence[nn.Module], is_expert: bool) -> Mesh:
 
 def _is_sharded(chunk: nn.Module) -> bool:
     return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer
+
+
+def _check_gathers(model_chunks: Sequence[nn.Module], is_chunked: bool) -> None:
+    """Refuse weights that are rounded for their gather where state completes them."""
+    if is_chunked and any(
+        isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.gathers_in_few_bits
+        for chunk in model_chunks
+    ):
+        raise ConfigError(
+            "fp8_param_gather with optimizer state that completes the weights of the model.",
+            rule="main weights are kept apart, because the model holds rounded ones",
+            flags=["--fp8-param-gather", "--use-precision-aware-optimizer",
+                   "--optimizer-cpu-offload"],
+            fix="drop --fp8-param-gather, or keep the state in fp32 on the device",
+        )  # fmt: skip
 
 
 def _check_agreement(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> None:

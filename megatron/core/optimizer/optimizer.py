@@ -246,11 +246,26 @@ class MegatronOptimizer:
         if "state" in state_dict:
             load_declared_state(self.optimizer, self.shards, state_dict)
             self.num_updates = int(state_dict["state"]["step"])
+            self._round_again()
             return
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.num_updates = state_dict["num_updates"]
         for (_, main), stored in zip(self._copies, state_dict["main_params"], strict=True):
             main.data.copy_(stored)
+        self._round_again()
+
+    @torch.no_grad()
+    def _round_again(self) -> None:
+        """Make the weights that are gathered in few bits from the main weights.
+
+        They are the same as before, but their layers learn what the unrounded ones were.
+        """
+        chunks = [c for c in self._replicated_chunks() if c.ddp_config.gathers_in_few_bits]
+        if chunks:
+            for values, main in self._copies:
+                values.copy_(main)
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
 
     def sharded_state_dict(
         self,

@@ -180,7 +180,6 @@ no effect: memory of the host is used as the offload of state needs it
 _REPLICAS = """
 no effect: parameters are gathered in the dtype of the model and rounded where they multiply
 --fp4-param-gather on
---fp8-param-gather on
 --keep-fp8-transpose-cache on
 no effect: it tunes the network and changes no result
 --disable-symmetric-registration on

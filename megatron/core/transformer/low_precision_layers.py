@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import backend
 
 _ONE = (ColumnParallelLinear, RowParallelLinear)
+_Linear = GroupedLinear | ColumnParallelLinear | RowParallelLinear
 _HISTORY = "amax_history"
 
 
@@ -109,25 +110,40 @@ def _new_history(part: ParallelLayer, name: str, config: TransformerConfig) -> A
     return history
 
 
-def _weights(part: GroupedLinear | ColumnParallelLinear | RowParallelLinear) -> list[nn.Parameter]:
+def _weights(part: _Linear) -> list[nn.Parameter]:
     if isinstance(part, GroupedLinear):
         return part.weights()
     assert part.weight is not None, part
     return [part.weight]
 
 
-def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
+def _layers_of_few_bits(
+    model: Sequence[nn.Module],
+) -> Iterator[tuple[_Linear, Sequence[LinearProducts]]]:
+    """Yield the layers that multiply in few bits, with the products of each of their weights."""
     for chunk in model:
         for part in chunk.modules():
-            if isinstance(part, GroupedLinear):
-                owned = part.products
+            if isinstance(part, GroupedLinear) and part.products:
+                yield part, part.products
             elif isinstance(part, _ONE) and part.spec.products is not None:
-                owned = [part.spec.products]
-            else:
-                continue
-            for products in owned:
-                if products.history is not None:
-                    yield part.is_expert, products.history
+                yield part, [part.spec.products]
+
+
+def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, LinearProducts]:
+    """Return the weights that have one scale in their products, and these products."""
+    return {
+        weight: products
+        for part, owned in _layers_of_few_bits([model])
+        for weight, products in zip(_weights(part), owned, strict=True)
+        if products.has_one_weight_scale
+    }
+
+
+def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
+    for part, owned in _layers_of_few_bits(model):
+        for products in owned:
+            if products.history is not None:
+                yield part.is_expert, products.history
 
 
 def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:

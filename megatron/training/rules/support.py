@@ -88,6 +88,8 @@ def notes(config: RunConfig) -> list[str]:
                 why = owner.metadata.note
             elif config.value_of(owner.name) == owner.default:
                 why = f"has no effect without {owner.flag}"
+        if not why and spec.name == "fp8_param_gather":
+            why = why_not_in_few_bits(config)
         if why:
             lines.append(f"{_as_typed(spec, value)}: {why}.")
     if config.launch.deepspeed_config is not None:
@@ -97,6 +99,30 @@ def notes(config: RunConfig) -> list[str]:
             ignored["scheduler"] = "warm-up is linear; DeepSpeed's default is logarithmic"
         lines += [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
     return lines
+
+
+def why_not_in_few_bits(config: RunConfig) -> str:
+    """Return why --fp8-param-gather changes nothing in a run that multiplies in 8 bits, or ""."""
+    recipe, value = config.value_of("fp8_recipe"), config.value_of
+    if recipe not in ("delayed", "tensorwise"):
+        why = f"{recipe} rounds a weight by blocks along each dimension, from the unrounded one"
+    elif not value("bf16"):
+        why = "weights of 8 bits stand for those of --bf16 alone"
+    elif (
+        value("use_precision_aware_optimizer")
+        or value("optimizer_cpu_offload")
+        or value("optimizer_offload_path")
+    ):
+        why = "the state of the optimizer completes weights that are not rounded"
+    elif value("data_parallel_sharding_strategy") == "optim_grads_params":
+        why = "a layer's weights are gathered when it computes"
+    elif value("data_parallel_sharding_strategy") in (None, "no_shard") and not value(
+        "use_distributed_optimizer"
+    ):
+        why = "no weights are gathered without --use-distributed-optimizer"
+    else:
+        return ""
+    return f"{why}; parameters are gathered in the dtype of the model"
 
 
 def _unused_monitors(read: ReadSettings) -> dict[str, str]:

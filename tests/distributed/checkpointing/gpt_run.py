@@ -97,7 +97,9 @@ class Model:
     experts: int = 0
     """Routed experts of every second layer; computed together where ranks share them."""
     fp8: str | None = None
-    """Format of a recipe that scales by the steps before."""
+    """Format of products of 8 bits."""
+    recipe: str = "delayed"
+    """How their operands are scaled."""
 
 
 class Run:
@@ -266,6 +268,7 @@ def _config(layout: Layout, model: Model) -> TransformerConfig:
         pipeline_dtype=dtype.get("params_dtype", torch.float32),
         init_method_std=0.1,
         fp8=model.fp8,
+        fp8_recipe=model.recipe,
         fp8_amax_history_len=3,
         **dtype,
         **family,
@@ -372,13 +375,14 @@ def resume_and_train(
     stops: list[int],
     is_async: bool = False,
     optimizer: Mapping[str, Any] | None = None,
+    ddp: Mapping[str, Any] | None = None,
 ) -> list[float]:
     """Train in pieces of `stops` steps, each in new objects that load what the last one saved."""
     losses: list[float] = []
     for num_steps in stops:
         where = str(directory)
         settings = {"load": where, "save": where, "async_save": is_async}
-        run = Run(groups, layout, model, optimizer=optimizer, **settings)
+        run = Run(groups, layout, model, optimizer=optimizer, ddp=ddp, **settings)
         run.load()
         run.train(num_steps)
         losses += run.losses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +21,10 @@ from megatron.core.distributed.zero.stage import ZeroStage
 from megatron.core.distributed.zero.stage1 import ParamAndGradBuffer
 from megatron.core.distributed.zero.stage2 import Zero2Buffer
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
+from megatron.core.low_precision.products import LinearProducts
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
+from megatron.core.transformer.low_precision_layers import weights_of_one_scale
 
 _TAGS_PER_BUFFER = 1 << 16
 
@@ -49,7 +51,8 @@ def build_stages(
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
     stages: list[ZeroStage] = []
-    for (dtype, is_expert), parameters in _by_kind(module, unit_of).items():
+    quantized = _gathered_in_few_bits(module, config)
+    for (dtype, is_expert, _), parameters in _by_kind(module, unit_of, quantized).items():
         mesh = mesh_of(is_expert)
         numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
         bucketed = partial(bucket_numel, config, num_ranks=mesh.size, device=device)
@@ -61,21 +64,42 @@ def build_stages(
             units=[unit_of[p] for _, p in parameters] if units else None,
             single_bucket_units={number for number, unit in enumerate(units) if unit.is_layer},
             tag=len(stages) * _TAGS_PER_BUFFER,
+            products=[quantized[p] for _, p in parameters if p in quantized],
         )
         stages.append(_stage(module, config, parameters, options, dtype, policy_of(mesh)))
     return stages
 
 
+def _gathered_in_few_bits(
+    module: nn.Module, config: DistributedDataParallelConfig
+) -> dict[nn.Parameter, LinearProducts]:
+    """Return the parameters that are gathered in the format of their products.
+
+    Not those in fp16, whose range is smaller than that of a scaled E4M3 number, nor fp32, which
+    are their own main weights.
+    """
+    if not config.gathers_in_few_bits:
+        return {}
+    found = weights_of_one_scale(module)
+    return {p: products for p, products in found.items() if p.dtype == torch.bfloat16}
+
+
 def _by_kind(
-    module: nn.Module, unit_of: dict[nn.Parameter, int]
-) -> dict[tuple[torch.dtype, bool], Named]:
-    """Return (dtype, is_expert) -> trained parameters, in the order of their units if any."""
+    module: nn.Module,
+    unit_of: dict[nn.Parameter, int],
+    quantized: Collection[nn.Parameter],
+) -> dict[tuple[torch.dtype, bool, bool], Named]:
+    """Return (dtype, is_expert, is gathered in few bits) -> trained parameters.
+
+    They are in the order of their units if any.
+    """
     names = names_in_model(module)
     name_of = {p: names[name] for name, p in module.named_parameters()}
-    kinds: dict[tuple[torch.dtype, bool], Named] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool], Named] = {}
     for parameter in unit_of or name_of:
         if parameter.requires_grad:
-            kind = (parameter.dtype, get_param_meta(parameter).is_expert)
+            is_expert = get_param_meta(parameter).is_expert
+            kind = (parameter.dtype, is_expert, parameter in quantized)
             kinds.setdefault(kind, []).append((name_of[parameter], parameter))
     return kinds
 

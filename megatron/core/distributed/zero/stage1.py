@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.zero.gathered_params import GatheredParams
+from megatron.core.distributed.zero.quantized_params import gathered_params
 from megatron.core.foundation.errors import ScheduleError
 from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.transport.work import Work
@@ -40,7 +40,7 @@ class ParamAndGradBuffer:
         policy: ReductionPolicy,
     ) -> None:
         self.flat = flat = FlatParams(parameters, options)
-        self._values = GatheredParams(flat)
+        self._values = gathered_params(flat)
         self.reducer = GradReducer(flat, policy, self._reduce, max_in_flight=self._max_in_flight)
         self._buffer = flat.zeros(flat.plan.numel, grad_dtype)
         self.gradients = self._buffer.values

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
 from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.zero.gathered_params import GatheredParams
+from megatron.core.distributed.zero.quantized_params import gathered_params
 from megatron.core.distributed.zero.sharded_gradients import ShardedGradients
 from megatron.core.transport.work import Work
 
@@ -54,7 +54,7 @@ class Zero2Buffer:
                 weights to the device beside the update.
         """
         self.flat = FlatParams(parameters, options)
-        self._values = GatheredParams(self.flat, is_updated_on_host=is_updated_on_host)
+        self._values = gathered_params(self.flat, is_updated_on_host=is_updated_on_host)
         most = MAX_IN_FLIGHT + (COPIES_IN_FLIGHT if is_updated_on_host else 0)
         self.grads = ShardedGradients(self.flat, grad_dtype, most, is_on_host=is_updated_on_host)
         self.reducer = GradReducer(self.flat, policy, self._reduce, max_in_flight=lambda: most)
