@@ -129,13 +129,15 @@ def run_with_restarts(job: Job, plan_for: Callable[[frozenset[str]], LaunchPlan]
     """Run a job until it ends with 0, has failed too often, or would fail in the same way.
 
     A host that ssh does not reach, or lost, is left out from then on; the next attempt has another
-    one of the hostfile, or fewer.
+    one of the hostfile, or fewer. The pause before an attempt grows with those in a row
+    that came no further than one before them.
 
     Args:
         plan_for: makes the commands of an attempt, without some hosts.
     """
     lost: frozenset[str] = frozenset()
     last, times, began = "", 0, time.time()
+    furthest, in_a_row = -1, -1
     plan = plan_for(lost)
     for number in range(job.max_restarts + 1):
         attempt = run_together(plan.commands)
@@ -151,7 +153,10 @@ def run_with_restarts(job: Job, plan_for: Callable[[frozenset[str]], LaunchPlan]
         if attempt.status == _SSH_FAILED and plan.hosts:
             lost |= {plan.hosts[attempt.first]}
             _say(f"{plan.hosts[attempt.first]} is lost")
-        delay = restart_delay_s(job.backoff_s, number)
+        reached = int(str(failure.get("iteration") or 0))
+        in_a_row = in_a_row + 1 if reached <= furthest else 0
+        furthest = max(furthest, reached)
+        delay = restart_delay_s(job.backoff_s, in_a_row)
         _say(f"status {attempt.status}; started again in {delay} s")
         time.sleep(delay)
         began = time.time()

@@ -12,6 +12,7 @@ Campaigns (all of them without a name):
     mismatches  one rank leaves a collective out, or takes another size or operation
     pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
     stragglers  a rank that computes 1.3 times as long, which --log-straggler names; clean runs
+    unattended  100 failures of seven kinds in one run of two machines, which restarts by itself
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
@@ -41,6 +42,7 @@ from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts, run_shared_rows
 from tests.faults.result import Result
 from tests.faults.running import run_case
+from tests.faults.unattended import run_unattended
 from tests.harness import reaper
 
 Task = tuple[str, Callable[..., Result]]
@@ -49,7 +51,7 @@ Task = tuple[str, Callable[..., Result]]
 
 CAMPAIGNS = (
     "matrix", "preempt", "restarts", "packing", "inprocess", "hangs", "mismatches", "pauses",
-    "stragglers", "namespaces",
+    "stragglers", "unattended", "namespaces",
 )  # fmt: skip
 
 
@@ -74,6 +76,8 @@ class Flags:
     """Of hangs."""
     random_mismatches: int = 20
     """Of mismatches."""
+    failures: int = 100
+    """Of unattended."""
     seed: str = "0"
     """Of the random moments."""
     jobs: int = usable_cores() + 1
@@ -111,6 +115,10 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
     if campaign == "stragglers":
         for straggler in plan.matching(stragglers.cases(arguments.times), arguments.cases):
             tasks.append((straggler.name, partial(stragglers.run_straggler, straggler)))
+    if campaign == "unattended":
+        failures = arguments.failures
+        run = partial(run_unattended, num_failures=failures, seed=base)
+        tasks.append((f"unattended/{failures}-failures", run))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))

@@ -34,6 +34,11 @@ FILES_OF_TORCH = re.compile(r"torchelastic_\w+|torchinductor_\w+")
 SOCKETS_OF_WORKERS = re.compile(r"pymp-\w+")
 """Python's multiprocessing removes this directory at the end of a process that is not killed."""
 
+AXES = {
+    "--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "cp", "--expert-model-parallel-size": "ep",
+}  # fmt: skip
+"""Flag -> the axis of process groups that it sizes."""
 _OF_TIME = re.compile(r"time|tokens-per|-share$")
 
 Metrics = dict[int, dict[str, list[float]]]
@@ -78,9 +83,13 @@ def train_in_harness(
     words = [*model_words(model), "--num-workers", "0", "--train-iters", str(num_steps)]
     words += ["--save-interval", str(SAVE_INTERVAL), "--save", str(save), "--load", str(save)]
     words += ["--metrics-jsonl", str(metrics), *flags]
-    groups = {"hybrid_cp": True} if "--hybrid-context-parallel" in words else {}
+    groups: dict[str, int | bool] = {
+        axis: int(words[words.index(flag) + 1]) for flag, axis in AXES.items() if flag in words
+    }
+    if "--hybrid-context-parallel" in words:
+        groups["hybrid_cp"] = True
     with _POOL:
-        run_distributed(train_with_flags, num_ranks, words, timeout_s=240.0, **groups)
+        run_distributed(train_with_flags, num_ranks, words, timeout_s=600.0, **groups)
 
 
 class References:

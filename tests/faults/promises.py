@@ -136,7 +136,7 @@ RULES = (
     Rule(
         Promise(
             Kept.LAST_SAVE, 20.0, "a dead loader worker ends the run with a message",
-            classes=frozenset({"DATA"}), is_success=False,
+            classes=frozenset({"WORKER_LOST"}), is_success=False,
         ),
         signals=(KILL,), targets=(Target.WORKER,),
     ),

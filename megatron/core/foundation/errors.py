@@ -123,6 +123,10 @@ class DataError(MegatronError):
     """A corpus, index, tokenizer or token id that cannot be used."""
 
 
+class WorkerLostError(MegatronError):
+    """A loader worker process was killed, or died without an exception."""
+
+
 class MissingInputError(DataError):
     """A corpus, tokenizer or list of corpora that is not on this machine; others may have it."""
 

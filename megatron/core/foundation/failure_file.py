@@ -10,6 +10,8 @@ from pathlib import Path
 
 FAILURE_FILE = "failure.json"
 """The last failure of the run, while no later attempt has begun."""
+UNFINISHED = f"{FAILURE_FILE}.tmp-"
+"""How the names of files begin that somebody was killed in the middle of."""
 FAILURE_HISTORY_FILE = "failures.jsonl"
 """A line for every failure of the run."""
 USELESS_TO_REPEAT = ("CONFIG", "DATA", "MISSING_LIBRARY", "SCHEDULE")
@@ -31,7 +33,7 @@ def restart_delay_s(first_s: float, number: int) -> float:
 def write_failure(record: Mapping[str, object], directory: str) -> None:
     """Write failure.json, whole or not at all, and add a line to failures.jsonl."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    handle, path = tempfile.mkstemp(dir=directory, prefix=FAILURE_FILE)
+    handle, path = tempfile.mkstemp(dir=directory, prefix=UNFINISHED)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
     os.replace(path, Path(directory) / FAILURE_FILE)

@@ -25,7 +25,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from megatron.core.foundation.device import device_type
-from megatron.core.foundation.errors import ConfigError, DataError, MegatronError
+from megatron.core.foundation.errors import ConfigError, MegatronError, WorkerLostError
 from megatron.core.foundation.processes import (
     describe_exit,
     die_with_parent,
@@ -307,7 +307,7 @@ def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def _worker_death(
     error: Exception, workers: Sequence[Any], killed_before: int | None
-) -> DataError | None:
+) -> WorkerLostError | None:
     """Return an error that says which worker died of what, if that is what happened."""
     # A batch is fetched from the worker that made it, which may have died since it told of it.
     is_fetch = not isinstance(error, RuntimeError)
@@ -323,7 +323,7 @@ def _worker_death(
             f"and the kernel has killed {killed - killed_before} process(es) of this control group"
             " for lack of memory since the workers began"
         )
-    return DataError(
+    return WorkerLostError(
         f"a loader worker process died: {', '.join(ends) or str(error) or type(error).__name__}.",
         rule="samples are made in --num-workers processes beside the training process",
         flags=["--num-workers"],

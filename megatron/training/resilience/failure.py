@@ -41,8 +41,9 @@ from megatron.core.foundation.errors import (
     ScheduleError,
     SpikeError,
     TopologyError,
+    WorkerLostError,
 )
-from megatron.core.foundation.failure_file import FAILURE_FILE, write_failure
+from megatron.core.foundation.failure_file import FAILURE_FILE, UNFINISHED, write_failure
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.rendezvous import is_store_host, launcher_is_store_host
 from megatron.training.launch import rank_info
@@ -75,6 +76,7 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
     (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
     (HardwareFaultError, "HARDWARE", 23),
     (SpikeError, "SPIKE", 24),
+    (WorkerLostError, "WORKER_LOST", 25),
     (standard_output.OutputClosedError, "OUTPUT_CLOSED", 141),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""
@@ -173,7 +175,12 @@ def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:
 
 
 def set_earlier_failure_aside(directory: str) -> None:
-    """Rename failure.json of an earlier run: who looks for the file must not take it for this."""
+    """Rename failure.json of an earlier run: who looks for the file must not take it for this.
+
+    Remove what runs have left that were killed while they wrote it.
+    """
+    for unfinished in Path(directory).glob(f"{UNFINISHED}*"):
+        unfinished.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         os.replace(Path(directory) / FAILURE_FILE, Path(directory) / EARLIER_FAILURE_FILE)
 

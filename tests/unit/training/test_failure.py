@@ -31,6 +31,7 @@ from megatron.core.foundation.errors import (
     TopologyError,
     raise_together,
 )
+from megatron.core.foundation.failure_file import UNFINISHED
 from megatron.core.foundation.process_identity import ProcessIdentity
 from megatron.training.launch import rank_info
 from megatron.training.launch.rank_info import RankInfo
@@ -209,8 +210,10 @@ def test_a_run_that_was_refused_leaves_nothing_in_the_directory_of_another(tmp_p
 
 def test_the_record_of_an_earlier_run_is_set_aside(tmp_path):
     fail(ConfigError("x"), RunStatus(save_directory=str(tmp_path), attempt=3))
+    (tmp_path / f"{UNFINISHED}abc").touch()
     set_earlier_failure_aside(str(tmp_path))
     assert not (tmp_path / "failure.json").exists()
+    assert not list(tmp_path.glob("*abc"))
     assert json.loads((tmp_path / "failure.previous.json").read_text())["attempt"] == 3
     set_earlier_failure_aside(str(tmp_path))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError, WorkerLostError
 from megatron.training.datasets.data_samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
@@ -176,7 +176,9 @@ def test_an_error_reads_the_same_with_and_without_workers(num_workers):
 
 
 def test_a_killed_worker_is_named():
-    with pytest.raises(DataError, match="worker 0 was killed by signal 9, in most cases for lack"):
+    with pytest.raises(
+        WorkerLostError, match="worker 0 was killed by signal 9, in most cases for lack"
+    ):
         first_batches(3, Numbers(die_at=5), num_workers=1)
 
 
@@ -234,7 +236,7 @@ def test_a_worker_that_dies_fails_the_next_batch_and_nothing_before():
     os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.2)
     worker.join(10)
-    with pytest.raises(DataError, match="worker 0 was killed by signal 9"):
+    with pytest.raises(WorkerLostError, match="worker 0 was killed by signal 9"):
         list(batches)
 
 
@@ -245,7 +247,9 @@ def test_what_the_kernel_killed_for_memory_is_said_of_a_dead_worker(monkeypatch)
     )
     worker, batches = worker_and_batches()
     worker.kill()
-    with pytest.raises(DataError, match=r"the kernel has killed 2 process\(es\) of this control"):
+    with pytest.raises(
+        WorkerLostError, match=r"the kernel has killed 2 process\(es\) of this control"
+    ):
         list(batches)
 
 
