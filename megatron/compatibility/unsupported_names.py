@@ -7,7 +7,7 @@ out on purpose: an `ImportError` sends that code the way that works.
 
 from __future__ import annotations
 
-_VISION = "models here read text; images are not read"
+_VISION = "images are read by models.vision.vision_language_model.VisionLanguageModel"
 _MAMBA = "a layer with a MambaMixer is a TransformerLayer; --hybrid-layer-pattern says which are"
 _FP8 = "fp8 and fp8_recipe of the config choose the recipe (docs/low_precision.md)"
 _GRAPHS = "CUDA graphs are not captured; leave --enable-cuda-graph out"
@@ -73,9 +73,6 @@ LACKING: dict[str, dict[str, str]] = {
     },
     "megatron.core.inference.text_generation_controllers.text_generation_controller": {
         "TextGenerationController": _SERVING
-    },
-    "megatron.core.models.common.embeddings.rotary_pos_embedding": {
-        "MultimodalRotaryEmbedding": _VISION
     },
     "megatron.core.models.common.vision_module.vision_module": {"VisionModule": _VISION},
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": {

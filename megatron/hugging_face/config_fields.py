@@ -95,6 +95,10 @@ class ConfigFields:
         """Return this config with field `name` under its usual name, for a reader of relatives."""
         return self._with({**self._fields, usual: self.take(name)})
 
+    def with_fields(self, fields: Mapping[str, object]) -> ConfigFields:
+        """Return this config with fields that were taken and read otherwise, for such a reader."""
+        return self._with({**self._fields, **fields})
+
     def _with(self, fields: dict[str, object]) -> ConfigFields:
         view = copy.copy(self)  # what is unread, and the problems, are of one config
         view._fields = fields

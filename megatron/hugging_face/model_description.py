@@ -59,6 +59,8 @@ class ModelDescription:
     use_rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     no_rope_freq: list[int] | None = None
+    mrope_section: list[int] | None = None
+    mrope_interleaved: bool = False
     rotary_base_local: float | None = None
     rotary_scaling_factor: float = 1.0
     original_max_position_embeddings: int = 4096
@@ -131,6 +133,22 @@ class ModelDescription:
     moe_expert_capacity_factor: float | None = None
     mtp_num_layers: int | None = None
     mtp_use_repeated_layer: bool = False
+    vision_model_type: str = "qwen2_5_vl"
+    vision_num_layers: int = 32
+    vision_hidden_size: int = 1280
+    vision_num_attention_heads: int = 16
+    vision_ffn_hidden_size: int = 3420
+    num_channels: int = 3
+    patch_dim: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    vision_window_size: int = 112
+    vision_full_attention_layers: list[int] | None = None
+    vision_num_position_embeddings: int = 2304
+    deepstack_layers: list[int] | None = None
+    image_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:
@@ -174,7 +192,7 @@ class ModelDescription:
     @property
     def has_rotary_positions(self) -> bool:
         """Whether heads are rotated."""
-        return self.position_embedding_type in ("rope", "yarn")
+        return self.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
     def num_key_value_heads(self) -> int:
@@ -297,6 +315,9 @@ def _canonical(model: ModelDescription) -> ModelDescription:
             without_effect |= {n for n in _DEFAULTS if n.startswith(prefix)} - _OF_ALL_MIXERS
     if not mixers & {GATED_DELTA_NET, KIMI, MAMBA}:
         without_effect |= {"experimental_attention_variant", *_OF_ALL_MIXERS}
+    if model.position_embedding_type != "mrope":
+        without_effect |= {"mrope_section", "mrope_interleaved"}
+    without_effect |= _of_other_encoders(model)
     if model.architecture != "bert":
         without_effect.add("bert_binary_head")
     if model.moe_router_topk_scaling_factor == 1.0:
@@ -337,3 +358,18 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         window_size=None if window is None else (window[0], window[1]),
         window_attn_skip_freq=[int(window is not None and has_it) for has_it in windowed],
     )
+
+
+_OF_IMAGES = {"num_channels", "patch_dim", "temporal_patch_size", "spatial_merge_size"}
+_OF_WINDOWS = {"vision_window_size", "vision_full_attention_layers"}
+_OF_LAYERS = {"vision_num_position_embeddings", "deepstack_layers"}
+
+
+def _of_other_encoders(model: ModelDescription) -> set[str]:
+    """Return the settings of images that say nothing of this model."""
+    if model.architecture != "vlm":
+        named = {n for n in _DEFAULTS if n.startswith("vision_")}
+        return named | _OF_IMAGES | _OF_WINDOWS | _OF_LAYERS | {"image_token_id"}
+    # Two tokens that only the samples know.
+    around = {"vision_start_token_id", "vision_end_token_id"}
+    return around | (_OF_LAYERS if model.vision_model_type == "qwen2_5_vl" else _OF_WINDOWS)

@@ -19,7 +19,7 @@ from megatron.core.foundation.errors import CheckpointError
 from megatron.core.settings.flags import from_args
 from megatron.core.transformer.low_rank_adapter import LoraConfig
 
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)", re.ASCII)
+_LAYER = re.compile(r"((?:vision_model\.)?(?:decoder|encoder)\.layers)\.(\d+)\.(.+)", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.utils import evaluating
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
-from megatron.inference.recompute import continue_without_cache
+from megatron.inference.recompute import Images, continue_without_cache
 from megatron.inference.sampling import Sampling
 
 
@@ -32,6 +32,7 @@ def generate(
     max_rows: int = 32,
     uses_cache: bool | None = None,
     sources: Sequence[Sequence[int]] | None = None,
+    images: Sequence[Images] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation, the same on every rank.
@@ -49,6 +50,8 @@ def generate(
         uses_cache: None keeps keys and values wherever the layout can.
         sources: for a T5, what its encoder reads for each prompt of the decoder (of one token, with
             which the decoder was trained to begin). There is then no cache.
+        images: for a `VisionLanguageModel`, the patches and the grid of each image of each prompt,
+            in the order of their tokens. There is then no cache either.
     Communication:
         see `CachedModel.next_tokens` and `continue_without_cache`.
     Raises:
@@ -72,7 +75,7 @@ def generate(
         with evaluating(model.chunks):
             return _through_cache(model, prompts, max_new_tokens, sampling, eod)
     if uses_cache is None:
-        uses_cache = sources is None and has_cache(model)
+        uses_cache = sources is None and images is None and has_cache(model)
     with evaluating(model):
         if not uses_cache:
             return continue_without_cache(
@@ -84,6 +87,7 @@ def generate(
                 eod=eod,
                 groups=groups,
                 sources=sources,
+                images=images,
             )
         cached = CachedModel(
             model,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import get_batch_on_this_cp_rank, sequence_shard_of_rank
+from megatron.core.datasets.images.grid import Grid, text_and_image_positions
 from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.layout import loss_rank
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -22,9 +23,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
-from megatron.core.utils import as_list, get_model_config
+from megatron.core.utils import as_list, get_model_config, unwrap_model
 from megatron.inference.engine import not_finite
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
+
+Images = Sequence[tuple[Tensor, Grid]]
+"""Of a prompt: the patches [p, ...] and the grid of each of its images."""
 
 
 def continue_without_cache(
@@ -37,6 +41,7 @@ def continue_without_cache(
     eod: int | None,
     groups: ProcessGroupCollection,
     sources: Sequence[Sequence[int]] | None = None,
+    images: Sequence[Images] | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation; arguments as in `generate`.
 
@@ -59,10 +64,13 @@ def continue_without_cache(
         is_token = _padded([[1] * len(row) for row in sources], num_rows, given.shape[1], pieces)
         is_token[:, 0] = 1  # also of rows that fill up the micro batches
         given = torch.stack((given, is_token), 1)
+    seen = None if images is None else [*images, *([()] * (num_rows - len(images)))]
 
     ended_at = [length + max_new_tokens for length in lengths]
     for position in range(min(lengths), longest + max_new_tokens):
-        logits = _last_logits(chunks, tokens, given, position - 1, num_parts, vocab_size, groups)
+        logits = _last_logits(
+            chunks, tokens, given, position - 1, num_parts, vocab_size, groups, seen
+        )
         chosen = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
         if logits is not None:
             draws = [Draw(sampling, row, position) for row in range(num_rows)]
@@ -98,14 +106,19 @@ def _last_logits(
     num_parts: int,
     vocab_size: int,
     groups: ProcessGroupCollection,
+    images: Sequence[Images] | None = None,
 ) -> Tensor | None:
     """Return the logits [b, v] that follow `position`, on ranks of the last stage only.
 
     Args:
+        images: of each row; None for a model that reads none.
         sources: [b, 2, s], what an encoder reads and which of it are tokens; None without one.
     """
     parts = tokens.chunk(num_parts)
-    read = [None] * num_parts if sources is None else sources.chunk(num_parts)
+    read: Sequence[Any] = [None] * num_parts if sources is None else sources.chunk(num_parts)
+    if images is not None:
+        size = len(tokens) // num_parts
+        read = [images[n * size : (n + 1) * size] for n in range(num_parts)]
     held = sequence_shard_of_rank(tokens.shape[1] // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
     index = held.index_of(position)
 
@@ -118,10 +131,10 @@ def _last_logits(
         logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 
-    def forward_step(
-        iterator: Iterator[tuple[Tensor, Tensor | None]], chunk: Any
-    ) -> tuple[Tensor, Any]:
+    def forward_step(iterator: Iterator[tuple[Tensor, Any]], chunk: Any) -> tuple[Tensor, Any]:
         rows, source = next(iterator)
+        if images is not None:
+            return _with_images(chunk, rows, source), collect
         if source is not None:
             return chunk(source[:, 0], rows, source[:, 1]), collect
         batch = get_batch_on_this_cp_rank({"tokens": rows}, groups.cp)
@@ -142,6 +155,26 @@ def _last_logits(
         pg_collection=groups,
     )
     return torch.cat(collected) if collected else None
+
+
+def _with_images(chunk: Any, rows: Tensor, images: Sequence[Images]) -> Tensor:
+    """Run rows [b, s] and the images of each through a chunk of a `VisionLanguageModel`."""
+    vision = unwrap_model(chunk).vision_config
+    every = [image for row in images for image in row]
+    positions = [
+        text_and_image_positions(
+            row == vision.image_token_id, [grid for _, grid in own], vision.spatial_merge_size
+        )
+        for row, own in zip(rows.cpu(), images, strict=True)
+    ]
+    output: Tensor = chunk(
+        rows,
+        torch.stack(positions, 1).to(rows.device),
+        None,
+        patches=torch.cat([patches for patches, _ in every]).to(rows.device) if every else None,
+        image_grid_thw=[grid for _, grid in every],
+    )
+    return output
 
 
 def _broadcast_from_last_stage(chosen: Tensor, chunk: Any, groups: ProcessGroupCollection) -> None:

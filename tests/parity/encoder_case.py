@@ -1,4 +1,6 @@
-"""Train a small BERT or T5 in one layout, on samples of its dataset, and report what must be equal.
+"""Train a small BERT, T5 or model that reads images in one layout; report what must be equal.
+
+Samples are those of its dataset.
 
 The functions here run inside a worker process of `tests.harness.distributed`; with one rank they
 are the serial oracle.
@@ -64,12 +66,12 @@ from tests.parity.training_case import (
     whole_gradient,
 )
 
-CASES = {"bert": "encoder_case", "t5": "t5_case"}
+CASES = {"bert": "encoder_case", "t5": "t5_case", "vlm": "vision_case"}
 """Architecture -> the module that builds its samples and model."""
 VOCABULARY, SEQUENCE, SAMPLES = 96, 24, 8
 SENTINELS = 12
 """T5's, after the vocabulary."""
-TOKENS = {"bert": VOCABULARY, "t5": VOCABULARY + SENTINELS}
+TOKENS = {"bert": VOCABULARY, "t5": VOCABULARY + SENTINELS, "vlm": 97}
 OPTIMIZER: dict[str, Any] = dict(
     optimizer="adam", lr=3e-3, adam_eps=ADAM_EPSILON, weight_decay=0.0, clip_grad=1.0
 )
@@ -122,7 +124,8 @@ def micro_batches(
     """Yield the micro batches of one replica in one step of `SAMPLES` samples."""
     for row in range(dp_rank, SAMPLES // size, dp_size):
         first = step * SAMPLES + row * size
-        yield default_collate([samples[i] for i in range(first, first + size)])
+        collate = getattr(samples, "collate", default_collate)
+        yield collate([samples[i] for i in range(first, first + size)])
 
 
 def resolved(layout: LayoutCase, words: Sequence[str], architecture: str = "bert") -> ResolvedRun:
@@ -244,7 +247,7 @@ def train(
     run_schedule = partial(
         get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp),
         model=wrapped if len(wrapped) > 1 else wrapped[0],
-        seq_length=SEQUENCE,
+        seq_length=run.model.seq_length,
         micro_batch_size=layout.micro_batch_size,
         decoder_seq_length=run.encoders.decoder_seq_length,
         pg_collection=groups,

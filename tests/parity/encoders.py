@@ -59,6 +59,21 @@ _T5_SIZES = {
     "relative_attention_max_distance": 16, "dropout_rate": 0.0,
 }  # fmt: skip
 
+_TEXT = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_ENCODER = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
+    "out_hidden_size": 64,
+}  # fmt: skip
+_IMAGE_TOKENS = {
+    "image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForPreTraining", _SIZES),
     "bert, hidden words alone": (
@@ -69,6 +84,23 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5 1.1": ("T5Config", "T5ForConditionalGeneration", {
         **_T5_SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
         "scale_decoder_outputs": False,
+    }),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", {
+        **_IMAGE_TOKENS,
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}},
+        "vision_config": {**_ENCODER, "window_size": 16, "fullatt_block_indexes": [1]},
+    }),
+    "qwen2.5-vl, tied": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", {
+        **_IMAGE_TOKENS, "tie_word_embeddings": True,
+        "text_config": {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+        "vision_config": {**_ENCODER, "window_size": 8, "fullatt_block_indexes": [0, 2]},
+    }),
+    "qwen3-vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", {
+        **_IMAGE_TOKENS,
+        "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": {
+            **_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        "vision_config": {
+            **_ENCODER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
     }),
 }  # fmt: skip
 """Name -> config class and model class of Transformers, and the config's arguments."""
@@ -91,6 +123,17 @@ _BIASES = (
     "--relative-attention-max-distance", "16",
 )  # fmt: skip
 _LAYERS = ("--num-layers", "4")
+_READS_IMAGES = (
+    *_LAYERS, "--seq-length", "48", "--position-embedding-type", "mrope", "--mrope-section", "2",
+    "1", "1", "--image-token-id", "90", "--vision-num-layers", "3", "--vision-hidden-size", "32",
+    "--vision-num-attention-heads", "4", "--vision-ffn-hidden-size", "48", "--patch-dim", "4",
+    "--vision-window-size", "16", "--vision-full-attention-layers", "1", "--normalization",
+    "RMSNorm", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
+)  # fmt: skip
+_ADDS_STATES = (
+    "--vision-model-type", "qwen3_vl", "--vision-num-position-embeddings", "16",
+    "--deepstack-layers", "0", "2", "--qk-layernorm",
+)  # fmt: skip
 DRAWN: dict[str, tuple[str, ...]] = {
     "t5": (*_T5_SHAPE, *_BIASES),
     "t5, untied": (
@@ -99,6 +142,19 @@ DRAWN: dict[str, tuple[str, ...]] = {
     ),
     "t5, learned positions": _T5_SHAPE,
     "t5, rope": (*_T5_SHAPE, "--position-embedding-type", "rope", "--relu"),
+    "vlm": _READS_IMAGES,
+    "vlm, full recomputation": (
+        *_READS_IMAGES, "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1",
+    ),
+    "vlm, states added": (*_READS_IMAGES, *_ADDS_STATES),
+    "vlm, states added, recomputed": (
+        *_READS_IMAGES, *_ADDS_STATES, "--recompute-granularity", "full", "--recompute-method",
+        "uniform", "--recompute-num-layers", "2",
+    ),
+    "vlm, frozen encoder": (*_READS_IMAGES, "--freeze-ViT"),
+    "vlm, frozen language model": (*_READS_IMAGES, "--freeze-LM"),
+    "vlm, frozen but for the projector": (*_READS_IMAGES, "--freeze-LM", "--freeze-ViT"),
     "bert": _LAYERS,
     "bert, post-norm, rope": (
         *_LAYERS, "--apply-residual-connection-post-layernorm", "--position-embedding-type", "rope",
@@ -111,7 +167,9 @@ DRAWN: dict[str, tuple[str, ...]] = {
 _SHAPE = (
     "--hidden-size", "32", "--num-attention-heads", "4", "--init-method-std", "0.1",
 )  # fmt: skip
-WORDS: dict[str, tuple[str, ...]] = {"bert": (), "t5": ("--decoder-seq-length", "16")}
+WORDS: dict[str, tuple[str, ...]] = {
+    "bert": (), "t5": ("--decoder-seq-length", "16"), "vlm": ("--seq-length", "48"),
+}  # fmt: skip
 """Architecture -> flags of all its models."""
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -169,6 +227,8 @@ def against_transformers(case: str, layout: LayoutCase, folder: Path) -> tuple[f
 
 def architecture_of(case: str) -> str:
     """Return what a case trains."""
+    if case.startswith(("vlm", "qwen")):
+        return "vlm"
     return "t5" if case.startswith("t5") else "bert"
 
 
@@ -305,6 +365,12 @@ def with_drawn_split(layout: LayoutCase, generator: random.Random) -> LayoutCase
     return replace(layout, cp=1, letters=letters)
 
 
+def with_whole_sequences(layout: LayoutCase) -> LayoutCase:
+    """Leave context parallelism out, and let the first of four stages have two layers."""
+    num_stages = layout.pp * layout.vp
+    return replace(layout, cp=1, letters="Ett|t||tL" if num_stages == 4 else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """What the command line says."""
@@ -358,6 +424,8 @@ def main() -> int:
                     layout = draw_layout(generator)
                     if architecture_of(case) == "t5":
                         layout = with_drawn_split(layout, generator)
+                    if architecture_of(case) == "vlm":
+                        layout = with_whole_sequences(layout)
                     errors = against_one_process(case, layout, folder)
                     print(f"{layout!s:<40}{figures(errors)}", flush=True)
                     failures += [f"{case} | {layout}: {what}" for what in exceeds(errors)]

@@ -34,6 +34,7 @@ EXTRA_OF = {
     "gigatoken": "fast",
     "orjson": "fast",
     "jinja2": "data",
+    "PIL": "images",
     "datatrove": "cluster",
     "ray": "ray",
     "psutil": "logging",

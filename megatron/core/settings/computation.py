@@ -146,8 +146,6 @@ refused: use --experimental-attention-variant gated_delta_net, or --multi-latent
 --dsa-indexer-n-heads int
 --dsa-indexer-topk int
 --dsa-indexer-use-sparse-loss on
-refused: use --position-embedding-type rope
---mrope-section int x+
 refused: drop it: layers are the usual ones without it
 --moe-apply-probs-on-input on
 --qk-l2-norm on

@@ -161,6 +161,7 @@ class TransformerBlock(GraphableMegatronModule):
         extract_layer_indices: object = None,
         *,
         local_rotary_pos_emb: Tensor | None = None,
+        added_states: Sequence[Tensor] = (),
         inference_params: BaseInferenceContext | None = None,
         dynamic_inference_decode_only: object = None,
     ) -> Tensor:
@@ -171,6 +172,8 @@ class TransformerBlock(GraphableMegatronModule):
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
             local_rotary_pos_emb: those of layers with a window, if they are others.
+            added_states: of the shape of `hidden_states` each, added after the first layers of the
+                model in turn, all of which are here.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
@@ -214,18 +217,25 @@ class TransformerBlock(GraphableMegatronModule):
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
+            # Now: a recomputation may be after the next micro batch, whose options are others.
+            own_layers = self.layers[first:last]
+            chosen = [self._options_of_layer(layer, common, local) for layer in own_layers]
+
             def layers(
-                hidden: Tensor, mask: Tensor | None, context: Tensor | None, bias: Tensor | None
+                hidden: Tensor,
+                mask: Tensor | None,
+                context: Tensor | None,
+                bias: Tensor | None,
+                *added: Tensor,
             ) -> Any:
-                for index, layer in enumerate(self.layers[first:last], first):
-                    assert isinstance(layer.layer_number, int), layer
-                    options = common
-                    if local and self.config.window_of(layer.layer_number) is not None:
-                        options = common | local
-                    with offloading(index < self.config.cpu_offloading_num_layers, layer):
+                for place, (layer, options) in enumerate(zip(own_layers, chosen, strict=True)):
+                    is_offloaded = first + place < self.config.cpu_offloading_num_layers
+                    with offloading(is_offloaded, layer):
                         hidden, context = layer(
                             hidden, mask, context, attention_bias=bias, **options
                         )
+                    if place < len(added):
+                        hidden = hidden + added[place].to(hidden.dtype)
                 return hidden, context
 
             return layers
@@ -234,9 +244,10 @@ class TransformerBlock(GraphableMegatronModule):
         with saving_activations(offloads, self.config.min_offloaded_tensor_size):
             for first, last, recomputes in self._segments():
                 segment = run(first, last)
+                added = added_states[first:last]
                 if not recomputes:
                     hidden_states, context = segment(
-                        hidden_states, attention_mask, context, attention_bias
+                        hidden_states, attention_mask, context, attention_bias, *added
                     )
                     continue
                 with offloading(last <= self.config.cpu_offloading_num_layers):
@@ -247,12 +258,26 @@ class TransformerBlock(GraphableMegatronModule):
                         attention_mask,
                         context,
                         attention_bias,
+                        *added,
                     )
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
             hidden_states = in_compute_dtype(hidden_states, self.config)
         return hidden_states
+
+    def _options_of_layer(
+        self, layer: Any, common: dict[str, Any], local: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of one layer.
+
+        Args:
+            common: of all layers.
+            local: what replaces them in layers with a window.
+        """
+        if local and self.config.window_of(layer.layer_number) is not None:
+            return common | local
+        return common
 
     def _segments(self) -> list[tuple[int, int, bool]]:
         """Return runs of layers (first, last, whether to recompute them in backward)."""

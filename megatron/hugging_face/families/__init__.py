@@ -18,6 +18,7 @@ from megatron.hugging_face.families import (
     llama,
     phi3,
     qwen3_next,
+    qwen_vl,
     relatives,
     state_space,
     t5,
@@ -52,6 +53,8 @@ FAMILIES: tuple[Family, ...] = (
     bert.BERT,
     bert.MEGATRON_BERT,
     t5.T5,
+    qwen_vl.QWEN2_5_VL,
+    qwen_vl.QWEN3_VL,
     *state_space.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""

@@ -18,6 +18,8 @@ class Architecture:
     is_padded: bool = False
     """Samples end with padding: every stage reads where."""
     num_tokentypes: int = 0
+    has_images: bool = False
+    """Tokens stand for images, which an encoder on the first stage reads."""
     has_word_head: bool = False
     """A dense layer and a norm come before the head, which has a bias."""
 
@@ -28,6 +30,7 @@ ARCHITECTURES = {
         is_bidirectional=True, is_padded=True, num_tokentypes=2, has_word_head=True
     ),
     "t5": Architecture(has_two_stacks=True, is_padded=True),
+    "vlm": Architecture(has_images=True, is_padded=True),
 }
 """What a run can train; the script says which."""
 
@@ -37,7 +40,8 @@ class EncoderSettings:
     """Encoders: the heads of BERT, the decoder of T5, and the words that are hidden in samples."""
 
     architecture: str = flag("gpt", choices=tuple(ARCHITECTURES))
-    """What is trained. The script sets it: pretrain_bert.py trains a BERT, pretrain_t5.py a T5."""
+    """What is trained. The script sets it: pretrain_bert.py trains a BERT, pretrain_t5.py a T5,
+    pretrain_vlm.py a language model that reads images."""
     decoder_num_layers: int | None = flag(None, part_of="architecture")
     """Layers of T5's decoder. Default as many as the encoder has."""
     decoder_seq_length: int | None = flag(None, part_of="architecture")

@@ -41,9 +41,6 @@ class ModelSettings(
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        refuse_values={
-            "mrope": "use rope",
-        },
     )
     """How positions enter the model."""
     use_rotary_position_embeddings: bool = False

@@ -278,7 +278,8 @@ def _positions(
     for kind, applies, formula in (
         (
             "rope",
-            found.use_rotary_position_embeddings and found.position_embedding_type != "rope",
+            found.use_rotary_position_embeddings
+            and found.position_embedding_type not in ("rope", "mrope"),
             "--use-rotary-position-embeddings",
         ),
         (

@@ -26,6 +26,7 @@ from megatron.training.config.other_parts.other_models import OtherModelSettings
 from megatron.training.config.other_parts.reinforcement_learning import RewardSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.precision import PrecisionSettings
+from megatron.training.config.vision import VisionSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class RunConfig:
     latent_attention: LatentAttentionSettings = field(default_factory=LatentAttentionSettings)
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     encoders: EncoderSettings = field(default_factory=EncoderSettings)
+    vision: VisionSettings = field(default_factory=VisionSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     parallelism: ParallelismSettings = field(default_factory=ParallelismSettings)
     ddp: DataParallelSettings = field(default_factory=DataParallelSettings)
@@ -91,6 +93,7 @@ GROUP_CLASSES: dict[str, type] = {
     "latent_attention": LatentAttentionSettings,
     "experts": ExpertSettings,
     "encoders": EncoderSettings,
+    "vision": VisionSettings,
     "lora": LoraSettings,
     "parallelism": ParallelismSettings,
     "ddp": DataParallelSettings,

@@ -112,6 +112,8 @@ class ModelSize:
     """Tokens that a decoder writes after an encoder has read `seq_length`; 0: one stack."""
     num_position_buckets: int = 0
     """Rows of the table of relative positions that each stack has."""
+    vision_parameters: int = 0
+    """Of an encoder of images, which the first stage has; its operations are not counted."""
     num_tokentypes: int = 0
     has_word_head: bool = False
     """A dense layer and a norm before the head, which has a bias."""
@@ -169,6 +171,9 @@ class ModelSize:
             is_bidirectional=traits.is_bidirectional,
             decoder_seq_length=(run.encoders.decoder_seq_length or 0) * traits.has_two_stacks,
             num_position_buckets=run.encoders.relative_attention_num_buckets * has_buckets,
+            vision_parameters=run.vision.num_parameters(run.model.hidden_size)
+            if traits.has_images
+            else 0,
             num_tokentypes=traits.num_tokentypes,
             has_word_head=traits.has_word_head,
             has_binary_head=traits.has_word_head and run.encoders.bert_binary_head,
@@ -351,9 +356,9 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Tables of words, positions and token types."""
+        """Tables of words, positions and token types, and what reads images."""
         rows = self.max_position_embeddings + self.num_tokentypes
-        return self.head_matrix + rows * self.hidden_size
+        return self.head_matrix + rows * self.hidden_size + self.vision_parameters
 
     @property
     def further_head_parameters(self) -> int:

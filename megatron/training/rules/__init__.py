@@ -26,6 +26,7 @@ from megatron.training.rules import (  # noqa: F401
     parallelism,
     run_control,
     shared_rows,
+    vision,
 )
 from megatron.training.rules.follow_ups import Unclear
 from megatron.training.rules.registry import broken_rules

@@ -72,6 +72,8 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
 def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
     """Every prefix has its two files, and every settings file is there."""
     data = run.data
+    if run.encoders.traits.has_images:
+        return  # files of another kind: see the rules of images
     for flag, words in {"--data-path": data.data_path, **_per_split(data)}.items():
         for prefix in _prefixes(words or []):
             if is_url(prefix):

@@ -49,7 +49,7 @@ def distances_fill_their_buckets(run: ResolvedRun) -> Iterator[MegatronError]:
 def encoders_have_plain_layers(run: ResolvedRun) -> Iterator[MegatronError]:
     """The layers of an encoder have attention and a dense MLP, and nothing predicts later."""
     architecture, traits = run.encoders.architecture, run.encoders.traits
-    if architecture == "gpt":
+    if architecture == "gpt" or traits.has_images:
         return
     asked: dict[str, object] = {
         "--num-experts": run.experts.num_moe_experts,

@@ -170,7 +170,7 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
         )
-    if model.position_embedding_type not in ("rope", "yarn"):
+    if model.position_embedding_type not in ("rope", "yarn", "mrope"):
         yield problem(
             f"--no-rope-freq with --position-embedding-type {model.position_embedding_type}.",
             "only rotary embedding can be left out of a layer",
@@ -184,7 +184,7 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
 def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
     """The rotated part of a head is an even number of channels."""
     model = run.model
-    is_rotary = model.position_embedding_type in ("rope", "yarn")
+    is_rotary = model.position_embedding_type in ("rope", "yarn", "mrope")
     if not is_rotary or run.latent_attention.multi_latent_attention or not model.kv_channels:
         return
     count = int(model.kv_channels * model.rotary_percent)

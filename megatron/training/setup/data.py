@@ -21,7 +21,7 @@ from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.audit import audited
-from megatron.training.datasets.loader import build_pretraining_data_loader
+from megatron.training.datasets.loader import build_pretraining_data_loader, collate_in_memory
 from megatron.training.datasets.packed_rows import Packing, RankOfPacking
 from megatron.training.launch.printing import is_rank_0, print_rank_0
 from megatron.training.metrics.flops import FlopConvention, training_flops
@@ -299,6 +299,8 @@ def _open(
         seed=run.schedule.seed,
         data_sharding=run.data.data_sharding,
         drop_last=not repeats,
+        # What samples have different numbers of, the dataset joins.
+        collate=getattr(dataset, "collate", collate_in_memory),
         packing=packing,
     )
     if repeats:

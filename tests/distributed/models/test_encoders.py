@@ -45,6 +45,8 @@ def folder(tmp_path_factory):
         ("t5", LayoutCase(tp=2, sp=True, pp=2, micro_batch_size=2, letters="Etttt|ttL")),
         ("t5, untied", LayoutCase(pp=2, vp=2, dp=2, stage=3, letters="Et|tt|t|ttL")),
         ("t5, learned positions", LayoutCase(pp=4, micro_batch_size=2, letters="Ett||tttt|L")),
+        ("vlm, states added, recomputed", LayoutCase(tp=2, sp=True, pp=2, micro_batch_size=2)),
+        ("vlm, frozen encoder", LayoutCase(pp=2, dp=2, stage=3, micro_batch_size=1)),
     ],
     ids=str,
 )
@@ -66,7 +68,9 @@ def test_embeddings_learn_from_the_keys_of_all_replicas_as_in_one_process(layout
     assert not exceeds(errors), errors
 
 
-@pytest.mark.parametrize("case", ["bert", "megatron-bert", "t5", "t5 1.1"])
+@pytest.mark.parametrize(
+    "case", ["bert", "megatron-bert", "t5", "t5 1.1", "qwen2.5-vl", "qwen3-vl"]
+)
 def test_logits_and_gradients_are_those_of_transformers(case, folder):
     against_transformers(case, LayoutCase(tp=2, pp=2, micro_batch_size=2), folder)
 

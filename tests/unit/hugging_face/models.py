@@ -338,6 +338,13 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     buffers = dict(theirs.named_buffers())
     # Nemotron-H calls its model `model`, and `backbone` in files.
     for found in (names, buffers):
+        # Qwen2.5-VL's module has its files' names with another folder before.
+        found |= {n.removeprefix("model."): found[n] for n in [*found] if ".visual." in n}
+        found |= {
+            n.replace("language_model.", "", 1): found[n]
+            for n in [*found]
+            if n.startswith("model.language_model.")
+        }
         found |= {
             n.replace("model.", "backbone.", 1): found[n] for n in [*found] if n[:6] == "model."
         }

@@ -17,6 +17,7 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 DISTRIBUTION_OF = {
     "mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk", "yaml": "pyyaml",
+    "PIL": "pillow",
 }  # fmt: skip
 """Import name -> distribution name, where they differ."""
 

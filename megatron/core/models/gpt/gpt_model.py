@@ -8,17 +8,20 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization
@@ -36,7 +39,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "none")
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "none")
 
 
 class GPTModel(LanguageModule):
@@ -54,13 +57,17 @@ class GPTModel(LanguageModule):
         logit_dtype: dtype of logits that are returned; None keeps the model's.
         parallel_output: return logits split over the vocabulary, [.., v/tp], not gathered.
         share_embeddings_and_output_weights: tie the head to the word embedding.
-        position_embedding_type: "learned_absolute", "rope", "yarn" or "none". With "yarn" the
-            config's `rotary_scaling_factor` and so on say how rotary positions are stretched; its
-            temperature is a factor on the scores: see `yarn_softmax_scale`.
+        position_embedding_type: "learned_absolute", "rope", "yarn", "mrope" or "none". With "yarn"
+            the config's `rotary_scaling_factor` and so on say how rotary positions are stretched;
+            its temperature is a factor on the scores: see `yarn_softmax_scale`. With "mrope"
+            positions are [3, b, s] and the config's `mrope_section` says which pairs of channels
+            have which.
         mtp_block_spec: layers that predict later tokens, or None. They are built on the stage of
             the loss, or on the one that `config.pipeline_model_parallel_layout` names.
         scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
             output into rows (off if the caller does it).
+        vision_model: builds the encoder of images of these groups, on the first stage; see
+            `VisionLanguageModel`.
     """
 
     def __init__(
@@ -85,9 +92,10 @@ class GPTModel(LanguageModule):
         mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        vision_model: Callable[[ProcessGroupCollection], nn.Module] | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
-        _check_arguments(position_embedding_type)
+        _check_arguments(position_embedding_type, config)
         assert config.kv_channels
         self.transformer_layer_spec = transformer_layer_spec
         self.vocab_size = vocab_size
@@ -107,6 +115,8 @@ class GPTModel(LanguageModule):
             self.num_parts_received = layout.num_parts_received(stage)
 
         with deferred_initialization():
+            if pre_process and vision_model is not None:
+                self.vision_model = vision_model(self.pg_collection)
             if pre_process or self.mtp_process:
                 self.embedding = LanguageModelEmbedding(
                     config=config,
@@ -116,12 +126,17 @@ class GPTModel(LanguageModule):
                     scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                     pg_collection=self.pg_collection,
                 )
-            self.has_rotary = position_embedding_type in ("rope", "yarn") and not (
+            self.has_rotary = position_embedding_type in ("rope", "yarn", "mrope") and not (
                 config.multi_latent_attention  # rotates part of its heads by itself
             )
             if self.has_rotary:
+                kind: Any = RotaryEmbedding
+                if position_embedding_type == "mrope":
+                    kind = partial(
+                        MultimodalRotaryEmbedding, interleaved_sections=config.mrope_interleaved
+                    )
                 rotary = partial(
-                    RotaryEmbedding,
+                    kind,
                     kv_channels=config.kv_channels,
                     rotary_percent=rotary_percent,
                     rotary_interleaved=config.rotary_interleaved,
@@ -176,7 +191,8 @@ class GPTModel(LanguageModule):
         Args:
             input_ids: [b, s/cp], this rank's positions; read by the first stage only.
             position_ids: [b, s/cp], [1, s/cp], or None for the absolute positions of these rows;
-                used by learned positions.
+                used by learned positions. With "mrope" [3, b, s], or [b, s] of text alone, and
+                every stage needs them.
             attention_mask: bool, True where a key is hidden, or None for a causal model.
             decoder_input: [s/cp, b, h] instead of embedded ids.
             packed_seq_params: documents of the whole sequence, the same on all ranks of `cp`.
@@ -198,14 +214,14 @@ class GPTModel(LanguageModule):
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         rotary_args: dict[str, Tensor] = {}
         if context is not None:
-            rotary_args = self._begin_cached_pass(context, decoder_input)
+            rotary_args = self._begin_cached_pass(context, decoder_input, position_ids)
         elif packed_seq_params is not None or self.has_rotary:
             length = RotaryEmbedding.get_rotary_seq_len(
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
             if packed_seq_params is not None:
                 packed_seq_params = self._documents(packed_seq_params, decoder_input, length)
-            rotary_args = self._rotary_args(length)
+            rotary_args = self._rotary_args(length, position_ids)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
             attention_mask=attention_mask,
@@ -297,10 +313,17 @@ class GPTModel(LanguageModule):
         found: Iterable[Tensor] = predict(hidden_states, labels, embed=embed, **attention)
         return found
 
-    def _rotary_args(self, length: int) -> dict[str, Tensor]:
+    def _rotary_args(self, length: int, position_ids: Tensor | None = None) -> dict[str, Tensor]:
         """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
         if not self.has_rotary:
             return {}
+        if self.position_embedding_type == "mrope":
+            if position_ids is None:
+                device = self.rotary_pos_emb.inv_freq.device
+                position_ids = torch.arange(length, device=device).unsqueeze(0)
+            positions = position_ids.expand(3, *position_ids.shape[-2:])
+            assert self.config.mrope_section is not None
+            return {"rotary_pos_emb": self.rotary_pos_emb(positions, self.config.mrope_section)}
         cp = self.pg_collection.microbatch_cp
         rotary_args = {"rotary_pos_emb": self.rotary_pos_emb(length, cp_group=cp)}
         if self.config.rotary_base_local is not None:
@@ -317,12 +340,17 @@ class GPTModel(LanguageModule):
                 fix="build the model without them to generate; the weights are the same",
             )
 
-    def _begin_cached_pass(self, context: Any, decoder_input: Tensor | None) -> dict[str, Tensor]:
+    def _begin_cached_pass(
+        self, context: Any, decoder_input: Tensor | None, position_ids: Tensor | None
+    ) -> dict[str, Tensor]:
         """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         if states is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         context.enter(states.shape[0], states.shape[1], states.device)
+        if self.position_embedding_type == "mrope":
+            given = position_ids is not None and position_ids.dim() == 3
+            return self._rotary_args(0, position_ids if given else context.positions.t())
         tables = self._rotary_args(context.max_sequence_length)
         return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
 
@@ -335,11 +363,29 @@ class GPTModel(LanguageModule):
         return packed.resolve(states.shape[1], length, states.device)
 
 
-def _check_arguments(position_embedding_type: str) -> None:
+def _check_arguments(position_embedding_type: str, config: TransformerConfig) -> None:
     if position_embedding_type not in POSITION_EMBEDDING_TYPES:
         raise ConfigError(
             f"position_embedding_type={position_embedding_type!r} is not supported.",
             rule=f"known types are {', '.join(POSITION_EMBEDDING_TYPES)}",
             flags=["--position-embedding-type"],
             fix="use --position-embedding-type rope",
+        )
+    if position_embedding_type != "mrope":
+        return
+    asked = {
+        "--mrope-section": config.mrope_section is None,
+        "--context-parallel-size": config.context_parallel_size > 1,
+        "--multi-latent-attention": config.multi_latent_attention,
+        "--rotary-base-local": config.rotary_base_local is not None,
+        "--mtp-num-layers": bool(config.mtp_num_layers),
+    }
+    wrong = [flag for flag, is_wrong in asked.items() if is_wrong]
+    if wrong:
+        raise ConfigError(
+            f"position_embedding_type='mrope' and {', '.join(wrong)}.",
+            rule="positions in time, height and width need the three sections of a head, and"
+            " whole heads of whole sequences on a rank, which are rotated equally in all layers",
+            flags=["--position-embedding-type", *wrong],
+            fix="give --mrope-section, and leave the other flags out",
         )

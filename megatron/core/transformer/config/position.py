@@ -19,6 +19,12 @@ class PositionConfig:
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     rotary_base_local: float | None = flag(None, kind=int)
     """Base of the rotary frequencies in layers with a window; None is that of all layers."""
+    mrope_section: list[int] | None = flag(None, nargs="+")
+    """Pairs of channels of a head whose angles are of a token's position in time, in height and in
+    width (--position-embedding-type mrope, arXiv 2409.12191)."""
+    mrope_interleaved: bool = False
+    """Give the pairs of channels to time, height and width in turn, not one section after the
+    other (arXiv 2511.21631)."""
     apply_rope_fusion: bool = flag(
         False,
         "--no-rope-fusion",

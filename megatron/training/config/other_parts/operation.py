@@ -62,7 +62,6 @@ no effect: URLs are opened by fsspec
 --enable-msc on
 no effect: the mask of a packed conversation is made by tools/preprocess_data.py --sft
 --allow-ambiguous-pad-tokens on
---chat-template str
 --sft-tokenizer-prompt-format str = nemotron-h-aligned
 no effect: training reads ids and leaves the splitting of text to tools/preprocess_data.py
 --tokenizer-hf-no-include-special-tokens on

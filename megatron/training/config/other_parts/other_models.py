@@ -57,7 +57,7 @@ no effect: this program trains no retriever
 --titles-data-path str
 --use-one-sent-docs on
 
-refused: train on text
+refused: train by pretrain_vlm.py
 --vision-pretraining on
 of vision_pretraining
 --vision-pretraining-type str: classify/inpaint/dino = classify
@@ -80,9 +80,7 @@ of vision_pretraining
 --iter-per-epoch int = 1250
 --mask-factor float = 1.0
 --mask-type str: random/row = random
---num-channels int = 3
 --num-classes int = 1000
---patch-dim int = 16
 
 refused: drop it: layers are the usual ones without it
 --freeze-all-layers on

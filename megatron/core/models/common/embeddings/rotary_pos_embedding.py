@@ -3,12 +3,16 @@
 Rotary embedding: arXiv 2104.09864. Position interpolation: S. Chen et al., "Extending Context
 Window of Large Language Models via Positional Interpolation", arXiv 2306.15595. Scaling by
 frequency bands: "The Llama 3 Herd of Models", section 3.4.2, arXiv 2407.21783, with the band
-limits of its published weights.
+limits of its published weights. Positions in time, height and width: P. Wang et al., "Qwen2-VL:
+Enhancing Vision-Language Model's Perception of the World at Any Resolution", section 2.1, arXiv
+2409.12191; in turn over the channels: "Qwen3-VL Technical Report", section 2.1, arXiv 2511.21631.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +155,65 @@ class RotaryEmbedding(nn.Module):
         return length * (
             transformer_config.context_parallel_size if shared is None else shared.size()
         )
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """Angles for positions in time, height and width; each pair of channels has one of the three.
+
+    Args: as of `RotaryEmbedding`.
+        interleaved_sections: the pairs take time, height and width in turn, as long as a section
+            lasts, and then time; otherwise the sections follow each other.
+    """
+
+    def __init__(
+        self, kv_channels: int, *, interleaved_sections: bool = False, **options: Any
+    ) -> None:
+        super().__init__(kv_channels, **options)
+        self.interleaved_sections = interleaved_sections
+
+    def forward(  # type: ignore[override]
+        self, position_ids: Tensor, mrope_section: Sequence[int], cp_group: Group | None = None
+    ) -> Tensor:
+        """Return the angles of positions.
+
+        Args:
+            position_ids: [3, b, s], time, height and width of every token.
+            mrope_section: pairs of channels of each of the three.
+        Returns:
+            [s, b, 1, r] fp32.
+        """
+        axes = self.axis_of_pairs(mrope_section).to(position_ids.device)
+        positions = position_ids.float()
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions / self.seq_len_interpolation_factor
+        freqs = positions.permute(2, 1, 0)[..., axes] * self.inv_freq.to(position_ids.device)
+        if self.rotary_interleaved:
+            freqs = freqs.repeat_interleave(2, dim=-1)
+        else:
+            freqs = torch.cat((freqs, freqs), dim=-1)
+        return freqs.unsqueeze(2)
+
+    def axis_of_pairs(self, section: Sequence[int]) -> Tensor:
+        """Return which of time, height and width each pair of channels has, int64 [r/2].
+
+        Raises:
+            ConfigError: the sections are not those of a head.
+        """
+        num_pairs = len(self.inv_freq)
+        if len(section) != 3 or sum(section) != num_pairs or min(section) < 0:
+            raise ConfigError(
+                f"mrope_section={list(section)} for heads of {num_pairs} pairs of channels.",
+                rule="the three sections together are the pairs of channels that rotate",
+                flags=["--mrope-section", "--kv-channels", "--rotary-percent"],
+                fix=f"use --mrope-section {num_pairs - 2 * (num_pairs // 3)} {num_pairs // 3}"
+                f" {num_pairs // 3}",
+            )
+        if not self.interleaved_sections:
+            return torch.arange(3).repeat_interleave(torch.tensor(section))
+        axes = torch.zeros(num_pairs, dtype=torch.long)
+        for axis in (1, 2):
+            axes[axis : 3 * section[axis] : 3] = axis
+        return axes
 
 
 def apply_rotary_pos_emb(

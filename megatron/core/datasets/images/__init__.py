@@ -1,0 +1,1 @@
+"""Images beside text: patches, their positions, and samples that are packed from both."""

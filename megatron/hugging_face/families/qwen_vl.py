@@ -1,0 +1,292 @@
+"""Qwen2.5-VL and Qwen3-VL: the decoders of Qwen 2 and Qwen 3, and an encoder of images.
+
+S. Bai et al., "Qwen2.5-VL Technical Report", arXiv 2502.13923; "Qwen3-VL Technical Report", arXiv
+2511.21631.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.llama import QWEN2, QWEN3
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.weight_map import (
+    Geometry,
+    RowRange,
+    WeightRule,
+    concat,
+    fused_query_key_value,
+    identity,
+)
+
+_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+"""Their values where a config does not give them."""
+_OURS, _LAYER = "vision_model.", "vision_model.decoder.layers.{}."
+_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
+    """Return the settings of the decoder, whose fields are nested, or beside the encoder's."""
+    nested = config.take("text_config", None)
+    text = config if nested is None else ConfigFields(dict(nested), f"{config.source} text_config")
+    rope: dict[str, Any] = {}
+    for name in _ROPE:
+        rope.update(text.take(name, None) or {})
+        text = text.without(name)
+    section, in_turn = rope.pop("mrope_section", None), rope.pop("mrope_interleaved", None)
+    for name in ("type", "rope_type"):
+        if rope.get(name) == "mrope":
+            rope[name] = "default"
+    is_tied = text.take("tie_word_embeddings", None)
+    is_tied = config.take("tie_word_embeddings", is_tied or False)
+    whole = text.with_fields({"rope_parameters": rope, "tie_word_embeddings": is_tied})
+    settings = decoder.settings(whole)
+    if nested is not None:
+        text.finish()
+    if settings.position_embedding_type != "rope":
+        raise ConfigError(
+            f"{config.source}: positions of kind {rope.get('rope_type')!r} are not supported.",
+            rule="positions in time, height and width are those of the sample",
+            flags=["--load-hf"],
+            fix="use a model without it",
+        )
+    return replace(
+        settings,
+        position_embedding_type="mrope",
+        mrope_section=None if section is None else [int(part) for part in section],
+        mrope_interleaved=bool(in_turn),
+    )
+
+
+def _vision(config: ConfigFields, hidden_size: int) -> ConfigFields:
+    """Return the fields of the encoder."""
+    vision = ConfigFields(dict(config.take("vision_config")), f"{config.source} vision_config")
+    rope = ConfigFields(vision.take("rope_parameters", {}), f"{vision.source} rope_parameters")
+    rope.only("rope_type", "axial", "default")
+    rope.only("rope_theta", 10000.0)
+    rope.finish()
+    vision.only("out_hidden_size", hidden_size)
+    vision.take("in_chans", None)  # older name of a field that has the same value
+    vision.take("spatial_patch_size", None)  # the same for patch_size
+    vision.take("tokens_per_second", None)  # positions of clips are given with the samples
+    return vision
+
+
+def _sizes(config: ConfigFields, vision: ConfigFields) -> dict[str, Any]:
+    for name in ("video_token_id", "vision_token_id"):
+        config.take(name, None)  # clips have tokens of their own: samples hold still images
+    return {
+        "architecture": "vlm",
+        "vision_num_layers": vision.take("depth"),
+        "vision_hidden_size": vision.take("hidden_size"),
+        "vision_num_attention_heads": vision.take("num_heads"),
+        "vision_ffn_hidden_size": vision.take("intermediate_size"),
+        "num_channels": vision.take("in_channels", 3),
+        "patch_dim": vision.take("patch_size"),
+        "temporal_patch_size": vision.take("temporal_patch_size", 2),
+        "spatial_merge_size": vision.take("spatial_merge_size", 2),
+        **{
+            name: config.take(name, _TOKENS[name])
+            for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+        },
+    }
+
+
+def _qwen2_5_settings(config: ConfigFields) -> ModelDescription:
+    settings = _text(config, QWEN2)
+    vision = _vision(config, settings.hidden_size)
+    vision.only("hidden_act", "silu")
+    found = _sizes(config, vision)
+    found["vision_window_size"] = vision.take("window_size", 112)
+    found["vision_full_attention_layers"] = list(
+        vision.take("fullatt_block_indexes", [7, 15, 23, 31])
+    )
+    vision.finish()
+    settings = replace(settings, **found, vision_model_type="qwen2_5_vl")
+    return replace(settings, mrope_section=settings.mrope_section or [16, 24, 24])
+
+
+def _qwen3_settings(config: ConfigFields) -> ModelDescription:
+    settings = _text(config, QWEN3)
+    vision = _vision(config, settings.hidden_size)
+    vision.only("hidden_act", "gelu_pytorch_tanh")
+    found = _sizes(config, vision)
+    found["vision_num_position_embeddings"] = vision.take("num_position_embeddings", 2304)
+    found["deepstack_layers"] = list(vision.take("deepstack_visual_indexes", [8, 16, 24]))
+    vision.finish()
+    settings = replace(settings, **found, vision_model_type="qwen3_vl", mrope_interleaved=True)
+    return replace(settings, mrope_section=settings.mrope_section or [24, 20, 20])
+
+
+def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
+    text = decoder.fields(replace(settings, position_embedding_type="rope"))
+    is_tied = text.pop("tie_word_embeddings")
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta"),
+        "mrope_section": settings.mrope_section,
+    }
+    rope.update(text.pop("rope_scaling") or {})
+    if settings.mrope_interleaved:
+        rope["mrope_interleaved"] = True
+    return {
+        "text_config": {**text, "rope_parameters": rope},
+        "vision_config": {
+            "depth": settings.vision_num_layers,
+            "hidden_size": settings.vision_hidden_size,
+            "num_heads": settings.vision_num_attention_heads,
+            "intermediate_size": settings.vision_ffn_hidden_size,
+            "in_channels": settings.num_channels,
+            "patch_size": settings.patch_dim,
+            "temporal_patch_size": settings.temporal_patch_size,
+            "spatial_merge_size": settings.spatial_merge_size,
+            "out_hidden_size": settings.hidden_size,
+        },
+        "tie_word_embeddings": is_tied,
+        **_TOKENS,
+        **{
+            name: value
+            for name in ("image_token_id", "vision_start_token_id", "vision_end_token_id")
+            for value in [getattr(settings, name)]
+            if value is not None
+        },
+    }
+
+
+def _qwen2_5_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _fields(settings, QWEN2)
+    del fields["text_config"]["head_dim"]  # it is a part of the width
+    fields["vision_config"] |= {
+        "hidden_act": "silu",
+        "window_size": settings.vision_window_size,
+        "fullatt_block_indexes": settings.vision_full_attention_layers,
+    }
+    return fields
+
+
+def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _fields(settings, QWEN3)
+    fields["vision_config"] |= {
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": settings.vision_num_position_embeddings,
+        "deepstack_visual_indexes": settings.deepstack_layers or [],
+    }
+    return fields
+
+
+def _projections(settings: ModelDescription, kind: str, hf_name: str) -> WeightRule:
+    """Return the rule of queries, keys and values of the encoder, of its own heads."""
+    rule = fused_query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", hf_name)
+    heads = settings.vision_num_attention_heads
+    of_vision = Geometry(
+        num_layers=settings.vision_num_layers,
+        num_heads=heads,
+        num_groups=heads,
+        head_dim=settings.vision_hidden_size // heads,
+    )
+
+    def row_map(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+        return rule.row_map(of_vision, heights)
+
+    return replace(rule, row_map=row_map)
+
+
+def _linear(ours: str, *theirs: str) -> list[WeightRule]:
+    """Return the rules of weight and bias of a layer."""
+    return [
+        concat(f"{ours}.{kind}", *(f"{name}.{kind}" for name in theirs))
+        for kind in ("weight", "bias")
+    ]
+
+
+def _encoder(settings: ModelDescription, theirs: str, mlp: Mapping[str, Sequence[str]]) -> Any:
+    """Return the rules of what both encoders have.
+
+    Args:
+        mlp: our layer -> theirs.
+    """
+    block = f"{theirs}blocks.{{}}."
+    rules = [
+        *(_projections(settings, kind, f"{block}attn.qkv.{kind}") for kind in ("weight", "bias")),
+        *_linear(f"{_LAYER}self_attention.linear_proj", f"{block}attn.proj"),
+    ]
+    for ours, names in mlp.items():
+        rules += _linear(f"{_LAYER}mlp.{ours}", *(f"{block}mlp.{name}" for name in names))
+    norm_parts = ("weight",) if settings.vision_model_type == "qwen2_5_vl" else ("weight", "bias")
+    for kind in norm_parts:
+        rules += [
+            identity(
+                f"{_LAYER}self_attention.linear_qkv.layer_norm_{kind}", f"{block}norm1.{kind}"
+            ),
+            identity(f"{_LAYER}mlp.linear_fc1.layer_norm_{kind}", f"{block}norm2.{kind}"),
+        ]
+    layers = tuple(range(settings.vision_num_layers))
+    embedding = identity(f"{_OURS}patch_embed.weight", f"{theirs}patch_embed.proj.weight")
+    return [*(replace(rule, layers=layers) for rule in rules), embedding]
+
+
+def _qwen2_5_rules(settings: ModelDescription) -> list[WeightRule]:
+    theirs = "visual."
+    mlp = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
+    return [
+        *QWEN2.rules(settings),
+        *_encoder(settings, theirs, mlp),
+        identity(f"{_OURS}merger.norm.weight", f"{theirs}merger.ln_q.weight"),
+        *_linear(f"{_OURS}merger.linear_fc1", f"{theirs}merger.mlp.0"),
+        *_linear(f"{_OURS}merger.linear_fc2", f"{theirs}merger.mlp.2"),
+    ]
+
+
+def _qwen3_rules(settings: ModelDescription) -> list[WeightRule]:
+    theirs = "model.visual."
+    mlp = {name: (name,) for name in ("linear_fc1", "linear_fc2")}
+    rules = _encoder(settings, theirs, mlp)
+    rules += [
+        identity(f"{_OURS}patch_embed.bias", f"{theirs}patch_embed.proj.bias"),
+        identity(f"{_OURS}pos_embed.weight", f"{theirs}pos_embed.weight"),
+    ]
+    mergers = {"merger": "merger"} | {
+        f"deepstack_mergers.{n}": f"deepstack_merger_list.{n}"
+        for n in range(len(settings.deepstack_layers or ()))
+    }
+    for ours, name in mergers.items():
+        for layer in ("norm", "linear_fc1", "linear_fc2"):
+            rules += _linear(f"{_OURS}{ours}.{layer}", f"{theirs}{name}.{layer}")
+    decoder = [
+        replace(
+            rule,
+            hf_names=tuple(
+                name.replace("model.", "model.language_model.", 1) for name in rule.hf_names
+            ),
+        )
+        for rule in QWEN3.rules(settings)
+    ]
+    return [*decoder, *rules]
+
+
+QWEN2_5_VL = Family(
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    settings=_qwen2_5_settings,
+    fields=_qwen2_5_fields,
+    rules=_qwen2_5_rules,
+    without_meaning=(r".*rotary_emb\.inv_freq",),
+)
+QWEN3_VL = replace(
+    QWEN2_5_VL,
+    model_type="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    settings=_qwen3_settings,
+    fields=_qwen3_fields,
+    rules=_qwen3_rules,
+)

@@ -1,0 +1,132 @@
+"""Pretrain a language model that reads images: `torchrun --nproc-per-node 4 pretrain_vlm.py ...`.
+
+Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
+is a file of JSON lines, each a conversation with its images: see docs/vision_language.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.enums import ModelType
+from megatron.core.foundation import device
+from megatron.core.models.vision.vision_config import VisionConfig
+from megatron.core.models.vision.vision_language_model import VisionLanguageModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.flags import from_args
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.image_texts import image_text_datasets
+from megatron.training.setup.layer_spec import layer_spec
+
+ENTRIES = (
+    "tokens", "labels", "loss_mask", "position_ids", "document_starts", "patches", "image_grid_thw",
+)  # fmt: skip
+"""What a step reads of a micro batch."""
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: TransformerConfig | None = None,
+    pg_collection: Any = None,
+) -> VisionLanguageModel:
+    """Build one chunk of the model: all of it without pipeline parallelism."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    model = VisionLanguageModel(
+        config=config,
+        transformer_layer_spec=layer_spec(args, config, vp_stage),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vision_config=from_args(VisionConfig, vars(args)),
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+    model.freeze(
+        freeze_language_model=args.freeze_LM,
+        freeze_vision_model=args.freeze_ViT,
+        freeze_vision_projection=args.freeze_projection,
+    )
+    return model
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
+    """Take the next micro batch: every stage reads positions and documents."""
+    batch, where = next(data_iterator), device.current_device()
+    # The grids say how much there is to do: they stay on the host.
+    grids = batch["image_grid_thw"]
+    moved = {name: batch[name].to(where, non_blocking=True) for name in ENTRIES}
+    return {**moved, "image_grid_thw": grids, "position_ids": moved["position_ids"].transpose(0, 1)}
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses [b, s] of what is learned; the mean is over the whole global batch."""
+    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    loss = torch.sum(output.float() * loss_mask)
+    num_tokens = loss_mask.sum()
+    return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def call_model(batch: dict[str, Any], model: Any, labels: Tensor | None) -> Tensor:
+    """Run a micro batch through this rank's part of the model; logits without `labels`."""
+    output: Tensor = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=labels,
+        patches=batch["patches"],
+        image_grid_thw=batch["image_grid_thw"],
+        packed_seq_params=PackedSeqParams(seq_idx=batch["document_starts"]),
+    )
+    return output
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple:
+    """Run one micro batch through this rank's part of the model."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    return call_model(batch, model, batch["labels"]), partial(loss_func, batch["loss_mask"])
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+    """Build the train, valid and test datasets: every stage reads positions, one images."""
+    args = get_args()
+    layout = pipeline_layout(core_transformer_config_from_args(args))
+    pp_rank = ProcessGroupCollection.current().pp.rank()
+    return image_text_datasets(
+        args, get_tokenizer(), num_samples, has_patches=layout.has_embedding(pp_rank, vp_stage)
+    )
+
+
+datasets_provider.is_distributed = True
+
+
+if __name__ == "__main__":
+    pretrain(
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"architecture": "vlm"},
+    )
