@@ -69,14 +69,11 @@ no effect: --pipeline-model-parallel-layout says which stage predicts later toke
 """
 
 _LAYERS = """
-no effect: steps run eagerly, and no CUDA graph is captured
---cuda-graph-impl str: none/local/transformer_engine/full_iteration = none
---enable-cuda-graph on
+no effect: --cuda-graph-impl local captures layers
 --external-cuda-graph on
 of cuda_graph_impl
 --cuda-graph-modules str x+ = []
 --cuda-graph-scope str x+ = []
---cuda-graph-warmup-steps int = 3
 cuda_graph_retain_backward_graph on
 cuda_graph_use_single_mempool on
 

@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import (
     resolve_groups,
 )
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.captured_layer import captured_layers
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.rotary import cos_sin
@@ -126,6 +127,7 @@ class TransformerBlock(GraphableMegatronModule):
             layer.index_in_stack = layer.layer_number - 1 - self.stack.start
             use_low_precision(layer, layer.layer_number, self.pg_collection)
         self.layers = nn.ModuleList(layers)
+        self._captured = captured_layers(layers, config)
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
         has_final_norm = post_process
@@ -229,9 +231,10 @@ class TransformerBlock(GraphableMegatronModule):
                 *added: Tensor,
             ) -> Any:
                 for place, (layer, options) in enumerate(zip(own_layers, chosen, strict=True)):
+                    call = self._captured[first + place] or layer
                     is_offloaded = first + place < self.config.cpu_offloading_num_layers
                     with offloading(is_offloaded, layer):
-                        hidden, context = layer(
+                        hidden, context = call(
                             hidden, mask, context, attention_bias=bias, **options
                         )
                     if place < len(added):

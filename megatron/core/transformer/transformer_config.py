@@ -16,6 +16,7 @@ from megatron.core.settings.computation import LayerComputation, OtherLayers
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
 from megatron.core.transformer.config.block import BlockConfig
+from megatron.core.transformer.config.captured_graphs import GraphConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
 from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
@@ -49,6 +50,7 @@ class TransformerConfig(
     MaximalUpdateConfig,
     PredictionConfig,
     ExpertConfig,
+    GraphConfig,
     BlockConfig,
     ShapeConfig,
     LayerComputation,
@@ -103,6 +105,7 @@ class TransformerConfig(
                 self.mlp_chunks_for_training,
             ),
             *overlap_f_b_problems(self),
+            *self.graph_problems(),
             *refused_settings(self),
         ]
         if not problems:

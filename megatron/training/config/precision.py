@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.settings.flags import SettingsGroup, flag
 from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
+from megatron.core.transformer.config.captured_graphs import GraphConfig
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 
 
 @dataclass(kw_only=True)
 class PrecisionSettings(
-    HalfPrecision, PrecisionConfig, RecomputeConfig, ActivationOffloadConfig, SettingsGroup
+    HalfPrecision,
+    PrecisionConfig,
+    RecomputeConfig,
+    ActivationOffloadConfig,
+    GraphConfig,
+    SettingsGroup,
 ):
     """Number formats, recomputation, offload, graphs, fusions."""
 

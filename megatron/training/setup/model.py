@@ -24,6 +24,7 @@ from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.settings.flags import fields_of
+from megatron.core.transformer.captured_layer import why_not_captured
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.dispatchers import EXCHANGE
@@ -141,6 +142,10 @@ def _announce_kernels(run: ResolvedRun, config: TransformerConfig) -> None:
     lines = kernels_of_run(run, config, here)
     chosen = [f"{x.operation} {x.kernel}" for x in lines]
     print_rank_0(f" > kernels on {here}: {'; '.join(chosen)}")
+    if config.captures_layers:
+        why = why_not_captured(config) or ("no graphs on CPUs" if here == "cpu" else "")
+        found = f"none, {why}" if why else "dense ones, each whole in two graphs per micro batch"
+        print_rank_0(f" > layers that are captured: {found}")
     for line in lines:
         if line.operation == EXCHANGE.operation:  # asked for by name, so say why it is another
             print_rank_0(f" > {line}")

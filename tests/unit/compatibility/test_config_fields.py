@@ -82,12 +82,12 @@ def test_a_field_of_what_is_not_here_is_refused_with_what_to_use(kind):
 def test_a_config_that_gives_a_field_another_default_gets_the_same_answer():
     @dataclasses.dataclass
     class Provider(TransformerConfig):
-        cuda_graph_impl: str = "local"
+        external_cuda_graph: bool = True
         qk_l2_norm: bool = True
 
     with pytest.raises(ConfigError, match=r"Provider\.qk_l2_norm=True is not supported"):
         Provider(**SHAPE)
-    with pytest.warns(UserWarning, match=r"Provider\.cuda_graph_impl='local': steps run eagerly"):
+    with pytest.warns(UserWarning, match=r"Provider\.external_cuda_graph=True: --cuda-graph-impl"):
         Provider(**SHAPE, qk_l2_norm=False)
 
 

@@ -17,7 +17,7 @@ from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import SettingsGroup
 
 _ROWS = """
-no effect: steps run eagerly, and no CUDA graph is captured
+no effect: the optimizer's step is not captured
 --optimizer-cuda-graph on
 
 refused: drop it: the output layer keeps the dtype of the model

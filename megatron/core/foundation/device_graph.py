@@ -1,0 +1,92 @@
+"""Graphs of an accelerator: operations that are recorded once and started together afterwards.
+
+**Never run on a GPU**: tests record with a stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron.core.foundation import device
+
+Outputs: TypeAlias = tuple[Tensor | None, ...]
+
+
+class DeviceGraph(Protocol):
+    """One recording. What its operations read and write stays at the same addresses."""
+
+    def capture(self, call: Callable[[], Outputs]) -> Outputs:
+        """Record what `call` starts on the device; return where each replay leaves the results.
+
+        Nothing is computed yet, and what else `call` does on the host happens this once.
+        """
+        ...
+
+    def replay(self) -> None:
+        """Start the recorded operations on the current stream."""
+        ...
+
+
+class MemoryPool:
+    """Memory of graphs that are replayed in the order in which they were captured."""
+
+    def __init__(self) -> None:
+        self.identifier: Any = None
+        """Of the first graph's pool, which the others use; None before it."""
+
+
+class AcceleratorGraph:
+    """Torch's graph of the accelerator. See `DeviceGraph`.
+
+    Threads beside this one (watchdogs of NCCL, loaders of data) may go on during a capture.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        self._graph = torch.accelerator.Graph(
+            pool=pool.identifier, capture_error_mode="thread_local"
+        )
+        self._pool = pool
+
+    def capture(self, call: Callable[[], Outputs]) -> Outputs:
+        """See `DeviceGraph`."""
+        stream, here = torch.Stream(device.current_device()), device.current_stream()
+        assert here is not None, "graphs are made of the streams of an accelerator"
+        stream.wait_stream(here)
+        with stream, self._graph:
+            outputs = call()
+        here.wait_stream(stream)
+        self._pool.identifier = self._graph.pool()
+        return outputs
+
+    def replay(self) -> None:
+        """See `DeviceGraph`."""
+        self._graph.replay()
+
+
+def captures_graphs() -> bool:
+    """Return whether there is a device whose operations can be recorded."""
+    return device.device_type() != "cpu"
+
+
+def new_graph(pool: MemoryPool) -> DeviceGraph:
+    """Return an empty graph."""
+    return AcceleratorGraph(pool)
+
+
+def warm_up(call: Callable[[], object], num_times: int) -> None:
+    """Run `call` on a stream of its own: libraries allocate and choose what a capture may not."""
+    here = device.current_stream()
+    if here is None:
+        for _ in range(num_times):
+            call()
+        return
+    stream = torch.Stream(device.current_device())
+    stream.wait_stream(here)
+    with stream:
+        for _ in range(num_times):
+            call()
+    here.wait_stream(stream)

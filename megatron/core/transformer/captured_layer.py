@@ -1,0 +1,280 @@
+"""Layers whose kernels are started by graphs: one launch for a forward pass, one for a backward.
+
+A pass is captured once for each micro batch that can be in flight, because what forward keeps for
+backward stays at the addresses of the capture. Micro batches take the free graphs with the lowest
+number, in all layers of a stage alike; so the graphs of one number, of all layers, are replayed in
+the order in which they were captured, and share memory.
+
+What a replay does not repeat is not captured: draws of random numbers, reads by the host, Python
+that runs within the layer (`why_not_captured`). Weight gradients come out of a graph and take the
+usual way into the main gradient: whether they are the first of a step is decided in Python.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatron.core.foundation import device_graph
+from megatron.core.foundation.device_graph import DeviceGraph, MemoryPool, Outputs
+from megatron.core.foundation.errors import ScheduleError
+from megatron.core.parameters.param_meta import has_main_grad
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
+from megatron.core.step_context.context import current_step
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_OWN = "megatron."
+
+
+def why_not_captured(config: TransformerConfig) -> str:
+    """Return why no layer of a model is captured although the config asks for it, or ""."""
+    reasons = {
+        "dropout draws from numbers of the host, which a replay would repeat":
+            config.hidden_dropout > 0 or config.attention_dropout > 0,
+        "recomputed activations run backward passes of their own":
+            config.recompute_granularity is not None,
+        "scales of --fp8-format and --fp4-format move in Python": config.fp8 or config.fp4,
+        "copies of activations to the host are to new memory each time":
+            config.offloads_activations,
+        "--qk-clip collects logits in Python": config.qk_clip,
+        "ranks that share a sequence send it to each other between kernels":
+            config.context_parallel_size > 1,
+        "a schedule that defers weight gradients computes them apart from backward":
+            schedule_named(config.pipeline_schedule).splits_backward
+            or config.overlap_moe_expert_parallel_comm,
+    }  # fmt: skip
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
+def captured_layers(layers: Sequence[Any], config: TransformerConfig) -> list[CapturedLayer | None]:
+    """Return for each layer of a stage what calls it by graphs; None: it is called as it is.
+
+    Layers with experts read on the host how many rows each has; what libraries compute is theirs.
+    """
+    found: list[CapturedLayer | None] = [None] * len(layers)
+    if not config.captures_layers or why_not_captured(config):
+        return found
+    pools: list[MemoryPool] = []
+    for index, layer in enumerate(layers):
+        attends = config.layer_kind(layer.layer_number).attends
+        if attends and not any(_keeps_it_eager(part) for part in layer.modules()):
+            found[index] = CapturedLayer(layer, config.cuda_graph_warmup_steps, pools)
+    return found
+
+
+def _keeps_it_eager(part: nn.Module) -> bool:
+    owns = next(part.parameters(recurse=False), None) is not None
+    return isinstance(part, MoELayer) or (owns and not type(part).__module__.startswith(_OWN))
+
+
+@dataclass
+class _Slot:
+    """The graphs of a layer for one micro batch in flight.
+
+    Attributes:
+        inputs: what the forward pass reads, copied in before a replay.
+        outputs, output_gradients, gradients: static memory; the last of inputs and parameters.
+    """
+
+    number: int
+    forward: DeviceGraph
+    backward: DeviceGraph
+    inputs: list[Tensor]
+    outputs: Outputs
+    output_gradients: list[Tensor]
+    gradients: Outputs
+
+
+class _Lease:
+    """A slot from its forward pass to its backward pass, or until nobody can ask for that."""
+
+    def __init__(self, slot: _Slot, free: list[tuple[int, int, _Slot]]) -> None:
+        self._slot: _Slot | None = slot
+        self._free = free
+
+    def slot(self) -> _Slot:
+        """Return it while it is held."""
+        if self._slot is None:
+            raise ScheduleError(
+                "a second backward pass of a captured layer.",
+                rule="what its forward pass kept is overwritten by the next micro batch",
+                fix="drop --cuda-graph-impl, or call backward once",
+            )
+        return self._slot
+
+    def end(self) -> None:
+        """Let another micro batch have it."""
+        if self._slot is not None:
+            slot, self._slot = self._slot, None
+            heapq.heappush(self._free, (slot.number, id(slot), slot))
+
+    def __del__(self) -> None:
+        self.end()
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, lease: _Lease, num_inputs: int, parameters: Sequence[nn.Parameter], *given: Tensor
+    ) -> Tensor:
+        slot = lease.slot()
+        _copy(slot.inputs, given[:num_inputs])
+        slot.forward.replay()
+        ctx.lease, ctx.num_inputs, ctx.parameters = lease, num_inputs, parameters
+        (output,) = slot.outputs
+        assert output is not None
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slot = ctx.lease.slot()
+        _copy(slot.output_gradients, grads)
+        slot.backward.replay()
+        found = list(slot.gradients)
+        # Somebody may hold it, or send it, when the next micro batch overwrites it here.
+        of_inputs = [None if g is None else g.clone() for g in found[: ctx.num_inputs]]
+        of_parameters = [
+            # A hook adds it to the main gradient at once.
+            g.detach() if g is None or has_main_grad(parameter) else g.clone()
+            for g, parameter in zip(found[ctx.num_inputs :], ctx.parameters, strict=True)
+        ]  # fmt: skip
+        ctx.lease.end()
+        return None, None, None, *of_inputs, *of_parameters
+
+
+def _copy(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(static, given, strict=True):
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
+
+
+class CapturedLayer:
+    """Calls a layer by graphs where they compute the same, and as it is elsewhere.
+
+    Args:
+        num_warm_ups: passes before each capture.
+        pools: memory of the graphs of each number, for all layers of the stage.
+    """
+
+    def __init__(self, layer: nn.Module, num_warm_ups: int, pools: list[MemoryPool]) -> None:
+        self._layer, self._num_warm_ups, self._pools = layer, num_warm_ups, pools
+        self._modules = list(layer.modules())
+        self._free: dict[object, list[tuple[int, int, _Slot]]] = {}
+        self._num_slots: dict[object, int] = {}
+        self._addresses: list[int] = []
+        for part in self._modules:
+            if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
+                part.spec = replace(part.spec, fuses_main_grad=False)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the layer returns: (hidden states, context)."""
+        leaves, spec = tree_flatten((arguments, options))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not self._is_capturable(leaves):
+            return self._layer(*arguments, **options)
+        self._wait_for_weights()
+        parameters = [p for p in self._layer.parameters() if p.requires_grad]
+        key = (
+            spec,
+            tuple(leaf is None for leaf in leaves),
+            tuple((t.shape, t.dtype, t.requires_grad) for t in tensors),
+            len(parameters),
+        )
+        free = self._free.setdefault(key, [])
+        if free:
+            slot = heapq.heappop(free)[2]
+        else:
+            number = self._num_slots.get(key, 0)
+            self._num_slots[key] = number + 1
+            slot = self._capture(number, leaves, spec, parameters)
+        lease = _Lease(slot, free)
+        output = _Replay.apply(lease, len(tensors), parameters, *tensors, *parameters)
+        return output, arguments[2] if len(arguments) > 2 else None
+
+    def _is_capturable(self, leaves: Sequence[object]) -> bool:
+        """Whether this call is a step of training that a replay repeats completely."""
+        step = current_step()
+        return (
+            device_graph.captures_graphs()
+            and self._layer.training
+            and torch.is_grad_enabled()
+            and step.overlap is None
+            and not (step.is_checkpointed or step.is_recomputing or step.defers_wgrads)
+            and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+            and not any(
+                part._forward_hooks or part._backward_hooks or part._forward_pre_hooks_with_kwargs
+                for part in self._modules
+            )
+        )
+
+    def _wait_for_weights(self) -> None:
+        """Call the hooks that wait for gathered parameters, which a replay would leave out.
+
+        Raises:
+            ScheduleError: a weight is no longer where it was when it was captured.
+        """
+        for part in self._modules:
+            for hook in part._forward_pre_hooks.values():
+                hook(part, ())
+        addresses = [p.data_ptr() for p in self._layer.parameters()]
+        if self._addresses and addresses != self._addresses:
+            raise ScheduleError(
+                f"the weights of {type(self._layer).__name__} have other memory than before.",
+                rule="a captured layer reads its weights where they were at the capture",
+                flags=["--cuda-graph-impl"],
+                fix="write weights in place, or drop --cuda-graph-impl",
+            )
+        self._addresses = addresses
+
+    def _capture(
+        self,
+        number: int,
+        leaves: Sequence[object],
+        spec: TreeSpec,
+        parameters: Sequence[nn.Parameter],
+    ) -> _Slot:
+        """Record both passes for one more micro batch in flight."""
+        while len(self._pools) <= number:
+            self._pools.append(MemoryPool())
+        pool = self._pools[number]
+        static = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        inputs = [leaf for leaf in static if isinstance(leaf, Tensor)]
+        arguments, options = tree_unflatten(static, spec)
+        wanted = [x for x in (*inputs, *parameters) if x.requires_grad]
+        live: list[Tensor] = []
+        gradients_of_outputs: list[Tensor] = []
+
+        def forward() -> Outputs:
+            with torch.enable_grad():
+                live[:] = [self._layer(*arguments, **options)[0]]
+            return tuple(live)
+
+        def backward() -> Outputs:
+            found = iter(torch.autograd.grad(live, wanted, gradients_of_outputs, allow_unused=True))
+            return tuple(next(found) if x.requires_grad else None for x in (*inputs, *parameters))
+
+        def both() -> None:
+            forward()
+            gradients_of_outputs[:] = [torch.zeros_like(live[0])]
+            backward()
+
+        device_graph.warm_up(both, self._num_warm_ups)
+        first, second = device_graph.new_graph(pool), device_graph.new_graph(pool)
+        outputs = first.capture(forward)
+        gradients_of_outputs[:] = [torch.zeros_like(live[0])]
+        gradients = second.capture(backward)
+        return _Slot(number, first, second, inputs, outputs, gradients_of_outputs, gradients)

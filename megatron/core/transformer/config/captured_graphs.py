@@ -1,0 +1,46 @@
+"""Which parts of a step are captured as graphs of the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flags import flag
+
+_ON_CPUS = "there are no graphs on CPUs, and steps run eagerly"
+
+
+@dataclass
+class GraphConfig:
+    """Graphs of layers. Names and defaults are Megatron's."""
+
+    cuda_graph_impl: str = flag(
+        "none",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+        only_on_gpu=_ON_CPUS,
+        note_values={"full_iteration": "micro batches are not in static buffers; no graph is made"},
+    )
+    """Start the kernels of each dense layer by graphs, one for each micro batch in flight: local,
+    and transformer_engine does the same. A run says so where it cannot."""
+    enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
+    """Megatron's earlier name of cuda-graph-impl local."""
+    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
+    """Passes of a layer before each capture."""
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether layers are to be called by graphs."""
+        return self.enable_cuda_graph or self.cuda_graph_impl in ("local", "transformer_engine")
+
+    def graph_problems(self) -> list[MegatronError]:
+        """Return what is wrong with these settings."""
+        if self.cuda_graph_warmup_steps >= 1:
+            return []
+        return [
+            ConfigError(
+                f"cuda_graph_warmup_steps={self.cuda_graph_warmup_steps}.",
+                rule="libraries choose kernels and allocate in passes before a capture",
+                flags=["--cuda-graph-warmup-steps"],
+                fix="use --cuda-graph-warmup-steps 3",
+            )
+        ]
