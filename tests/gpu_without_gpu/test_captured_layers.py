@@ -61,7 +61,7 @@ def test_micro_batches_in_flight_have_graphs_of_their_own():
         # Two layers, two micro batches in flight, two passes; each pass of three is one replay.
         assert len(GRAPHS) == 8
         assert sum(graph.num_replays for graph in GRAPHS) == 12
-        assert len({graph.pool for graph in GRAPHS}) == 2
+        assert len({graph.pool for graph in GRAPHS}) == 4
         built.zero_grad()
         assert_equal(step(built), expected)
         assert len(GRAPHS) == 8
@@ -152,7 +152,7 @@ def train_captured(groups, layout, *arguments):
 @pytest.mark.parametrize(
     "layout",
     [
-        LayoutCase(tp=2, sp=True, micro_batch_size=2),
+        LayoutCase(tp=2, sp=True, cp=2, micro_batch_size=2),
         LayoutCase(pp=2, dp=2, stage=1),
         LayoutCase(pp=2, dp=2, stage=2),
     ],
@@ -170,7 +170,6 @@ def test_training_by_graphs_equals_one_process(layout):
         {"hidden_dropout": 0.1},
         {"fp8": "hybrid"},
         {"recompute_granularity": "selective"},
-        {"context_parallel_size": 2},
         {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 2,
          "pipeline_dtype": torch.float32},
     ],

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -53,7 +54,7 @@ class AcceleratorGraph:
 
     def capture(self, call: Callable[[], Outputs]) -> Outputs:
         """See `DeviceGraph`."""
-        stream, here = torch.Stream(device.current_device()), device.current_stream()
+        stream, here = _side_stream(device.current_device()), device.current_stream()
         assert here is not None, "graphs are made of the streams of an accelerator"
         stream.wait_stream(here)
         with stream, self._graph:
@@ -65,6 +66,12 @@ class AcceleratorGraph:
     def replay(self) -> None:
         """See `DeviceGraph`."""
         self._graph.replay()
+
+
+@functools.cache
+def _side_stream(where: torch.device) -> torch.Stream:
+    """Return the stream of captures: a backward pass runs on that of its forward pass."""
+    return torch.Stream(where)
 
 
 def captures_graphs() -> bool:
@@ -84,7 +91,7 @@ def warm_up(call: Callable[[], object], num_times: int) -> None:
         for _ in range(num_times):
             call()
         return
-    stream = torch.Stream(device.current_device())
+    stream = _side_stream(device.current_device())
     stream.wait_stream(here)
     with stream:
         for _ in range(num_times):

@@ -1,9 +1,9 @@
 """Layers whose kernels are started by graphs: one launch for a forward pass, one for a backward.
 
 A pass is captured once for each micro batch that can be in flight, because what forward keeps for
-backward stays at the addresses of the capture. Micro batches take the free graphs with the lowest
-number, in all layers of a stage alike; so the graphs of one number, of all layers, are replayed in
-the order in which they were captured, and share memory.
+backward stays at the addresses of the capture. The two graphs of a micro batch share memory; those
+of layers do not, since a backward pass is captured right after its forward pass and replayed after
+the forward passes of the layers that follow, which would have taken what it frees.
 
 What a replay does not repeat is not captured: draws of random numbers, reads by the host, Python
 that runs within the layer (`why_not_captured`). Weight gradients come out of a graph and take the
@@ -45,8 +45,6 @@ def why_not_captured(config: TransformerConfig) -> str:
         "copies of activations to the host are to new memory each time":
             config.offloads_activations,
         "--qk-clip collects logits in Python": config.qk_clip,
-        "ranks that share a sequence send it to each other between kernels":
-            config.context_parallel_size > 1,
         "a schedule that defers weight gradients computes them apart from backward":
             schedule_named(config.pipeline_schedule).splits_backward
             or config.overlap_moe_expert_parallel_comm,
@@ -62,11 +60,10 @@ def captured_layers(layers: Sequence[Any], config: TransformerConfig) -> list[Ca
     found: list[CapturedLayer | None] = [None] * len(layers)
     if not config.captures_layers or why_not_captured(config):
         return found
-    pools: list[MemoryPool] = []
     for index, layer in enumerate(layers):
         attends = config.layer_kind(layer.layer_number).attends
         if attends and not any(_keeps_it_eager(part) for part in layer.modules()):
-            found[index] = CapturedLayer(layer, config.cuda_graph_warmup_steps, pools)
+            found[index] = CapturedLayer(layer, config.cuda_graph_warmup_steps)
     return found
 
 
@@ -162,11 +159,10 @@ class CapturedLayer:
 
     Args:
         num_warm_ups: passes before each capture.
-        pools: memory of the graphs of each number, for all layers of the stage.
     """
 
-    def __init__(self, layer: nn.Module, num_warm_ups: int, pools: list[MemoryPool]) -> None:
-        self._layer, self._num_warm_ups, self._pools = layer, num_warm_ups, pools
+    def __init__(self, layer: nn.Module, num_warm_ups: int) -> None:
+        self._layer, self._num_warm_ups = layer, num_warm_ups
         self._modules = list(layer.modules())
         self._free: dict[object, list[tuple[int, int, _Slot]]] = {}
         self._num_slots: dict[object, int] = {}
@@ -208,11 +204,18 @@ class CapturedLayer:
             and self._layer.training
             and torch.is_grad_enabled()
             and step.overlap is None
+            and step.cp_group is None  # which changes from one micro batch to the next
             and not (step.is_checkpointed or step.is_recomputing or step.defers_wgrads)
             and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
             and not any(
                 part._forward_hooks or part._backward_hooks or part._forward_pre_hooks_with_kwargs
                 for part in self._modules
+            )
+            # Those of this package wait for weights, and read no inputs.
+            and all(
+                hook.__module__.startswith(_OWN)
+                for part in self._modules
+                for hook in part._forward_pre_hooks.values()
             )
         )
 
@@ -243,9 +246,7 @@ class CapturedLayer:
         parameters: Sequence[nn.Parameter],
     ) -> _Slot:
         """Record both passes for one more micro batch in flight."""
-        while len(self._pools) <= number:
-            self._pools.append(MemoryPool())
-        pool = self._pools[number]
+        pool = MemoryPool()
         static = [
             leaf.detach().clone().requires_grad_(leaf.requires_grad)
             if isinstance(leaf, Tensor)
