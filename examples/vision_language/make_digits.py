@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from PIL import Image
@@ -28,15 +29,19 @@ class Flags:
 
     directory: Path = positional()
     """Where the files go."""
+    count: int = 1797
+    """Images, the first of the set."""
 
 
 def main() -> None:
     """Write the files."""
-    target = read_command_line(Flags, description=__doc__.splitlines()[0]).directory
+    options = read_command_line(Flags, description=__doc__.splitlines()[0])
+    target = options.directory
     (target / "images").mkdir(parents=True, exist_ok=True)
     digits = load_digits()
     lines: dict[str, list[str]] = {"train": [], "valid": []}
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+    pairs = zip(digits.images, digits.target, strict=True)
+    for number, (pixels, label) in enumerate(islice(pairs, options.count)):
         name = f"images/{number:04d}.png"
         Image.fromarray((pixels * 255 / 16).round().astype("uint8")).save(target / name)
         messages = [

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 WORK=${WORK:-$(mktemp -d)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-"${PYTHON:-python}" examples/vision_language/make_digits.py "$WORK/digits"
+"${PYTHON:-python}" examples/vision_language/make_digits.py "$WORK/digits" --count "${COUNT:-1797}"
 "${TORCHRUN:-torchrun}" --standalone --nproc-per-node "${RANKS:-1}" pretrain_vlm.py \
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu \
     --normalization RMSNorm --disable-bias-linear --add-qkv-bias --position-embedding-type mrope \
@@ -19,7 +19,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTH
     --vision-start-token-id 259 --vision-end-token-id 260 \
     --train-data-path "$WORK/digits/train.jsonl" --valid-data-path "$WORK/digits/valid.jsonl" \
     --micro-batch-size 8 --global-batch-size 16 --train-iters "${ITERS:-300}" --lr 2e-3 \
-    --lr-decay-style cosine --min-lr 2e-4 --lr-warmup-iters 20 --weight-decay 0.01 \
+    --lr-decay-style cosine --min-lr 2e-4 --lr-warmup-fraction 0.07 --weight-decay 0.01 \
     --eval-interval 150 --eval-iters 4 --log-interval 50 --num-workers 0 --transformer-impl local \
     --save "$WORK/checkpoints" "$@"
 "${PYTHON:-python}" examples/vision_language/accuracy.py \

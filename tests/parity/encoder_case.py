@@ -358,6 +358,32 @@ def write_after(
     )
 
 
+def answer_about(
+    groups: ProcessGroupCollection,
+    layout: LayoutCase,
+    words: Sequence[str],
+    directory: Path,
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[Any],
+    num_tokens: int,
+) -> list[list[int]]:
+    """Let the model of a directory continue prompts about images; one rank's job."""
+    run = resolved(layout, [*words, "--load-hf", str(directory)], "vlm")
+    chunks = case_of("vlm").build_chunks(run, groups)
+    for chunk in chunks:
+        declared = sharded_state_dict_of(chunk, pg_collection=groups)
+        load_state(declared, open_model(directory), peers=SingleProcess())
+    return generate(
+        chunks,
+        prompts,
+        images=images,
+        max_new_tokens=num_tokens,
+        vocab_size=TOKENS["vlm"],
+        max_sequence_length=run.model.max_position_embeddings,
+        pg_collection=groups,
+    )
+
+
 def mean_loss(reported: list[dict[str, Tensor]], groups: ProcessGroupCollection) -> float:
     """Return the mean over micro batches and replicas of the sum of a micro batch's mean losses."""
     pairs = torch.stack([torch.stack(list(report.values())) for report in reported]).double()

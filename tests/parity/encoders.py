@@ -36,6 +36,7 @@ from tests.parity.encoder_case import (
     TOKENS,
     VOCABULARY,
     EncoderReport,
+    answer_about,
     assembled,
     case_of,
     micro_batches,
@@ -321,6 +322,41 @@ def written(case: str, layout: LayoutCase, folder: Path) -> tuple[list[list[int]
         num_tokens, timeout_s=240.0, tp=layout.tp, pp=layout.pp, vp=layout.vp,
     )  # fmt: skip
     return expected.tolist(), *found
+
+
+def answered(case: str, layout: LayoutCase, folder: Path) -> tuple[list[list[int]], ...]:
+    """Return how prompts about images are continued: by Transformers, then by us on each rank."""
+    directory = folder / case.replace(" ", "-")
+    theirs, num_tokens = saved(case, directory), 7
+    theirs.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(5)
+    prompts, images, expected = [], [], []
+    for grids in ([(1, 4, 6)], [(1, 2, 2), (1, 4, 4)], []):
+        own = [(torch.randn(t * h * w, 96, generator=generator), (t, h, w)) for t, h, w in grids]
+        prompt = [
+            3,
+            5,
+            *(token for t, h, w in grids for token in (92, *[90] * (h * w // 4), 93)),
+            7,
+        ]
+        given: dict[str, Any] = {}
+        if own:
+            given["pixel_values"] = torch.cat([patches for patches, _ in own])
+            given["image_grid_thw"] = torch.tensor(grids)
+        ids = torch.tensor([prompt])
+        kinds = (ids == 90).int()
+        written = theirs.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds,
+            max_new_tokens=num_tokens, do_sample=False, **given,
+        )  # fmt: skip
+        prompts.append(prompt)
+        images.append(own)
+        expected += written.tolist()
+    found = run_distributed(
+        answer_about, layout.world_size, layout, (*WORDS["vlm"], *NO_DROPOUT), directory, prompts,
+        images, num_tokens, timeout_s=240.0, tp=layout.tp, pp=layout.pp, vp=layout.vp,
+    )  # fmt: skip
+    return expected, *found
 
 
 def embeddings_against_one_process(layout: LayoutCase, folder: Path) -> Errors:

@@ -23,6 +23,8 @@ _FROM_ZERO = {
     "vocab_extra_ids", "tiktoken_num_special_tokens", "allowed_save_failures", "ckpt_step",
     "local_rank", "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
+    "deepstack_layers", "vision_full_attention_layers", "mrope_section", "image_token_id",
+    "vision_start_token_id", "vision_end_token_id",
     "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 }  # fmt: skip
 """Numbers that may be 0; all others are at least 1."""

@@ -130,7 +130,9 @@ def kernels_of_run(
     return kernel_choices(
         config,
         device_type,
-        has_documents=run.data.reset_attention_mask or run.encoders.traits.is_bidirectional,
+        has_documents=run.data.reset_attention_mask
+        or run.encoders.traits.is_bidirectional
+        or run.encoders.traits.has_images,
         has_bias=run.model.position_embedding_type == "relative",
         is_planned=device_type != device.device_type(),
         backend=run.model.transformer_impl,

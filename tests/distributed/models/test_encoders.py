@@ -16,6 +16,7 @@ from tests.parity.encoders import (
     PUBLISHED,
     against_one_process,
     against_transformers,
+    answered,
     curves,
     embeddings_against_one_process,
     reloaded,
@@ -81,18 +82,22 @@ def test_losses_fall_as_those_of_transformers(folder):
 
 
 @pytest.mark.parametrize(
-    "layouts",
+    ("case", "layouts"),
     [
-        (LayoutCase(pp=2, letters="Et|tttttL"), LayoutCase(tp=2, sp=True)),
+        ("t5", (LayoutCase(pp=2, letters="Et|tttttL"), LayoutCase(tp=2, sp=True))),
         (
-            LayoutCase(tp=2, pp=2, letters="Ettttt|tL"),
-            LayoutCase(pp=2, vp=2, letters="E|tt|ttt|tL"),
+            "t5",
+            (
+                LayoutCase(tp=2, pp=2, letters="Ettttt|tL"),
+                LayoutCase(pp=2, vp=2, letters="E|tt|ttt|tL"),
+            ),
         ),
+        ("vlm, states added", (LayoutCase(pp=2, letters="Ettt|tL"), LayoutCase(tp=2, sp=True))),
     ],
     ids=str,
 )
-def test_a_checkpoint_of_both_stacks_loads_in_another_layout(layouts, tmp_path):
-    before, after = (run.weights for run in reloaded("t5", *layouts, tmp_path / "checkpoint"))
+def test_a_checkpoint_of_both_stacks_loads_in_another_layout(case, layouts, tmp_path):
+    before, after = (run.weights for run in reloaded(case, *layouts, tmp_path / "checkpoint"))
     assert before.keys() ^ after.keys() <= {
         "output_layer.weight"
     }  # of a tied head, one stage's copy
@@ -106,6 +111,19 @@ def test_a_checkpoint_of_both_stacks_loads_in_another_layout(layouts, tmp_path):
 )
 def test_a_t5_writes_the_tokens_that_transformers_writes(layout, folder):
     expected, *found = written("t5 1.1", layout, folder)
+    assert found == [expected] * layout.world_size
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("qwen2.5-vl", LayoutCase(tp=2, sp=True)),
+        ("qwen3-vl", LayoutCase(pp=2, vp=2, letters="Ett|t||tL")),
+    ],
+    ids=str,
+)
+def test_a_model_answers_about_images_as_transformers_does(case, layout, folder):
+    expected, *found = answered(case, layout, folder)
     assert found == [expected] * layout.world_size
 
 

@@ -53,6 +53,25 @@ def test_the_custom_model_learns_and_so_do_its_own_parameters():
     assert float(highest) > 1.01
 
 
+@pytest.mark.distributed
+def test_the_model_that_reads_images_is_trained_and_asked(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
+        "WORK": str(tmp_path),
+        "COUNT": "40",
+        "ITERS": "3",
+        "LATTICE_DEVICE": "cpu",
+    }
+    done = subprocess.run(
+        [str(REPOSITORY / "examples/vision_language/run.sh")],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d of 8 answers are right", done.stdout), done.stdout
+
+
 def test_the_custom_model_stays_under_sixty_lines():
     folder = REPOSITORY / "examples" / "custom_model"
     lines = [line for file in folder.glob("*.py") for line in file.read_text().splitlines()]

@@ -292,7 +292,6 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
         (["--optimizer", "soap"], "--optimizer muon"),
         (["--megatron-fsdp-grad-comm-dtype", "fp16"], "use bf16"),
         (["--perform-rl-step"], "megatron.core"),
-        (["--position-embedding-type", "mrope"], "use rope"),
         (["--tokenizer-type", "MultimodalTokenizer"], "HuggingFaceTokenizer"),
     ],
 )

@@ -51,7 +51,7 @@ def test_every_value_of_every_whole_number_is_taken_or_refused(base):
     assert check(words) == []
     flat = parse_command_line(words).config.flat()
     for spec, value in itertools.product(NUMBERS, VALUES):
-        count = {None: None, "+": 1}.get(spec.metadata.nargs, spec.metadata.nargs)
+        count = {None: None, "+": 1, "*": 1}.get(spec.metadata.nargs, spec.metadata.nargs)
         given = value if count is None else [value] * count
         command = ParsedCommand(config=RunConfig.from_values({**flat, spec.name: given}))
         try:
