@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.models.gpt.presets import preset, preset_names
+from megatron.core.transformer.captured_layer import why_not_captured
 from tests.gpu_without_gpu.imaginary_accelerator.runs import MOST, RUNS
 from tests.gpu_without_gpu.imaginary_accelerator.waits import READ
 from tests.harness.resolved_run import run_of
@@ -29,6 +30,10 @@ SPLITS = "megatron/core/transformer/moe/token_dispatcher.py:of"
 COUNTS = "megatron/core/kernels/row_counts.py:counts_on_device"
 COPIED = "megatron/core/offload/device_copies.py:wait"
 NORM = "megatron/core/optimizer/gradient_norm.py:<listcomp>"
+OUTSIDE_OF_CAPTURED_LAYERS = {
+    "pretrain_gpt.py", "megatron/core/optimizer/update.py",
+    SPLITS.partition(":")[0], COUNTS.partition(":")[0],
+}  # fmt: skip
 LATER = " --rerun-mode disabled"
 DENSE = (
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
@@ -56,6 +61,11 @@ def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, wai
     # Micro batches come from the host; nothing else keeps a step from being captured.
     copied = {place for place, why, _ in seen["obstacles"] if why != READ}
     assert copied - {COUNTS} == {"pretrain_gpt.py:<dictcomp>"}
+    # What the host does is outside of layers, or in those with experts, which are not captured.
+    run = run_of(f"{SIZES} {words} --cuda-graph-impl local", 32)
+    assert run.transformer_config.captures_layers
+    assert not why_not_captured(run.transformer_config)
+    assert {place.split(":")[0] for place in {*read, *copied}} <= OUTSIDE_OF_CAPTURED_LAYERS
     assert axes <= {place.split()[0] for place in seen["traffic"]}
     assert seen["peak"] == sum(seen["kinds"].values())
 

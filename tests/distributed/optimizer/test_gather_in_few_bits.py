@@ -84,17 +84,16 @@ def test_one_byte_travels_per_element_and_nothing_else_changes(layout, recipe, e
     assert few[0][2][torch.bfloat16] < plain[0][2][torch.bfloat16]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
-def test_recipes_that_round_a_weight_by_blocks_gather_it_as_it_is(recipe):
-    model = Model(dtype="bf16", fp8="hybrid", recipe=recipe, dropout=0.0)
+def test_recipes_that_round_a_weight_by_blocks_gather_it_as_it_is():
+    model = Model(dtype="bf16", fp8="hybrid", recipe="mxfp8", dropout=0.0)
     layout = Layout(dp=2, zero=1)
     for *_, kinds in run_distributed(trained, 2, layout, model, FEW_BITS, **layout.axes()):
         assert kinds == {GatheredParams}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_a_run_that_goes_on_in_another_layout_is_the_same_run(recipe, ram_path):
-    model = Model(dtype="bf16", fp8="hybrid", recipe=recipe, dropout=0.0)
+def test_a_run_that_goes_on_in_another_layout_is_the_same_run(ram_path):
+    # By delayed scaling, whose histories hold what unrounded weights were.
+    model = Model(dtype="bf16", fp8="hybrid", recipe="delayed", dropout=0.0)
     found = {}
     for name, ddp in (("plain", {}), ("few bits", FEW_BITS)):
         for layout, stops in ((Layout(dp=2, zero=2), [2]), (Layout(tp=2, dp=2, zero=1), [1, 1])):
