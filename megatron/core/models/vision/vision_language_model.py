@@ -32,16 +32,19 @@ _MISMATCH = "the tokens of images are not as many as the blocks of their patches
 
 @dataclass(frozen=True)
 class _Places:
-    """Which rows of the hidden states [s, b, h], or of this rank's part, stand for images."""
+    """Which rows of the hidden states [s, b, h], or of this rank's part, stand for images.
 
-    row: Tensor
-    column: Tensor
+    In tensors of fixed shapes, so that the host need not wait for the device.
+    """
+
+    is_image: Tensor
+    """bool [s, b, 1]."""
     block: Tensor
-    """The block of the micro batch's images that each stands for."""
+    """int64 [s, b]: the block of the micro batch's images that a row stands for, or any."""
 
     def put(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Replace these rows of [s, b, h] by blocks of [i, h]."""
-        return states.index_put((self.row, self.column), tokens[self.block].to(states.dtype))
+        return torch.where(self.is_image, tokens[self.block].to(states.dtype), states)
 
 
 class VisionLanguageModel(GPTModel):
@@ -195,8 +198,7 @@ class VisionLanguageModel(GPTModel):
         if self.config.sequence_parallel:
             tp = self.pg_collection.tp
             is_image, numbers = (x.chunk(tp.size(), 1)[tp.rank()] for x in (is_image, numbers))
-        column, row = is_image.nonzero(as_tuple=True)
-        return _Places(row, column, numbers[column, row])
+        return _Places(is_image.t().unsqueeze(-1), numbers.t().clamp(min=0))
 
     def _check_images(
         self, input_ids: Tensor, patches: Tensor, grids: list[Grid], has_images: bool
