@@ -22,7 +22,6 @@ from megatron.core.datasets.preprocessing.documents import BadDocumentError
 from megatron.core.foundation.errors import DataError, MegatronError
 from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
-from megatron.core.tokenizers.base import TextTokenizer
 
 IMAGE_MARK = "<image>"
 """Stands for an image in a text."""
@@ -41,6 +40,19 @@ class Part:
     tokens: tuple[int, ...] = ()
     is_learned: bool = False
     image: int | None = None
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer; see `megatron.core.tokenizers.base.TextTokenizer`."""
+
+    eod: int | None
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+
+    @property
+    def unique_identifiers(self) -> Mapping[str, object]:
+        """The settings that decide which ids come out."""
 
 
 class ImageTexts(Protocol):
@@ -76,7 +88,7 @@ class JsonLines:
     """
 
     def __init__(
-        self, paths: Sequence[str], tokenizer: TextTokenizer, template: ChatTemplate | None = None
+        self, paths: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None = None
     ) -> None:
         self.paths, self.tokenizer, self.template = list(paths), tokenizer, template
         self._file_of: list[int] = []
