@@ -3,7 +3,8 @@
     python -m tests.parity.low_precision_curves [--steps 1000] [--output CURVES.csv]
 
 A GPT of 9.6 million parameters reads the sources of Python's standard library as bytes. Prints the
-mean loss of the last tenth of the steps and that of validation, each over bf16's. A thousand steps
+mean loss of the last tenth of the steps and that of validation, each over bf16's. "Other sums" adds
+the same gradients in two micro batches: so far apart are two runs of one recipe. A thousand steps
 of all recipes take about an hour of one core; no test runs it.
 """
 
@@ -24,6 +25,7 @@ from tests.harness.pool import REPOSITORY
 
 RECIPES = {
     "bf16": (),
+    "bf16, other sums": ("--micro-batch-size", "2"),
     "FP8, delayed": ("--fp8-format", "hybrid"),
     "FP8, tensorwise": ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
     "FP8, blockwise": ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
