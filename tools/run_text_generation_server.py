@@ -64,8 +64,6 @@ class ServerFlags:
     """Sequences processed at once."""
     max_context: int | None = None
     """Tokens of prompt and answer; the model's own by default."""
-    chat_template: str | None = flag(None, metavar="FILE")
-    """Jinja; the tokenizer's own if not given."""
     max_connections_per_address: int | None = flag(None, metavar="N")
     """Of one client; without it half of --max-connections, and all of them where --host is this
     machine: a proxy is one client."""
@@ -121,13 +119,13 @@ def access_of(options: ServerFlags) -> Access:
 
 def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
     """Return the chat template, or None if nobody gives one."""
-    options = session.options
+    tokenizer = session.run.tokenizer
     try:
         return find_chat_template(
-            options.chat_template, session.run.tokenizer.tokenizer_model, options.template_limits
+            tokenizer.chat_template, tokenizer.tokenizer_model, session.options.template_limits
         )
     except ConfigError:
-        if options.chat_template is not None:
+        if tokenizer.chat_template is not None:
             raise
         return None
 

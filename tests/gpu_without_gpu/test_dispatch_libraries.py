@@ -150,6 +150,3 @@ def test_flags_of_the_library_are_checked():
     assert config_of(moe_deepep_num_sms=8, moe_flex_dispatcher_num_sms=4).exchange_num_sms == 8
     with pytest.raises(ConfigError, match="half of them send"):
         config_of(moe_deepep_num_sms=3)
-    with pytest.raises(ConfigError, match="moe_enable_deepep with moe_token_dispatcher_type"):
-        TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=4,
-                          moe_enable_deepep=True)  # fmt: skip

@@ -143,5 +143,9 @@ class TokenizerSettings:
     """Pattern by which TikToken splits text."""
     tiktoken_num_special_tokens: int = 1000
     """Special tokens of TikToken."""
+    chat_template: str | None = flag(None, metavar="FILE")
+    """Jinja by which pretrain_vlm.py and the server write conversations. Default that of the
+    tokenizer; without one, pretrain_vlm.py puts messages one after the other, and an answer ends
+    with the end of document."""
     trust_remote_code: bool = False
     """Allow a Hugging Face tokenizer to run its own Python code."""

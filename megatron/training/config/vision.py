@@ -31,6 +31,3 @@ class VisionSettings(VisionConfig, SettingsGroup):
     encoder."""
     image_std: list[float] | None = flag(None, nargs="+")
     """By what the rest is divided."""
-    chat_template: str | None = None
-    """Jinja file by which pretrain_vlm.py writes conversations. Default that of the tokenizer;
-    without one, messages follow each other and an answer ends with the end of document."""

@@ -111,7 +111,7 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
 
 def _template(run: ResolvedRun) -> ChatTemplate | None:
     """Return what writes messages: a file, what comes with the tokenizer, or nothing."""
-    path, model = run.vision.chat_template, run.tokenizer.tokenizer_model
+    path, model = run.tokenizer.chat_template, run.tokenizer.tokenizer_model
     if path is not None:
         return find_chat_template(path, model)
     try:

@@ -19,6 +19,7 @@ import torch  # noqa: F401
 
 import megatron.training.training  # noqa: F401
 import pretrain_gpt  # noqa: F401
+import pretrain_vlm  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[3]
 NOT_FOR_USERS = {

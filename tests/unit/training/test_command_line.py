@@ -101,14 +101,14 @@ def test_scripts_add_their_own_flags():
 
 def test_a_flag_of_a_script_stands_for_a_namesake_that_nothing_reads():
     def add(parser):
-        parser.add_argument("--chat-template", type=str)
+        parser.add_argument("--tokenizer-metadata", type=str)
         return parser
 
-    command = parse_command_line(["--chat-template", "x"], extra_args_provider=add)
-    assert command.extra == {"chat_template": "x"}
-    assert command.config.flat()["chat_template"] is None
-    args = parse_args(extra_args_provider=add, args=["--chat-template", "x"])
-    assert args.chat_template == "x"
+    command = parse_command_line(["--tokenizer-metadata", "x"], extra_args_provider=add)
+    assert command.extra == {"tokenizer_metadata": "x"}
+    assert command.config.flat()["tokenizer_metadata"] is None
+    args = parse_args(extra_args_provider=add, args=["--tokenizer-metadata", "x"])
+    assert args.tokenizer_metadata == "x"
 
 
 def test_a_flag_of_a_script_cannot_replace_one_that_acts():

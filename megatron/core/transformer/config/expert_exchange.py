@@ -28,7 +28,7 @@ class ExpertExchangeConfig:
     """Library of the flex dispatcher: deepep or hybridep (both of the package deep_ep). A run says
     what it takes, and why not the one named."""
     moe_enable_deepep: bool = flag(False, part_of="moe_token_dispatcher_type")
-    """Megatron's earlier name of moe-flex-dispatcher-backend deepep."""
+    """Megatron's earlier name of moe-flex-dispatcher-backend deepep; for the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
     """Multiprocessors that the library of the flex dispatcher may occupy; None is its default."""
     moe_deepep_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")
@@ -50,26 +50,15 @@ class ExpertExchangeConfig:
 
     def exchange_problems(self) -> list[MegatronError]:
         """Return what of these settings cannot be used together."""
-        problems: list[MegatronError] = []
-        if self.moe_enable_deepep and self.moe_token_dispatcher_type != "flex":
-            problems.append(
-                ConfigError(
-                    f"moe_enable_deepep with moe_token_dispatcher_type="
-                    f"{self.moe_token_dispatcher_type!r}.",
-                    rule="it is a library of the flex dispatcher",
-                    flags=["--moe-enable-deepep", "--moe-token-dispatcher-type"],
-                    fix="use --moe-token-dispatcher-type flex",
-                )
-            )
         sms = self.exchange_num_sms
-        if sms is not None and (sms < 2 or sms % 2):
-            problems.append(
-                ConfigError(
-                    f"{sms} multiprocessors for the exchange of tokens.",
-                    rule="half of them send and half receive",
-                    flags=["--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms",
-                           "--moe-hybridep-num-sms"],
-                    fix="give an even number, for example 20",
-                )
-            )  # fmt: skip
-        return problems
+        if sms is None or (sms >= 2 and sms % 2 == 0):
+            return []
+        return [
+            ConfigError(
+                f"{sms} multiprocessors for the exchange of tokens.",
+                rule="half of them send and half receive",
+                flags=["--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms",
+                       "--moe-hybridep-num-sms"],
+                fix="give an even number, for example 20",
+            )
+        ]  # fmt: skip
