@@ -89,10 +89,7 @@ _MODELS_OF = {"mla_up_proj": (_LATENT, _LATENT_EXPERTS)} | dict.fromkeys(
     ("moe", "moe_act", "shared_experts", "expert_fc1"), (_EXPERTS, _EXPERTS)
 )
 """Module that only some models have -> those."""
-_REFUSED = {
-    "moe": {"ep in turns": "overlap_moe_expert_parallel_comm with recomputed"},
-    "layers": {"ep in turns": "cpu_offloading_num_layers=1 with overlap_moe"},
-}
+_REFUSED = {"moe": {"ep in turns": "overlap_moe_expert_parallel_comm with recomputed"}}
 
 FEATURES: dict[str, Feature] = (
     {
@@ -127,7 +124,6 @@ FEATURES: dict[str, Feature] = (
         f"offload {module}": Feature(
             *_MODELS_OF.get(module, (_DENSE, _EXPERTS)),
             offloaded=(module,),
-            refused=_REFUSED.get(module, {}),
         )
         for module in (*OFFLOAD_MODULES, "layers")
     }

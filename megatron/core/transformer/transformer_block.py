@@ -232,7 +232,7 @@ class TransformerBlock(GraphableMegatronModule):
             ) -> Any:
                 for place, (layer, options) in enumerate(zip(own_layers, chosen, strict=True)):
                     call = self._captured[first + place] or layer
-                    is_offloaded = first + place < self.config.cpu_offloading_num_layers
+                    is_offloaded = first + place < self.config.num_offloaded_layers
                     with offloading(is_offloaded, layer):
                         hidden, context = call(
                             hidden, mask, context, attention_bias=bias, **options
@@ -253,7 +253,7 @@ class TransformerBlock(GraphableMegatronModule):
                         hidden_states, attention_mask, context, attention_bias, *added
                     )
                     continue
-                with offloading(last <= self.config.cpu_offloading_num_layers):
+                with offloading(last <= self.config.num_offloaded_layers):
                     hidden_states, context = checkpoint(
                         segment,
                         self.config.distribute_saved_activations,

@@ -14,7 +14,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError, raise_to
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.settings.computation import LayerComputation, OtherLayers
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
-from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
+from megatron.core.transformer.config.activation_offload import DROPPED_BY, ActivationOffloadConfig
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.captured_graphs import GraphConfig
 from megatron.core.transformer.config.context_parallel import context_parallel_problems
@@ -94,9 +94,7 @@ class TransformerConfig(
                 self.moe_shared_expert_overlap,
             ),
             *self.check_activation_offload(
-                self.recompute_granularity,
-                self.recompute_modules,
-                self.overlap_moe_expert_parallel_comm,
+                self.recompute_granularity, self.recompute_modules or ()
             ),
             *self.check_experts(
                 self.num_layers,
@@ -112,6 +110,16 @@ class TransformerConfig(
             problems = self._check_splits()
         raise_together(problems, summary=type(self).__name__)
         warn_of_unused_settings(self)
+
+    def offloads(self, module: str) -> bool:
+        """Return whether what this part of a layer saves is kept in host memory."""
+        is_dropped = any(map(self.recomputes, DROPPED_BY.get(module, ())))
+        return module in self.modules_to_offload and not is_dropped
+
+    @property
+    def num_offloaded_layers(self) -> int:
+        """Layers of a chunk, from its first, of which everything saved is kept there."""
+        return 0 if self.overlap_moe_expert_parallel_comm else self.cpu_offloading_num_layers
 
     def _derive_layers(self) -> None:
         """Fill what the letters of the layers say of their number, experts and stages."""

@@ -124,10 +124,6 @@ def test_a_second_backward_fetches_again(recorded):
     [
         (ON, "offload_modules=\\[\\]"),
         (ON | {"offload_modules": ["mlp"]}, "offload_modules=\\['mlp'\\]"),
-        (ON | {"offload_modules": ["core_attn"], "recompute_granularity": "selective"},
-         "offload_modules has core_attn, recompute_modules core_attn"),
-        (ON | {"offload_modules": ["attn_norm"], "recompute_granularity": "full",
-               "recompute_method": "uniform", "recompute_num_layers": 1}, "full recomputation"),
         (ON | {"offload_modules": ["attn_norm"], "cpu_offloading_num_layers": 1},
          "cpu_offloading_num_layers=1"),
         ({"cpu_offloading_num_layers": 1, "recompute_granularity": "selective",
@@ -138,3 +134,18 @@ def test_a_second_backward_fetches_again(recorded):
 def test_what_cannot_be_offloaded_is_refused(options, found):
     with pytest.raises(ConfigError, match=found):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "experts", "latent"])
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_what_is_recomputed_is_not_kept_anywhere_and_no_number_changes(kind, granularity):
+    modules = ["core_attn", "layernorm"]
+    modules += {"latent": ["mla_up_proj"], "experts": ["moe_act", "shared_experts"]}.get(kind, [])
+    whole = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    again = {"recompute_granularity": granularity} | (
+        whole if granularity == "full" else {"recompute_modules": modules}
+    )
+    expected = step(build(kind))
+    found = step(build(kind, **again, **ON, offload_modules=list(OFFLOAD_MODULES)))
+    for name, value in expected.items():
+        assert_close(found[name], value, EXACT, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
@@ -11,7 +12,7 @@ OFFLOAD_MODULES = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
 )  # fmt: skip
 """Parts of a layer whose saved activations can be offloaded."""
-_DROPPED_BY = {
+DROPPED_BY = {
     "core_attn": ("core_attn", "mla_up_proj"),
     "qkv_linear": ("layernorm",),
     "moe_act": ("moe_act", "moe"),
@@ -30,15 +31,18 @@ class ActivationOffloadConfig:
     offload_modules: list[str] | None = flag(
         None, nargs="+", cli_default=[], part_of="fine_grained_activation_offloading"
     )
-    """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
+    """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act. What is
+    recomputed is not kept, on the device or elsewhere."""
     min_offloaded_tensor_size: int = flag(1024 * 1024, part_of="fine_grained_activation_offloading")
     """Elements: smaller tensors stay on the device."""
     cpu_offloading_num_layers: int = 0
-    """Layers of each chunk, from its first, of which all activations are offloaded."""
+    """Layers of each chunk, from its first, of which all activations are offloaded; none with
+    --overlap-moe-expert-parallel-comm, where layers of two micro batches run in turns."""
 
-    def offloads(self, module: str) -> bool:
-        """Return whether what this part of a layer saves is offloaded."""
-        return self.fine_grained_activation_offloading and module in (self.offload_modules or [])
+    @property
+    def modules_to_offload(self) -> Collection[str]:
+        """The parts of layers that are named, if any are offloaded."""
+        return (self.offload_modules or []) if self.fine_grained_activation_offloading else []
 
     @property
     def offloads_activations(self) -> bool:
@@ -46,43 +50,25 @@ class ActivationOffloadConfig:
         return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
 
     def check_activation_offload(
-        self, granularity: str | None, recomputed: list[str] | None, overlaps_experts: bool
+        self, granularity: str | None, recomputed: Collection[str]
     ) -> list[MegatronError]:
-        """Return the problems of these settings beside those of recomputation."""
+        """Return the problems of these settings.
+
+        Args:
+            recomputed: parts of layers, with the granularity "selective".
+        """
         problems: list[MegatronError] = []
-        modules = self.offload_modules or []
-        if self.fine_grained_activation_offloading:
-            if not modules or set(modules) - set(OFFLOAD_MODULES):
-                problems.append(
-                    ConfigError(
-                        f"fine_grained_activation_offloading with offload_modules={modules}.",
-                        rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
-                        flags=["--fine-grained-activation-offloading", "--offload-modules"],
-                        fix="use --offload-modules core_attn attn_proj",
-                    )
+        modules = self.modules_to_offload
+        unknown = set(modules) - set(OFFLOAD_MODULES)
+        if self.fine_grained_activation_offloading and (not modules or unknown):
+            problems.append(
+                ConfigError(
+                    f"fine_grained_activation_offloading with offload_modules={modules}.",
+                    rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
+                    flags=["--fine-grained-activation-offloading", "--offload-modules"],
+                    fix="use --offload-modules core_attn attn_proj",
                 )
-            if granularity == "full":
-                problems.append(
-                    ConfigError(
-                        "fine_grained_activation_offloading with full recomputation.",
-                        rule="a layer that is recomputed saves its input alone",
-                        flags=["--fine-grained-activation-offloading", "--recompute-granularity"],
-                        fix="offload the inputs with --cpu-offloading-num-layers, or drop one of"
-                        " the two",
-                    )
-                )
-            for module in modules:
-                dropped = set(recomputed or []) & set(_DROPPED_BY.get(module, ()))
-                if granularity == "selective" and dropped:
-                    problems.append(
-                        ConfigError(
-                            f"offload_modules has {module}, recompute_modules"
-                            f" {', '.join(sorted(dropped))}.",
-                            rule="what is recomputed is not kept, on the device or elsewhere",
-                            flags=["--offload-modules", "--recompute-modules"],
-                            fix=f"drop {module} from --offload-modules",
-                        )
-                    )
+            )
         if self.fine_grained_activation_offloading and self.cpu_offloading_num_layers:
             problems.append(
                 ConfigError(
@@ -93,25 +79,15 @@ class ActivationOffloadConfig:
                     fix="drop one of the two",
                 )
             )
-        drops_output = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed or [])
-        if self.cpu_offloading_num_layers and granularity == "selective" and drops_output:
+        dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)
+        if self.cpu_offloading_num_layers and granularity == "selective" and dropped:
             problems.append(
                 ConfigError(
                     f"cpu_offloading_num_layers={self.cpu_offloading_num_layers} with recomputation"
-                    f" of {', '.join(sorted(drops_output))}.",
+                    f" of {', '.join(sorted(dropped))}.",
                     rule="outputs that are dropped after use cannot be copied",
                     flags=["--cpu-offloading-num-layers", "--recompute-modules"],
                     fix="use --fine-grained-activation-offloading for the other parts",
-                )
-            )
-        if self.cpu_offloading_num_layers and overlaps_experts:
-            problems.append(
-                ConfigError(
-                    f"cpu_offloading_num_layers={self.cpu_offloading_num_layers} with"
-                    " overlap_moe_expert_parallel_comm.",
-                    rule="layers of two micro batches run in turns there",
-                    flags=["--cpu-offloading-num-layers", "--overlap-moe-expert-parallel-comm"],
-                    fix="use --fine-grained-activation-offloading",
                 )
             )
         return problems
