@@ -20,6 +20,8 @@ from megatron.launcher.job import Job
 from megatron.launcher.plan import JobFile, LaunchPlan, node_script
 
 _POLL_S = 0.2
+_TICK_S = 0.02
+"""The clock that stamps files ticks every few milliseconds: it is behind by less than this."""
 _SSH_FAILED = 255
 """Exit status of ssh that cannot reach a host, or has lost it."""
 
@@ -176,7 +178,7 @@ def _failure_since(began: float, job: Job) -> Mapping[str, object]:
     """Return what failure.json in the save directory says of an attempt; {} if nothing."""
     with contextlib.suppress(OSError, ValueError):
         path = Path(job.value_of("--save"), FAILURE_FILE)
-        if path.stat().st_mtime >= began:
+        if path.stat().st_mtime >= began - _TICK_S:
             found: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
             return found
     return {}
