@@ -21,7 +21,7 @@ from megatron.launcher.plan import JobFile, LaunchPlan, node_script
 
 _POLL_S = 0.2
 _TICK_S = 0.02
-"""The clock that stamps files ticks every few milliseconds: it is behind by less than this."""
+"""Longer than a tick of the clock that stamps files, which is a few milliseconds."""
 _SSH_FAILED = 255
 """Exit status of ssh that cannot reach a host, or has lost it."""
 
