@@ -14,8 +14,8 @@ choices of a token times shards of an expert, m tokens that reach this rank, n r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,42 @@ class _KeptBuffer:
         return False
 
 
+class _Exchange(Protocol):
+    """Tokens that one call of the library has sent, and the way back."""
+
+    def dispatch_again(self, tokens: Tensor) -> Tensor:
+        """Send other values [t, h] the same way: [m, h], or [n, h]."""
+        ...
+
+    def combine(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Send them back and sum what belongs to one token: [t, h], and its weights."""
+        ...
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.combine(rows)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.dispatch_again(grad), None
+
+
+class _Sent(NamedTuple):
+    """What this rank has received for its experts."""
+
+    rows: Tensor
+    """[n, h], by expert."""
+    weights: Tensor
+    """Router weights of the rows, [n]."""
+    tokens_per_expert: list[int] | RowCounts
+    exchange: _Exchange
+    to_received: Callable[[Tensor], Tensor]
+    """Brings rows of the experts [n, h] into the form that the library takes back."""
+
+
 class _FusedDispatcher(TokenDispatcherBase):
     """What both libraries need: their ranks are those of `tp_ep`, with l experts each.
 
@@ -90,6 +126,33 @@ class _FusedDispatcher(TokenDispatcherBase):
         held = [grid.coordinates(rank)["ep"] for rank in groups.ranks["tp_ep"]]
         self._part_of_rank = torch.tensor(held)
         """Which l experts each rank of `tp_ep` holds, [r]."""
+
+    def dispatch(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn = None,
+        num_assignments: int | None = None,
+        capacity: ExchangeCapacity | None = None,
+    ) -> DispatchedTokens:
+        """See `TokenDispatcher`; nothing is computed while tokens travel."""
+        if overlap_fn is not None:
+            overlap_fn()
+        sent = self.send(tokens, probs, routing_map)
+
+        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
+            if overlap_fn is not None:
+                overlap_fn()
+            summed: Tensor = _Combine.apply(sent.to_received(output), sent.exchange)
+            return summed
+
+        weights = sent.weights.to(probs.dtype)
+        return DispatchedTokens(sent.rows, weights, sent.tokens_per_expert, combine)
+
+    def send(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> _Sent:
+        """Send tokens [t, h] with their weights [t, e] by a map [t, e]."""
+        raise NotImplementedError
 
     @property
     def num_ranks(self) -> int:
@@ -166,32 +229,11 @@ class _DeepEPDispatch(torch.autograd.Function):
         return summed, of_weights, None, None
 
 
-class _DeepEPCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _DeepEPExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.combine(rows)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.dispatch_again(grad), None
-
-
 class MoEDeepEPTokenDispatcher(_FusedDispatcher):
     """By `deep_ep.Buffer`, which sends bf16. The host waits for the counts of rows."""
 
-    def dispatch(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-        routing_map: Tensor,
-        overlap_fn: OverlapFn = None,
-        num_assignments: int | None = None,
-        capacity: ExchangeCapacity | None = None,
-    ) -> DispatchedTokens:
-        """See `TokenDispatcher`; nothing is computed while tokens travel."""
-        if overlap_fn is not None:
-            overlap_fn()
+    def send(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> _Sent:
+        """See `_FusedDispatcher`."""
         exchange = _DeepEPExchange(self._buffer(tokens), self.num_ranks * self.num_local_experts)
         is_chosen = self.for_each_rank(routing_map)
         most = min(self.num_choices * self.expt_tp.size(), is_chosen.shape[1])
@@ -204,16 +246,8 @@ class MoEDeepEPTokenDispatcher(_FusedDispatcher):
         local_map, local_probs = self._map_of_rows(its_choices, its_weights)
         counts = exchange.tokens_per_expert
         permutation = permutation_of(received, local_map, sum(counts))
-
-        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            if overlap_fn is not None:
-                overlap_fn()
-            summed: Tensor = _DeepEPCombine.apply(permutation.unpermute(output), exchange)
-            return summed
-
-        rows = permutation.permute(received)
-        weights_of_rows = permutation.weights(local_probs).to(probs.dtype)
-        return DispatchedTokens(rows, weights_of_rows, counts, combine)
+        rows, weights_of_rows = permutation.permute(received), permutation.weights(local_probs)
+        return _Sent(rows, weights_of_rows, counts, exchange, permutation.unpermute)
 
     def _map_of_rows(self, choices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return a map bool [m, l] and weights [m, l] of choices [m, k], -1 for none here."""
@@ -299,32 +333,11 @@ class _HybridEPDispatch(torch.autograd.Function):
         return summed, of_weights, None, None
 
 
-class _HybridEPCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _HybridEPExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.combine(rows)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.dispatch_again(grad), None
-
-
 class MoEHybridEPTokenDispatcher(_FusedDispatcher):
     """By `deep_ep.HybridEPBuffer`, which also brings rows into the order of experts and back."""
 
-    def dispatch(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-        routing_map: Tensor,
-        overlap_fn: OverlapFn = None,
-        num_assignments: int | None = None,
-        capacity: ExchangeCapacity | None = None,
-    ) -> DispatchedTokens:
-        """See `TokenDispatcher`; nothing is computed while tokens travel."""
-        if overlap_fn is not None:
-            overlap_fn()
+    def send(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> _Sent:
+        """See `_FusedDispatcher`."""
         exchange = _HybridEPExchange(self._buffer(tokens), self.num_local_experts)
         of_ranks = self.for_each_rank(probs).float()
         rows, weights = _HybridEPDispatch.apply(
@@ -332,20 +345,8 @@ class MoEHybridEPTokenDispatcher(_FusedDispatcher):
         )
         counts = exchange.counts
         assert counts is not None
-        on_host = is_host_memory(counts.device)
-
-        def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            if overlap_fn is not None:
-                overlap_fn()
-            summed: Tensor = _HybridEPCombine.apply(output, exchange)
-            return summed
-
-        return DispatchedTokens(
-            rows,
-            weights.to(probs.dtype),
-            counts.tolist() if on_host else RowCounts(counts.long()),
-            combine,
-        )
+        of_experts = counts.tolist() if is_host_memory(counts.device) else RowCounts(counts.long())
+        return _Sent(rows, weights, of_experts, exchange, lambda output: output)
 
     def _buffer(self, tokens: Tensor) -> Any:
         library = require("deep_ep", purpose=PURPOSE)
