@@ -16,10 +16,12 @@ import traceback
 from pathlib import Path
 
 import torch  # noqa: F401
+import transformers  # noqa: F401
 
 import megatron.training.training  # noqa: F401
 import pretrain_gpt  # noqa: F401
 import pretrain_vlm  # noqa: F401
+from megatron.training.cli.parser import build_parser
 
 ROOT = Path(__file__).resolve().parents[3]
 NOT_FOR_USERS = {
@@ -93,6 +95,7 @@ def answer(script: Path, word: str) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
+    build_parser()  # the table of flags is made once for all forks
     asked = [(script, "--help") for script in scripts()]
     asked += [(ROOT / "tools" / f"{name}.py", "--no-such-flag") for name in sys.argv[1:]]
     answers = [(str(one.relative_to(ROOT)), word, *answer(one, word)) for one, word in asked]
