@@ -212,7 +212,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "megatron.core.transformer.moe.router": {
         "MoEAuxLossAutoScaler": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler"
     },
-    "megatron.core.transformer.multi_token_prediction": _all(f"{_OWN}.layers", "roll_tensor"),
+    "megatron.core.transformer.multi_token_prediction": {
+        **_all(f"{_OWN}.layers", "roll_tensor"),
+        **_all(f"{_OWN}.later_losses", "MTPLossLoggingHelper"),
+    },
     "megatron.core.transformer.torch_layer_norm": {"WrappedTorchLayerNorm": _NORM},
     "megatron.core.transformer.torch_norm": _all(f"{_OWN}.layers", "L2Norm"),
     "megatron.core.transformer.transformer_layer": {

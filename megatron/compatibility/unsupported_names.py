@@ -162,9 +162,6 @@ LACKING: dict[str, dict[str, str]] = {
         "apply_random_logits": "set moe_router_force_load_balancing=True",
         "group_limited_topk": "set moe_router_num_groups and moe_router_group_topk",
     },
-    "megatron.core.transformer.multi_token_prediction": {
-        "MTPLossLoggingHelper": "losses of later tokens enter through backward and are not logged"
-    },
     "megatron.core.utils": {
         "get_thd_batch_on_this_cp_rank": "packed sequences are cut like others: pass seq_idx",
         "get_batch_on_this_hybrid_cp_rank": "megatron.core.context_parallel.share_microbatch(batch)"

@@ -10,7 +10,7 @@ data.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
-from megatron.core.step_context.context import AuxLossScale, WeightGradient
+from megatron.core.step_context.context import (
+    AuxLossScale,
+    WeightGradient,
+    current_step,
+    within_step,
+)
 from megatron.core.step_context.deferred_wgrad import capture_wgrads
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
@@ -147,7 +152,8 @@ class Stage:
             if announce is not None:
                 announce()
         set_aux_loss_scale(self._loss.aux_loss_scale())
-        with self._autocast():
+        later: dict[str, Tensor] | None = {} if self.is_last and self._trains else None
+        with self._autocast(), within_step(later_losses=later):
             output, loss_function = self._forward_step(self._data_iterator, self.model)
             if self.is_last:
                 return self._finish_model(microbatch, inputs, output, loss_function)
@@ -243,7 +249,10 @@ class Stage:
                 "the mean loss alone",
                 fix="return one of these forms",
             )
-        reported.entries.append(entry)
+        later = current_step().later_losses
+        reported.entries.append(
+            {**entry, **later} if later and isinstance(entry, Mapping) else entry
+        )
         if self._trains:
             if inputs is not None:
                 self._inputs[microbatch] = inputs

@@ -8,7 +8,8 @@ embedding and head. The layer of every depth is its own, or one for all
 
 The losses of the depths enter through backward alone: the loss of a token stays that of the next
 token, and its gradient flows, weighted, into those of the depths too. So they are scaled, masked
-and normalised exactly as the loss function does it, in every layout.
+and normalised exactly as the loss function does it, in every layout. Reports have them as
+`mtp_1 loss` and so on: means over the tokens that the loss function counts.
 
 Legend: s sequence, b micro batch, h hidden, D number of depths.
 """
@@ -26,6 +27,7 @@ from megatron.core.context_parallel import sequence_shard_of_rank, shift_left
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.low_precision_layers import use_low_precision
 from megatron.core.transformer.module import MegatronModule, in_compute_dtype
@@ -179,13 +181,15 @@ def with_prediction_losses(
         loss_of: (hidden states, labels) to a loss [b, s/cp].
         weight: of each of their losses.
     Returns:
-        `loss`, with a backward pass into the predictions too.
+        `loss`, with a backward pass into the predictions too, which reports their losses
+        (`StepContext.later_losses`).
     Communication:
         per depth an all-gather of b * s token ids on `cp`.
     """
     rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
     positions = rows.positions(labels.device)
     documents = None if packed_seq_params is None else packed_seq_params.seq_idx
+    reported = current_step().later_losses
     for depth, hidden_states in enumerate(predictions, 1):
         tokens = shift_left(labels, depth, cp)
         counts = (positions + depth < rows.total).expand_as(labels)
@@ -193,20 +197,31 @@ def with_prediction_losses(
             later = (positions + depth).clamp(max=rows.total - 1)
             counts = counts & (documents[:, later] == documents[:, positions])
         other = loss_of(hidden_states, tokens)
-        loss = _WithGradientFor.apply(loss, other, counts, weight)
+        figures = torch.zeros(2, device=loss.device)
+        if reported is not None:
+            reported[f"mtp_{depth} loss"] = figures
+        loss = _WithGradientFor.apply(loss, other, counts, weight, figures)
     return loss
 
 
 class _WithGradientFor(torch.autograd.Function):
-    """Return a loss whose gradient also reaches another one, where that counts."""
+    """Return a loss whose gradient also reaches another one, where that counts.
+
+    Backward adds (sum, count) of the other one, where it has a gradient, to `figures`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, _other: Tensor, counts: Tensor, weight: float) -> Tensor:
-        ctx.save_for_backward(counts)
-        ctx.weight = weight
+    def forward(
+        ctx: Any, loss: Tensor, other: Tensor, counts: Tensor, weight: float, figures: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(other, counts)
+        ctx.weight, ctx.figures = weight, figures
         return loss.clone()  # no view: see `LanguageModule`
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (counts,) = ctx.saved_tensors
-        return grad, grad * counts * ctx.weight, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        other, counts = ctx.saved_tensors
+        grad_of_other = grad * counts * ctx.weight
+        learned = grad_of_other != 0
+        ctx.figures += torch.stack((torch.where(learned, other, 0).sum(), learned.sum()))
+        return grad, grad_of_other, None, None, None

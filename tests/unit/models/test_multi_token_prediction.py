@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.stage import LossSettings, Stage, StepReport
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
@@ -35,7 +36,7 @@ def make_model(depths=2, is_tied=False, **fields):
 
 
 def by_hand(model, text, documents):
-    """Return the loss of the next tokens and the weighted sum of the other losses."""
+    """Return the summed loss of the next tokens; for each depth (sample, position) -> its loss."""
     tokens, labels = text[:, :LENGTH], text[:, 1:]
     packed = None if documents is None else PackedSeqParams(seq_idx=documents)
     angles = model.rotary_pos_emb(LENGTH)
@@ -50,7 +51,7 @@ def by_hand(model, text, documents):
             (hidden @ head.T).flatten(0, 1), targets.t().flatten(), reduction="none"
         ).view(LENGTH, BATCH)
 
-    main, extra = cross_entropy(states, labels).sum(), 0.0
+    main, later = cross_entropy(states, labels).sum(), []
     depths = model.config.mtp_num_layers
     for k in range(1, depths + 1):
         layer = model.mtp.layers[0 if model.config.mtp_use_repeated_layer else k - 1]
@@ -65,14 +66,14 @@ def by_hand(model, text, documents):
             joined @ layer.eh_proj.weight.T, None, rotary_pos_emb=angles, packed_seq_params=packed
         )
         states = layer.final_layernorm(states)
-        for sample in range(BATCH):
-            for position in range(LENGTH - k):
-                same = documents is None or bool(
-                    documents[sample, position] == documents[sample, position + k]
-                )
-                if same:
-                    extra = extra + cross_entropy(states, ahead)[position, sample]
-    return main, extra * WEIGHT / depths
+        losses = cross_entropy(states, ahead)
+        later.append({
+            (sample, position): losses[position, sample]
+            for sample in range(BATCH)
+            for position in range(LENGTH - k)
+            if documents is None or documents[sample, position] == documents[sample, position + k]
+        })  # fmt: skip
+    return main, later
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -90,7 +91,8 @@ def test_the_gradient_is_that_of_all_losses_and_the_loss_that_of_the_next_token(
     documents = None
     if has_documents:
         documents = torch.tensor([[0] * 5 + [5] * 7, [0] * 9 + [9] * 3], dtype=torch.int32)
-    main, extra = by_hand(model, text, documents)
+    main, later = by_hand(model, text, documents)
+    extra = sum(sum(losses.values()) for losses in later) * WEIGHT / len(later)
     names = [name for name, _ in model.named_parameters()]
     expected = torch.autograd.grad(main + extra, list(model.parameters()))
     packed = None if documents is None else PackedSeqParams(seq_idx=documents)
@@ -99,6 +101,31 @@ def test_the_gradient_is_that_of_all_losses_and_the_loss_that_of_the_next_token(
     loss.sum().backward()
     for name, parameter, wanted in zip(names, model.parameters(), expected, strict=True):
         assert_close(parameter.grad, wanted, FP32_REORDERED_SUM, f"gradient of {name}")
+
+
+def test_each_depths_loss_is_reported_as_the_mean_over_tokens_that_are_learned():
+    model = make_model()
+    text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+    is_learned = torch.rand(BATCH, LENGTH) < 0.7
+    labels, reported = text[:, 1:], StepReport()
+
+    def forward_step(_, model):
+        loss = model(text[:, :LENGTH], None, None, labels=labels)
+        mask = is_learned.float()
+        return loss, lambda out: ((out * mask).sum(), is_learned.sum(), {"lm loss": out.detach()})
+
+    settings = LossSettings(num_microbatches=4, cp_group=SINGLE_RANK, scale=lambda loss: 8 * loss)
+    stage = Stage(model, forward_step, None, is_last=True, loss=settings, reported=reported)
+    stage.forward(0, None)
+    stage.backward(0, None)
+    (entry,) = reported.entries
+    assert list(entry) == ["lm loss", "mtp_1 loss", "mtp_2 loss"]
+    _, later = by_hand(model, text, None)
+    for depth, losses in enumerate(later, 1):
+        learned = [loss for place, loss in losses.items() if is_learned[place]]
+        total, count = entry[f"mtp_{depth} loss"]
+        assert count == len(learned)
+        assert_close(total, sum(learned), FP32_REORDERED_SUM, f"depth {depth}")
 
 
 def test_a_layer_for_all_depths_drops_other_values_in_each():
