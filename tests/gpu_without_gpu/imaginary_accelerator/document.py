@@ -42,7 +42,7 @@ def _capture(seen: dict[str, Any]) -> list[str]:
 
 
 def document(runs: Sequence[LargeRun], known: Mapping[tuple[Any, ...], Any]) -> list[str]:
-    """Return the table of all ranks that are known, GiB.
+    """Return the table of all ranks that are known, GiB; equal ones of a run are one row.
 
     Args:
         known: (words, ranks, rank) -> what `seen_of` returned.
@@ -51,21 +51,26 @@ def document(runs: Sequence[LargeRun], known: Mapping[tuple[Any, ...], Any]) -> 
     head += [*KINDS, "exchanged"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for run in runs:
+        place = [run.name, f"{run.num_ranks:,}", run.layout, f"{run.seq_length:,}"]
+        place.append(str(run.num_microbatches))
+        rows: dict[tuple[str, ...], dict[int, float]] = {}
         for rank in run.ranks:
             seen = known.get((run.words, run.num_ranks, rank))
             if seen is not None:
-                lines.append(f"| {' | '.join(_cells(run, rank, seen))} |")
+                rows.setdefault(tuple(_figures(seen)), {})[rank] = seen["seconds"]
+        for figures, seconds in rows.items():
+            ranks = "; ".join(f"{rank:,}" for rank in seconds)
+            cells = [*place, ranks, f"{max(seconds.values()):.0f}", *figures]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _cells(run: LargeRun, rank: int, seen: dict[str, Any]) -> list[str]:
+def _figures(seen: dict[str, Any]) -> list[str]:
     traffic: Counter[str] = Counter()
     for key, num_bytes in seen["traffic"].items():
         group, _, _ = key.rpartition(" ")
         traffic[AXES.get(group, group)] += num_bytes
     moved = [f"{axis} {n / GIB:.1f}" for axis, n in traffic.items() if n / GIB >= LEAST_GIB]
     sizes = [f"{seen['kinds'].get(kind, 0) / GIB:.1f}" for kind in KINDS]
-    place = [run.name, f"{run.num_ranks:,}", run.layout, f"{run.seq_length:,}"]
-    place += [str(run.num_microbatches), f"{rank:,}", f"{seen['seconds']:.0f}"]
     waits = str(sum(seen["waits"].values()))
-    return [*place, waits, f"{seen['peak'] / GIB:.1f}", *sizes, ", ".join(sorted(moved))]
+    return [waits, f"{seen['peak'] / GIB:.1f}", *sizes, ", ".join(sorted(moved))]
