@@ -16,9 +16,10 @@ from megatron.core.settings.flags import flag
 from tests.parity.random_layouts import __doc__ as about
 from tests.parity.random_layouts.campaign import Campaign, described
 from tests.parity.random_layouts.cases import Case, draw_cases
-from tests.parity.random_layouts.outcomes import Kind
+from tests.parity.random_layouts.outcomes import Kind, Verdict
 from tests.parity.random_layouts.settings import from_words
 
+PRECISIONS = ("fp32", "half precision", "fp64 for fp32", "fp32 for half precision")
 FORMER = Path(__file__).with_name("former_failures.txt")
 
 
@@ -26,6 +27,21 @@ def former_failures() -> list[Case]:
     """Return the command lines that once failed."""
     lines = (line.strip() for line in FORMER.read_text().splitlines())
     return [Case.read(line) for line in lines if line and not line.startswith("#")]
+
+
+def precision_of(case: Case) -> str:
+    """Return which errors can be expected of a case."""
+    is_half = {"bf16", "fp16"} & set(case.settings)
+    return PRECISIONS[case.is_wide * 2 + bool(is_half)]
+
+
+def print_largest(precision: str, verdicts: list[Verdict]) -> None:
+    """Print the largest differences of equal cases from one process."""
+    equal = [v.largest for v in verdicts if v.kind is Kind.EQUAL and v.largest]
+    if equal:
+        worst = {name: max(one[name] for one in equal) for name in equal[0]}
+        shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
+        print(f"{len(equal)} in {precision}, largest relative differences: {shown}")
 
 
 def report(campaign: Campaign, show: int) -> int:
@@ -41,6 +57,8 @@ def report(campaign: Campaign, show: int) -> int:
             print(described(verdict))
     for signature, count in failures.most_common():
         print(f"\nFAILURE, {count} x {signature}\n{described(campaign.shrunk[signature])}")
+    for precision in PRECISIONS:
+        print_largest(precision, [v for v in verdicts if precision_of(v.case) == precision])
     seconds = campaign.seconds()
     counts = ", ".join(f"{kinds[kind]} {kind.value}" for kind in Kind)
     print(
@@ -57,7 +75,7 @@ class Flags:
     cases: int = 100
     seed: int = 1
     having: list[str] = flag([], nargs="+")
-    """Draw only cases with all of these flags, which are written without dashes."""
+    """Draw only cases with all of these flags, without dashes: NAME, or NAME=VALUE."""
     jobs: int = max(1, os.cpu_count() or 2)
     show: int = 1
     """Examples of each kind of refusal."""

@@ -31,6 +31,11 @@ class Case:
         kept = {n: v for n, v in self.settings.items() if n not in LAYOUT_FLAGS}
         return replace(self, ranks=1, settings=kept)
 
+    def has(self, wanted: str) -> bool:
+        """Return whether a flag is there: NAME, or NAME=VALUE as it is written."""
+        name, _, value = wanted.partition("=")
+        return name in self.settings and value in ("", str(self.settings[name]))
+
     def without(self, *names: str) -> Case:
         """Return the case without these flags."""
         return replace(self, settings={n: v for n, v in self.settings.items() if n not in names})
@@ -88,11 +93,11 @@ def draw_cases(seed: int, count: int, *, having: Sequence[str] = ()) -> Iterator
     """Yield the cases of one model after the other, `count` in all.
 
     Args:
-        having: flags, without dashes, that every case has.
+        having: flags that every case has, without dashes: NAME, or NAME=VALUE.
     """
     index = 0
     while count > 0:
-        cases = [c for c in draw_model(seed, index) if c.settings.keys() >= set(having)][:count]
+        cases = [c for c in draw_model(seed, index) if all(map(c.has, having))][:count]
         if cases:
             yield cases
         count, index = count - len(cases), index + 1

@@ -122,7 +122,11 @@ PIPELINE = (
 )  # fmt: skip
 
 TENSOR = (
-    switch("sequence-parallel", 0.5, lambda s: size(s, TP) > 1),
+    switch(
+        "sequence-parallel",
+        0.5,
+        lambda s: size(s, TP) > 1 and number(s, "seq-length") % (size(s, TP) * size(s, CP)) == 0,
+    ),
     switch("no-async-tensor-model-parallel-allreduce", 0.1, lambda s: size(s, TP) > 1),
 )
 
@@ -241,8 +245,9 @@ def _fits(s: Settings) -> bool:
     ramp = s.get("rampup-batch-size", ())[:2]
     if any(n % step for n in (number(s, "global-batch-size"), *map(int, ramp))):
         return False
-    length = number(s, "seq-length")
-    return length % (2 * cp * tp) == 0 and pp <= number(s, "num-layers")
+    return number(s, "seq-length") % (2 * cp if cp > 1 else 1) == 0 and pp <= number(
+        s, "num-layers"
+    )
 
 
 def _mlp_width(s: Settings) -> int:

@@ -154,11 +154,12 @@ _VARIANT = "experimental-attention-variant"
 
 
 def _is_delta(s: Settings) -> bool:
-    return s.get(_VARIANT) == "gated_delta_net"
+    has_letters = {"G", "K"} & set(str(s.get("hybrid-layer-pattern", "")))
+    return s.get(_VARIANT) in ("gated_delta_net", "kda") or bool(has_letters)
 
 
 def _is_mamba(s: Settings) -> bool:
-    return s.get(_VARIANT) == "mamba2" or "hybrid-layer-pattern" in s
+    return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
 
 
 def _letters(letters: str) -> Option:
@@ -175,9 +176,13 @@ def _letters(letters: str) -> Option:
 
 
 MIXERS = (
-    Option(_VARIANT, {None: 8, "gated_delta_net": 1, "mamba2": 1}),
+    Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}),
     Option("linear-attention-freq", {2: 3, 3: 1, None: 1}, given(_VARIANT)),
-    *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME")),
+    *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
+                    "K-", "K*", "K-*E", "KGM-")),
+    # Odd ones, and of several chunks.
+    Option("seq-length", {None: 3, 15: 1, 20: 1, 72: 1, 140: 1},
+           lambda s: _VARIANT in s or "hybrid-layer-pattern" in s),
     Option("linear-num-key-heads", {4: 3, 8: 1}, _is_delta),
     Option("linear-num-value-heads", {8: 1, 16: 1}, _is_delta),
     Option("linear-key-head-dim", {6: 1, 4: 1}, _is_delta),

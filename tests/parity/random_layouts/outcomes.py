@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,6 +20,7 @@ from tests.harness.tolerances import (
     FP64_REORDERED_SUM,
     Tolerance,
     assert_close,
+    largest_error,
 )
 from tests.parity.random_layouts.cases import Case
 from tests.parity.random_layouts.figures import Figure
@@ -58,6 +59,9 @@ class Verdict:
     case: Case
     kind: Kind
     text: str = ""
+    largest: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """Of losses, norms of gradients and weights, the largest difference from one process, relative
+    to the number, or to the largest element of a tensor."""
 
     @property
     def is_failure(self) -> bool:
@@ -93,9 +97,27 @@ def compare(case: Case, result: Result, serial: Result) -> Verdict:
         *_different_figures(case, result.figures, serial.figures),
         *_different_weights(case, result.weights, serial.weights),
     ]
+    largest = _largest_differences(case, result, serial)
     if not differences:
-        return Verdict(case, Kind.EQUAL)
-    return Verdict(case, Kind.DIFFERENT, "\n".join(differences))
+        return Verdict(case, Kind.EQUAL, largest=largest)
+    return Verdict(case, Kind.DIFFERENT, "\n".join(differences), largest)
+
+
+def _largest_differences(case: Case, result: Result, serial: Result) -> dict[str, float]:
+    """Return the largest relative difference of each kind of number that is compared."""
+    found = {"losses": 0.0, "norms of gradients": 0.0, "weights": 0.0}
+    for figure, other in zip(result.figures, serial.figures, strict=False):
+        kind = {"lm loss": "losses", "grad-norm": "norms of gradients"}.get(
+            figure.name.split(" ", 2)[-1]
+        )
+        if kind is not None and figure.name == other.name and other.value:
+            error = abs(figure.value - other.value) / abs(other.value)
+            found[kind] = max(found[kind], error)
+    for name, expected in serial.weights.items() if _of_weights(case) else ():
+        if name in result.weights and expected.any():
+            error = largest_error(result.weights[name], expected)
+            found["weights"] = max(found["weights"], error)
+    return found
 
 
 def _is_half(s: Settings) -> bool:
