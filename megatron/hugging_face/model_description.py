@@ -102,6 +102,7 @@ class ModelDescription:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    latent_norm_epsilon: float | None = None
     experimental_attention_variant: str | None = None
     linear_attention_freq: int | list[int] | None = None
     linear_conv_kernel_dim: int = 4
@@ -269,7 +270,8 @@ _YARN = (
     "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
 )  # fmt: skip
-_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+               "latent_norm_epsilon")  # fmt: skip
 _DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(ModelDescription)
@@ -298,7 +300,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     has_latents = model.multi_latent_attention
     has_experts, windowed = model.layers_with_experts, model.windowed_layers
     without_effect: set[str] = set()
-    if not model.has_rotary_positions:
+    if not model.has_rotary_positions or (model.no_rope_freq and all(model.no_rope_freq)):
         without_effect |= {n for n in _DEFAULTS if n.startswith(("rotary", "rope", "use_rope"))}
     is_stretched = model.position_embedding_type == "yarn" or has_latents
     if not is_stretched or model.rotary_scaling_factor == 1.0:
@@ -325,11 +327,14 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     without_effect |= (
         {"kv_channels", "group_query_attention", "num_query_groups", "rotary_interleaved"}
         if has_latents
-        else {*_LATENT_SIZES, "rope_interleave"}
+        else {*_OF_LATENTS, "rope_interleave"}
     )
     plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _OF_TRAINING
     model = replace(model, softmax_scale=model.scale_of_scores)
-    if not has_latents:
+    if has_latents:
+        epsilon = model.latent_norm_epsilon or model.norm_epsilon
+        model = replace(model, latent_norm_epsilon=epsilon)
+    else:
         model = replace(
             model,
             kv_channels=model.head_dim,

@@ -137,6 +137,8 @@ def arranged(
     """
     geometry, family = model.settings.geometry, model.family
     rules = family.rules(model.settings)
+    for pattern, written in family.other_names.items():
+        stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
     prefix = _prefix(family, rules, stored)
     found, used = [], set()
     for rule in rules:
@@ -194,6 +196,8 @@ def _pieces(
         return _alternating_pieces(model, rule, names[0], views[0])
     if rule.is_transposed:
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
+    if any(rule.unit_dims):
+        views = [_without_units(model, rule, *named) for named in zip(names, views, strict=True)]
     rest = views[0].shape[1:]
     if any(v.shape[1:] != rest or v.dtype != views[0].dtype for v in views):
         raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
@@ -218,6 +222,16 @@ def _pieces(
     each = height // count
     numbered = [((*divmod(place[0], each), *place[1:]), view) for place, view in pieces]
     return (count, each, *rest), numbered
+
+
+def _without_units(
+    model: ModelDirectory, rule: WeightRule, name: str, view: StoredView
+) -> StoredView:
+    before, after = rule.unit_dims
+    kept = slice(before, len(view.shape) - after)
+    if view.shape != (*[1] * before, *view.shape[kept], *[1] * after) or not view.shape[kept]:
+        raise _not_as_expected(model.path, f"{name!r} has the shape {view.shape}")
+    return replace(view, shape=view.shape[kept], stride=view.stride[kept])
 
 
 def _alternating_pieces(

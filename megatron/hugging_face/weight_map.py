@@ -71,6 +71,8 @@ class WeightRule:
     blocks; Megatron's has the blocks of an expert one after another."""
     layers: tuple[int, ...] | None = None
     """Layers that have it; None is all."""
+    unit_dims: tuple[int, int] = (0, 0)
+    """Dimensions of 1 that Hugging Face's have before the rows and after them."""
 
     def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
         """Return (Megatron's name, Hugging Face's names), for every layer."""

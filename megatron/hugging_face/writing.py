@@ -182,6 +182,8 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
             shapes = [(height, *shape[1:]) for height in heights]
             if rule.is_transposed:
                 shapes = [shape[::-1] for shape in shapes]
+            before, after = rule.unit_dims
+            shapes = [(*[1] * before, *shape, *[1] * after) for shape in shapes]
             names = tuple(full_name(name, family.prefixes[0]) for name in hf_names)
             groups.append(Group(megatron_name, rule, source, names, tuple(rows), tuple(shapes)))
     return groups
@@ -242,6 +244,9 @@ def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor
     rule = group.rule
     if rule.num_blocks is None:
         by_rows = out.t() if rule.is_transposed else out
+        if any(rule.unit_dims):
+            before, after = rule.unit_dims
+            by_rows = out.view(out.shape[before : out.dim() - after])
         for rows in group.rows:
             if rows.source == index:
                 yield rows.megatron_begin, by_rows.narrow(0, rows.begin, rows.length)
@@ -273,7 +278,8 @@ def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | Non
     """Return the one range that a Hugging Face tensor is; None if it is made of pieces."""
     runs = [rows for rows in group.rows if rows.source == index]
     is_full = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
-    return runs[0] if is_full and not group.rule.is_transposed else None
+    is_as_ours = not (group.rule.is_transposed or any(group.rule.unit_dims))
+    return runs[0] if is_full and is_as_ours else None
 
 
 def _write_weights(

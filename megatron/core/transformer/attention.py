@@ -124,18 +124,18 @@ class Attention(MegatronModule):
             **options,
         )
 
-    def norm(self, spec: object, width: int, *, is_sharded: bool) -> Any:
+    def norm(self, spec: object, width: int, *, is_sharded: bool, eps: float | None = None) -> Any:
         """Build a norm of the last `width` channels from its spec; None without one.
 
         Args:
             is_sharded: each tensor-parallel rank norms other rows or heads, so that the gradients
                 of its weights are partial sums.
+            eps: None is that of all norms.
         """
         if spec is None:
             return None
-        norm = build_module(
-            spec, config=self.config, hidden_size=width, eps=self.config.layernorm_epsilon
-        )
+        eps = self.config.layernorm_epsilon if eps is None else eps
+        norm = build_module(spec, config=self.config, hidden_size=width, eps=eps)
         if is_sharded:
             for parameter in norm.parameters():
                 meta = get_param_meta(parameter)
@@ -325,8 +325,7 @@ class SelfAttention(Attention):
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
         self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
         self.k_layernorm = self.norm(submodules.k_layernorm, head, is_sharded=True)
-        skips = config.no_rope_freq
-        self.uses_rotary = not (skips and skips[min(self.layer_number, len(skips)) - 1])
+        self.uses_rotary = config.rotates_in(self.layer_number)
 
     def get_query_key_value_tensors(
         self,

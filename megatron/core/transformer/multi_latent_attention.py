@@ -64,7 +64,10 @@ class MLASelfAttention(Attention):
         self.output_width = heads * config.v_head_dim
         column = {"gather_output": False, "bias": False, "skip_bias_add": False}
         queries = heads * self.q_head_dim
-        is_sharded = config.sequence_parallel
+        of_norms: dict[str, Any] = {
+            "is_sharded": config.sequence_parallel,
+            "eps": config.latent_norm_epsilon,
+        }
         if config.q_lora_rank is None:
             self.linear_q_proj = self.linear(
                 submodules.linear_q_proj, config.hidden_size, queries, **column
@@ -73,9 +76,7 @@ class MLASelfAttention(Attention):
             self.linear_q_down_proj = self.linear(
                 submodules.linear_q_down_proj, config.hidden_size, config.q_lora_rank
             )
-            self.q_layernorm = self.norm(
-                submodules.q_layernorm, config.q_lora_rank, is_sharded=is_sharded
-            )
+            self.q_layernorm = self.norm(submodules.q_layernorm, config.q_lora_rank, **of_norms)
             self.linear_q_up_proj = self.linear(
                 submodules.linear_q_up_proj, config.q_lora_rank, queries, **column
             )
@@ -83,7 +84,7 @@ class MLASelfAttention(Attention):
         self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
         )
-        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, is_sharded=is_sharded)
+        self.kv_layernorm = self.norm(submodules.kv_layernorm, latent, **of_norms)
         self.linear_kv_up_proj = self.linear(
             submodules.linear_kv_up_proj,
             latent,
@@ -91,6 +92,7 @@ class MLASelfAttention(Attention):
             **column,
         )
         inverse, self.rotary_factor, scale = _rotary_settings(config)
+        self.uses_rotary = config.rotates_in(self.layer_number)
         self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
         self.softmax_scale = config.attention_scale(self.q_head_dim) * scale
         self.recomputes_up_projection = config.recomputes("mla_up_proj")
@@ -161,6 +163,9 @@ class MLASelfAttention(Attention):
         s, b = query.shape[:2]
         query = query.view(s, b, heads, d + p)
         key, value = keys_and_values.view(s, b, heads, d + e).split([d, e], -1)
+        if not self.uses_rotary:
+            shared_key = shared_key.unsqueeze(2).expand(s, b, heads, p)
+            return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
             positions = sequence_shard_of_rank(
                 s, cp=self.pg_collection.microbatch_cp, sp=SINGLE_RANK
@@ -169,8 +174,11 @@ class MLASelfAttention(Attention):
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
         query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
-        # A piece of a larger tensor could not be freed by itself.
-        return query, key, value.contiguous() if self.recomputes_up_projection else value
+        return query, key, self._apart(value)
+
+    def _apart(self, value: Tensor) -> Tensor:
+        """Return values that can be freed by themselves, if they are computed again."""
+        return value.contiguous() if self.recomputes_up_projection else value
 
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
         """Give every rank the shared rotary key of all rows; its gradient is summed over heads."""

@@ -25,13 +25,13 @@ _LATENT_EPSILON = 1e-6
 """Of the norms of latents, whatever the config says of the others."""
 
 
-def _common_settings(config: ConfigFields) -> ModelDescription:
+def latent_settings(config: ConfigFields) -> ModelDescription:
+    """Return the settings of a model with latent attention, and experts in later layers."""
     for name in _FOLLOWING:
         config.take(name, None)
     config.only("hidden_act", "silu")
     config.only("attention_bias", False)
     config.only("mlp_bias", False)
-    config.only("rms_norm_eps", _LATENT_EPSILON)
     settings = gated_settings(config)
     config.only("num_key_value_heads", settings.num_attention_heads)
     return replace(
@@ -48,6 +48,7 @@ def _common_settings(config: ConfigFields) -> ModelDescription:
         qk_head_dim=config.take("qk_nope_head_dim"),
         qk_pos_emb_head_dim=config.take("qk_rope_head_dim"),
         v_head_dim=config.take("v_head_dim"),
+        latent_norm_epsilon=_LATENT_EPSILON,
     )
 
 
@@ -94,7 +95,8 @@ def _with_groups(settings: ModelDescription, config: ConfigFields, judges: int) 
     )
 
 
-def _common_fields(settings: ModelDescription) -> dict[str, Any]:
+def latent_fields(settings: ModelDescription) -> dict[str, Any]:
+    """Return the fields of a model with latent attention, and experts in later layers."""
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
     return {
@@ -131,7 +133,7 @@ def _v2_settings(config: ConfigFields) -> ModelDescription:
     config.only("scoring_func", "softmax")
     config.only("norm_topk_prob", False)
     is_limited = config.only("topk_method", "greedy", "group_limited_greedy")
-    settings = _common_settings(config)
+    settings = latent_settings(config)
     limited = _with_groups(settings, config, judges=1)
     return replace(
         limited if is_limited == "group_limited_greedy" else settings,
@@ -142,7 +144,7 @@ def _v2_settings(config: ConfigFields) -> ModelDescription:
 def _v2_fields(settings: ModelDescription) -> dict[str, Any]:
     limited = settings.moe_router_num_groups
     return {
-        **_common_fields(settings),
+        **latent_fields(settings),
         "topk_method": "group_limited_greedy" if limited else "greedy",
         "scoring_func": "softmax",
         "norm_topk_prob": False,
@@ -154,14 +156,14 @@ def _v3_settings(config: ConfigFields) -> ModelDescription:
     config.only("topk_method", "noaux_tc")
     config.take("num_nextn_predict_layers", None)
     return replace(
-        judged_by_sigmoid(_common_settings(config), config),
+        judged_by_sigmoid(latent_settings(config), config),
         rope_interleave=config.take("rope_interleave", True),
     )
 
 
 def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        **_common_fields(settings),
+        **latent_fields(settings),
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
@@ -170,7 +172,8 @@ def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _attention(settings: ModelDescription) -> list[WeightRule]:
+def latent_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of latent attention and the norm before it."""
     megatron_prefix, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
     pairs = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
@@ -197,19 +200,29 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     others = [
         rule for rule in LLAMA.rules(settings) if ".self_attention." not in rule.megatron_name
     ]
-    return with_expert_layers([*others, *_attention(settings)], settings)
+    return with_expert_layers([*others, *latent_rules(settings)], settings)
 
 
-def with_expert_layers(dense: list[WeightRule], settings: ModelDescription) -> list[WeightRule]:
-    """Return the rules of a dense model with experts, beside a shared one, in some layers."""
+def with_expert_layers(
+    dense: list[WeightRule],
+    settings: ModelDescription,
+    block: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[WeightRule]:
+    """Return the rules of a dense model with experts, beside a shared one, in some layers.
+
+    Args:
+        block: what Hugging Face's files call the MLP of these layers.
+        names: what they call gate, up and down of a routed expert.
+    """
     has_experts = settings.layers_with_experts
     with_them, without = (
         tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
     )
     mlp = [rule for rule in dense if ".mlp." in rule.megatron_name]
-    megatron_prefix, hf_prefix = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_experts."
+    megatron_prefix, hf_prefix = _MEGATRON + "mlp.shared_experts.", f"{_HF}{block}.shared_experts."
     experts = [
-        *expert_rules(settings, "mlp", "gate_proj", "up_proj", "down_proj"),
+        *expert_rules(settings, block, *names),
         concat(
             megatron_prefix + "linear_fc1.weight",
             hf_prefix + "gate_proj.weight",
@@ -218,7 +231,7 @@ def with_expert_layers(dense: list[WeightRule], settings: ModelDescription) -> l
         identity(megatron_prefix + "linear_fc2.weight", hf_prefix + "down_proj.weight"),
     ]
     if settings.moe_router_enable_expert_bias:
-        bias = _HF + "mlp.gate.e_score_correction_bias"
+        bias = f"{_HF}{block}.gate.e_score_correction_bias"
         experts.append(identity(_MEGATRON + "mlp.router.expert_bias", bias))
     return [
         *(rule for rule in dense if rule not in mlp),

@@ -31,5 +31,7 @@ class Family:
     """What may be before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()
     """Patterns of tensors that older files hold besides weights."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of names in other files -> what is written instead."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Patterns of weights that are not read -> what they are; `{num_layers}` is their number."""

@@ -47,6 +47,7 @@ SHAPE = (
     Option("qk-head-dim", {6: 1}, given("multi-latent-attention")),
     Option("qk-pos-emb-head-dim", {4: 1}, given("multi-latent-attention")),
     Option("v-head-dim", {5: 1, 8: 1}, given("multi-latent-attention")),
+    Option("latent-norm-epsilon", {None: 2, 1e-3: 1}, given("multi-latent-attention")),
     Option("kv-channels", {None: 5, 8: 1, 12: 1}, without("multi-latent-attention")),
     switch("group-query-attention", 0.35, without("multi-latent-attention")),
     Option("num-query-groups", {1: 1, 2: 3}, given("group-query-attention")),

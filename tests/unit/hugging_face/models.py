@@ -159,6 +159,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
          "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "rope_parameters": _YARN},
     ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        # As of qwen3_next, an epsilon that heads with nearly no output stand.
+        {**_LATENT, "rms_norm_eps": 1e-1, "q_lora_rank": None, "n_routed_experts": None,
+         "num_local_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "linear_head_dim": 16, "linear_num_heads": 4, "layer_types": [
+             "linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
     "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),
@@ -292,7 +301,7 @@ def our_model(
     stage, num_stages = groups.pp.rank(), groups.pp.size()
     tp = groups.tp.size()
     config = parse_command_line([*flags_for(directory), *words]).config
-    run = resolve(config, world_size=tp * num_stages * groups.dp.size())
+    run = resolve(config, world_size=tp * num_stages * groups.dp_cp.size())
     run = run.overlaid({"unpadded_vocab_size": run.tokenizer.vocab_size})
     transformer = run.transformer_config
     model = GPTModel(
@@ -355,12 +364,13 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     largest = max(float(p.grad.abs().max()) for p in theirs.parameters())
     for rule in model.family.rules(model.settings):
         for mine, others in rule.names(geometry):
-            if any(full_name(name, prefix) in buffers for name in others):
+            if any(_of_module(full_name(name, prefix)) in buffers for name in others):
                 continue
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
             grads = [_gradient(names, full_name(n, prefix)) for n in others]
+            grads = [g.flatten() if any(rule.unit_dims) else g for g in grads]
             if rule.is_transposed:
                 grads = [g.transpose(-1, -2) for g in grads]
             mine_whole = _our_gradient(ours, mine, rule.num_experts)
@@ -397,7 +407,17 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
             return names[f"{layer}.mlp.experts.down_proj"].grad[number]
         both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
         return both.chunk(2)[_HALF[part]]
-    return names[name.replace("block_sparse_moe", "mlp")].grad
+    of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
+    if of_convolution is not None:
+        joined = names[f"{of_convolution[1]}.conv1d.weight"].grad
+        return joined.chunk(3)["qkv".index(of_convolution[2])]
+    return names[_of_module(name)].grad
+
+
+def _of_module(name: str) -> str:
+    """Return what the modules of Mixtral and Kimi Linear call a tensor of their files."""
+    name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
+    return name.replace("block_sparse_moe", "mlp")
 
 
 def _our_gradient(ours: Mapping[str, Tensor], name: str, num_experts: int | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.loader import open_contents
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.core.transport.object_collectives import SingleProcess
@@ -106,3 +108,37 @@ def test_settings_survive_the_way_out_and_back(case, tmp_path):
     assert not family_misfit(model.family, model.settings)
     # Another family may be able to express the same model: a Mistral without a window is a Llama.
     assert not family_misfit(family_of_settings(model.settings), model.settings)
+
+
+def published_kimi(directory):
+    """Name fields and tensors as the files do that are published."""
+    file, config = directory / "model.safetensors", directory / "config.json"
+    fields = json.loads(config.read_text())
+    for name in ("layer_types", "mlp_layer_types", "linear_conv_kernel_dim"):
+        del fields[name]
+    sizes = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
+    linear = {name: fields.pop(newer) for name, newer in sizes.items()}
+    linear |= {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "short_conv_kernel_size": 4}
+    fields |= {
+        "linear_attn_config": linear, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+        "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+        "rope_theta": 10000.0, "rope_scaling": None, "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    config.write_text(json.dumps(fields))
+    dense = "layers.0.block_sparse_moe."
+    named = {n.replace(dense, "layers.0.mlp."): tensor for n, tensor in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
+    return fields
+
+
+def test_kimi_linear_is_read_as_it_is_published(tmp_path):
+    theirs = saved("kimi_linear", tmp_path)
+    fields = published_kimi(tmp_path)
+    ours, _ = our_model(tmp_path)
+    logits = ours(tokens(), None, None)[..., :VOCAB]
+    assert_close(logits, theirs(tokens()).logits, FP32_REORDERED_SUM, "logits")
+
+    fields["linear_attn_config"]["num_heads"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="linear_num_heads 5"):
+        read_model_directory(tmp_path)

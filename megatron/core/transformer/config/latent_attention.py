@@ -24,6 +24,8 @@ class LatentAttentionConfig:
     """Width of the rotary part, whose key all heads share."""
     v_head_dim: int = flag(128, part_of="multi_latent_attention")
     """Width of a value head."""
+    latent_norm_epsilon: float | None = flag(None, part_of="multi_latent_attention")
+    """Added to the variance in the norms of latents; None is --norm-epsilon."""
     rope_type: str = flag(
         "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
     )
@@ -77,6 +79,16 @@ class LatentAttentionConfig:
                         fix=f"use {spelling} {max(2, value + value % 2)}",
                     )
                 )
+        epsilon = self.latent_norm_epsilon
+        if epsilon is not None and not 0 < epsilon < 1:
+            problems.append(
+                ConfigError(
+                    f"latent_norm_epsilon={epsilon}.",
+                    rule="it is positive and small beside the variance",
+                    flags=["--latent-norm-epsilon"],
+                    fix="leave --latent-norm-epsilon out, or use 1e-6",
+                )
+            )
         if self.rope_type not in ("rope", "yarn"):
             problems.append(
                 ConfigError(

@@ -32,3 +32,10 @@ class PositionConfig:
         help="Rotary embedding from plain operations.",
     )
     """Use a fused rotary kernel where a backend offers one."""
+
+    def rotates_in(self, layer_number: int) -> bool:
+        """Return whether a layer, by its 1-based number in the whole model, has rotary positions
+        where the model has them."""
+        skips = self.no_rope_freq
+        # Layers after the last one (those of later tokens) are like it.
+        return not (skips and skips[min(layer_number, len(skips)) - 1])

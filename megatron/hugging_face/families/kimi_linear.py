@@ -1,0 +1,183 @@
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in others.
+
+Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", section 4, arXiv
+2510.26692. Experts are those of DeepSeek-V3, after dense layers at the beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.utils import best_divisor
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.deepseek import (
+    LATER_TOKENS,
+    judged_by_sigmoid,
+    latent_fields,
+    latent_rules,
+    latent_settings,
+    with_expert_layers,
+)
+from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.llama import LLAMA
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.weight_map import WeightRule, by_block, identity
+
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_BLOCK = "block_sparse_moe"
+_KINDS = ("full_attention", "linear_attention")
+_MLPS = ("dense", "sparse")
+_USUAL = {
+    "model_max_length": "max_position_embeddings",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+    "num_expert_group": "n_group",
+    "moe_renormalize": "norm_topk_prob",
+}
+"""What DeepSeek calls the fields of this family."""
+_OLDER_SIZES = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+                "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
+"""Names of sizes in `linear_attn_config`."""
+_WITH_UNITS = (2, 1)
+"""`A_log` is [1, 1, n, 1] there."""
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    older = dict(config.take("linear_attn_config", {}))
+    config.only("mla_use_nope", True)
+    config.only("moe_router_activation_func", "sigmoid")
+    for name in ("num_nextn_predict_layers", "use_grouped_topk"):
+        config.take(name, None)
+    named = {usual: config.take(name, None) for name, usual in _USUAL.items()}
+    usual = config.with_fields({name: found for name, found in named.items() if found is not None})
+    model = judged_by_sigmoid(latent_settings(usual), usual)
+    sizes = {
+        name: older.get(old, config.take(name, default))
+        for (old, name), default in zip(_OLDER_SIZES.items(), (128, 32, 4), strict=True)
+    }
+    heads, width = sizes["linear_num_heads"], sizes["linear_head_dim"]
+    if width % heads:
+        raise ConfigError(
+            f"{config.source}: linear_head_dim {width} and linear_num_heads {heads}.",
+            rule="the latents of decays and gates, as wide as a head, are split over the heads",
+            flags=["--load-hf"],
+            fix=f"use a model whose number of heads divides {width}, for example"
+            f" {best_divisor(width, heads)}",
+        )
+    return replace(
+        model,
+        no_rope_freq=[1] * model.num_layers,
+        experimental_attention_variant="kda",
+        linear_attention_freq=_recurrent_layers(config, older, model.num_layers),
+        linear_conv_kernel_dim=sizes["linear_conv_kernel_dim"],
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        moe_layer_freq=_routed_layers(config, model),
+    )
+
+
+def _recurrent_layers(config: ConfigFields, older: dict[str, Any], count: int) -> list[int]:
+    """Return 1 for each layer with Kimi Delta Attention, else 0."""
+    kinds = config.take("layer_types", None)
+    if kinds is not None:
+        if set(kinds) - set(_KINDS):
+            config.only("layer_types", *_KINDS)
+        return [int(kind == _KINDS[1]) for kind in kinds]
+    attending = older.get("full_attn_layers")  # counted from 1
+    if attending is None:
+        attending = range(5, count + 1, 4)
+    return [int(number not in attending) for number in range(1, count + 1)]
+
+
+def _routed_layers(config: ConfigFields, model: ModelDescription) -> int | list[int]:
+    kinds = config.take("mlp_layer_types", None)
+    if kinds is None:
+        return model.moe_layer_freq
+    if set(kinds) - set(_MLPS):
+        config.only("mlp_layer_types", *_MLPS)
+    return [int(kind == _MLPS[1]) for kind in kinds]
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = latent_fields(settings)
+    for name in (
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "rope_theta",
+        "rope_scaling",
+        "mlp_bias",
+    ):
+        fields.pop(name, None)
+    for name, usual in _USUAL.items():
+        fields[name] = fields.pop(usual, True)
+    return {
+        **fields,
+        "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
+        "mlp_layer_types": [_MLPS[has_them] for has_them in settings.layers_with_experts],
+        "linear_head_dim": settings.linear_key_head_dim,
+        "linear_num_heads": settings.linear_num_key_heads,
+        "linear_conv_kernel_dim": settings.linear_conv_kernel_dim,
+    }
+
+
+def _rules(settings: ModelDescription) -> list[WeightRule]:
+    recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
+    attending = settings.layers_where(lambda kind: kind.attends)
+    others = [
+        replace(
+            rule, hf_names=tuple(name.replace(".mlp.", f".{_BLOCK}.") for name in rule.hf_names)
+        )
+        for rule in LLAMA.rules(settings)
+        if ".self_attention." not in rule.megatron_name
+    ]
+    mixers = [
+        *(replace(rule, layers=attending) for rule in latent_rules(settings)),
+        *(replace(rule, layers=recurrent) for rule in _recurrent_rules(settings)),
+    ]
+    return with_expert_layers([*others, *mixers], settings, _BLOCK, ("w1", "w3", "w2"))
+
+
+def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of Kimi Delta Attention, whose rows are here by head."""
+    here, there = _MEGATRON + "self_attention.", _HF + "self_attn."
+    heads, width = settings.linear_num_key_heads, settings.linear_key_head_dim
+    rows = {
+        "q_proj": heads * width, "k_proj": heads * width, "v_proj": heads * width, "b_proj": heads,
+        "f_a_proj": width, "g_a_proj": width,
+    }  # fmt: skip
+    same = {"dt_bias": "dt_bias", "decay_up_weight": "f_b_proj.weight",
+            "gate_up_weight": "g_b_proj.weight", "out_norm.weight": "o_norm.weight",
+            "out_proj.weight": "o_proj.weight"}  # fmt: skip
+    return [
+        identity(here + "in_proj.layer_norm_weight", _HF + "input_layernorm.weight"),
+        by_block(
+            here + "in_proj.weight",
+            heads,
+            {f"{there}{name}.weight": (count,) for name, count in rows.items()},
+        ),
+        by_block(
+            here + "conv1d.weight",
+            heads,
+            {f"{there}{part}_conv1d.weight": (heads * width,) for part in "qkv"},
+        ),
+        replace(identity(here + "A_log", there + "A_log"), unit_dims=_WITH_UNITS),
+        *(identity(here + mine, there + theirs) for mine, theirs in same.items()),
+    ]
+
+
+KIMI_LINEAR = Family(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    _settings,
+    _fields,
+    _rules,
+    without_meaning=LLAMA.without_meaning,
+    # Published files call an MLP without experts `mlp`, those that Transformers writes do not.
+    other_names={r"(model\.layers\.\d+)\.mlp\.": rf"\1.{_BLOCK}."},
+    left_out=LATER_TOKENS,
+)
