@@ -16,6 +16,7 @@ from megatron.core.transformer.config.layer_kinds import (
     GATED_DELTA_NET,
     KIMI,
     MAMBA,
+    SPARSE_ATTENTION,
     LayerKind,
 )
 from megatron.core.transformer.config.linear_attention import (
@@ -116,6 +117,13 @@ class ModelDescription:
     mamba_num_groups: int = 8
     mamba_num_heads: int | None = None
     mamba_step_limits: tuple[float, float] = (0.0, math.inf)
+    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_topk: int | None = None
+    dsa_indexer_k_norm_epsilon: float | None = None
+    dsa_indexer_k_norm_fp32: bool = False
+    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_scoring_relu: bool = True
     num_experts: int | None = None
     moe_layer_freq: int | list[int] = 1
     moe_ffn_hidden_size: int | None = None
@@ -280,7 +288,7 @@ _DEFAULTS = {
 _OF_ALL_MIXERS = {"linear_conv_kernel_dim", "linear_attention_freq"}
 _OF_TRAINING = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
-    "unpadded_vocab_size": 0,
+    "unpadded_vocab_size": 0, "dsa_indexer_k_norm_fp32": False,
 }  # fmt: skip
 """Fields that say nothing about the logits of a model, and what stands for all values of each."""
 
@@ -312,10 +320,11 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if model.num_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
     mixers = {kind.mixer for kind in model.layer_kinds}
-    for of_sizes, prefix in (({GATED_DELTA_NET, KIMI}, "linear_"), ({MAMBA}, "mamba_")):
+    for of_sizes, prefix in (({GATED_DELTA_NET, KIMI}, "linear_"), ({MAMBA}, "mamba_"),
+                             ({SPARSE_ATTENTION}, "dsa_")):  # fmt: skip
         if not mixers & of_sizes:
             without_effect |= {n for n in _DEFAULTS if n.startswith(prefix)} - _OF_ALL_MIXERS
-    if not mixers & {GATED_DELTA_NET, KIMI, MAMBA}:
+    if not mixers & {GATED_DELTA_NET, KIMI, MAMBA, SPARSE_ATTENTION}:
         without_effect |= {"experimental_attention_variant", *_OF_ALL_MIXERS}
     if model.position_embedding_type != "mrope":
         without_effect |= {"mrope_section", "mrope_interleaved"}
@@ -349,19 +358,19 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         model = replace(model, num_attention_heads=0, num_query_groups=0, kv_channels=0)
         model = replace(model, max_position_embeddings=0, softmax_scale=None)
     if "experimental_attention_variant" not in without_effect and not model.hybrid_layer_pattern:
-        is_recurrent = [int(kind.is_recurrent) for kind in model.layer_kinds]
         variant = MIXER_OF_VARIANT[model.experimental_attention_variant or ""]
-        model = replace(
-            model, experimental_attention_variant=variant, linear_attention_freq=is_recurrent
-        )
+        has_it = [int(kind.mixer == variant) for kind in model.layer_kinds]
+        model = replace(model, experimental_attention_variant=variant, linear_attention_freq=has_it)
+    if SPARSE_ATTENTION in mixers and model.dsa_indexer_k_norm_epsilon is None:
+        model = replace(model, dsa_indexer_k_norm_epsilon=model.norm_epsilon)
     if MAMBA in mixers:
         model = replace(model, mamba_num_heads=model.mamba_heads)
     window = model.window_size
     return replace(
         replace(model, **plain),
-        moe_layer_freq=[int(has_it) for has_it in has_experts],
+        moe_layer_freq=[int(has_some) for has_some in has_experts],
         window_size=None if window is None else (window[0], window[1]),
-        window_attn_skip_freq=[int(window is not None and has_it) for has_it in windowed],
+        window_attn_skip_freq=[int(window is not None and has_one) for has_one in windowed],
     )
 
 

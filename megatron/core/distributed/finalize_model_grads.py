@@ -14,6 +14,7 @@ from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.pipeline_parallel.layout import explicit_layout, loss_rank
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
+from megatron.core.transformer.indexer_loss import finish_indexer_step
 from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
 from megatron.core.transport import backend
@@ -40,7 +41,8 @@ def finalize_model_grads(
         reduction over data-parallel ranks; sums over the axes that `ParamMeta.partial_grad_axes`
         names ("tp": norms under sequence parallelism); the tied embedding over `embd`; what all
         stages hold over `pp`; the number of tokens over `pp` and `dp_cp`; the load of experts over
-        tp x cp x dp; amaxes of FP8 with delayed scaling over the same.
+        tp x cp x dp; the losses of indexers over dp x cp; amaxes of FP8 with delayed scaling over
+        tp x cp x dp.
     """
     groups = resolve_groups(pg_collection)
     for chunk in model:
@@ -53,6 +55,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
     finish_router_step(model, groups)
+    finish_indexer_step(model, groups)
     finish_low_precision_step(model, groups)
 
 

@@ -137,12 +137,6 @@ refused: use a recipe by its name: --fp8-recipe or --fp4-recipe
 """
 
 _OTHER_LAYERS = """
-refused: use --experimental-attention-variant gated_delta_net, or --multi-latent-attention
---dsa-indexer-head-dim int
---dsa-indexer-loss-coeff float
---dsa-indexer-n-heads int
---dsa-indexer-topk int
---dsa-indexer-use-sparse-loss on
 refused: drop it: layers are the usual ones without it
 --moe-apply-probs-on-input on
 --qk-l2-norm on

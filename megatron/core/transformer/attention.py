@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
@@ -64,6 +63,8 @@ class Attention(MegatronModule):
     pg_collection: ProcessGroupCollection
     output_width: int
     softmax_scale: float | None
+    core_reads_others = False
+    """What is projected beside query, key and value is for the core; else it is the gate."""
 
     def __init__(
         self,
@@ -157,6 +158,10 @@ class Attention(MegatronModule):
         """
         raise NotImplementedError
 
+    def kept_beside_key_value(self, beside: list[Tensor]) -> list[Tensor]:
+        """Return what of it [s, b, g, d] a cache keeps, too."""
+        return []
+
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
         """Return projections and factors on their rows that scale the logits of heads.
 
@@ -231,32 +236,34 @@ class Attention(MegatronModule):
             fix="leave these out",
         )
         context = inference_context if inference_context is not None else inference_params
-        query, key, value, *gate = self.get_rotated_qkv(
+        query, key, value, *others = self.get_rotated_qkv(
             hidden_states,
             key_value_states,
             None if context is None else context.positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
+        beside, gate = (others, []) if self.core_reads_others else ([], others)
         if context is not None:
-            keys, values = context.store(self.layer_number, key, value)
+            kept = self.kept_beside_key_value(beside)
+            cached = context.store(self.layer_number, key, value, *kept)
             if not context.is_fresh:
-                attended = self._attend_to_cache(query, keys, values, context)
+                attended = self._attend_to_cache(query, cached, beside, context)
                 return self.linear_proj(_gated(attended, *gate))
 
-        def core(
-            query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None
-        ) -> Tensor:
+        def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
+            query, key, value, *beside = tensors
             return self.core_attention(
                 query,
                 key,
                 value,
                 mask,
+                *beside,
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=bias,
                 packed_seq_params=packed_seq_params,
             )
 
-        given = (query, key, value, attention_mask, attention_bias)
+        given = (attention_mask, attention_bias, query, key, value, *beside)
         if self.recomputes_core and self.training:
             attended = checkpoint(core, False, *given)
         else:
@@ -270,7 +277,7 @@ class Attention(MegatronModule):
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free what the core attention used, if it is recomputed before its backward."""
 
-    def _attend_to_cache(self, query: Tensor, keys: Tensor, values: Tensor, context: Any) -> Tensor:
+    def _attend_to_cache(self, query: Tensor, cached: Any, beside: Any, context: Any) -> Tensor:
         """Attend to what the cache holds: [s, b, n, d] -> [s, b, n*e]."""
         core = self.core_attention
         if not isinstance(core, DotProductAttention):
@@ -281,15 +288,7 @@ class Attention(MegatronModule):
                 fix="use --transformer-impl local to generate; checkpoints are the same",
             )
         left, _ = core.window(self.attn_mask_type)
-        return kv_cache_attention(
-            query,
-            keys,
-            values,
-            scale=core.softmax_scale,
-            hidden=context.masked_keys(left),
-            sink=core.softmax_offset,
-            softcap=self.config.attn_logit_softcapping,
-        )
+        return core.attend_to_cache(query, cached, beside, hidden=context.masked_keys(left))
 
 
 class SelfAttention(Attention):

@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from megatron.core.foundation.device import current_device
 from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
+from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
@@ -122,6 +124,35 @@ class DotProductAttention(MegatronModule):
             cp_comm_type=comm_type,
             groups=groups,
             kernel=kernel.run,
+        )
+
+    def attend_to_cache(
+        self,
+        query: Tensor,
+        cached: Sequence[Tensor],
+        beside: Sequence[Tensor],
+        *,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Attend with new tokens to what a cache holds.
+
+        Args:
+            query: [s, b, n, d].
+            cached: keys [b, g, k, d] and values [b, g, k, e], and what else the cache keeps.
+            beside: what is projected beside query, key and value.
+            hidden: [b, 1, s, 1, k], True where a key is hidden; None if none is.
+        Returns:
+            [s, b, n*e].
+        """
+        keys, values = cached[:2]
+        return kv_cache_attention(
+            query,
+            keys,
+            values,
+            scale=self.softmax_scale,
+            hidden=hidden,
+            sink=self.softmax_offset,
+            softcap=self.config.attn_logit_softcapping,
         )
 
     @property

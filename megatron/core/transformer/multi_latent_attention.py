@@ -103,14 +103,15 @@ class MLASelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Project to this rank's heads and rotate.
 
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
             positions: [s, b] in the sequence; None are those of this rank's rows.
         Returns:
-            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e].
+            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and what
+            `beside_query_key_value` gives.
         """
         rule = "keys and values of self-attention come from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -122,11 +123,22 @@ class MLASelfAttention(Attention):
             joined, _ = self.linear_kv_down_proj(hidden_states)
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
+        beside = self.beside_query_key_value(hidden_states, of_query, positions)
         if not (self.recomputes_up_projection and self.training):
-            return up(of_query, latent, shared_key)
+            return *up(of_query, latent, shared_key), *beside
         self._dropped = CheckpointWithoutOutput()
         query, key, value = self._dropped.checkpoint(up, of_query, latent, shared_key)
-        return query, key, value
+        return query, key, value, *beside
+
+    def beside_query_key_value(
+        self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return what the core attention reads beside query, key and value.
+
+        Args:
+            of_query: as of `_project_up`.
+        """
+        return ()
 
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
         """Scale heads by gamma [n]; the rotary key belongs to all, so its query takes gamma."""
@@ -167,10 +179,8 @@ class MLASelfAttention(Attention):
             shared_key = shared_key.unsqueeze(2).expand(s, b, heads, p)
             return query, torch.cat((key, shared_key), -1), self._apart(value)
         if positions is None:
-            positions = sequence_shard_of_rank(
-                s, cp=self.pg_collection.microbatch_cp, sp=SINGLE_RANK
-            ).positions(query.device)[:, None]
-        cos, sin = self._cos_sin(positions, query)
+            positions = self.positions_of(s, query.device)
+        cos, sin = self.cos_sin(positions, query, config.rope_interleave)
         asked = () if config.apply_rope_fusion else UNFUSED
         kernel = LATENT_ROTARY.choose(Request.of(query), asked).kernel
         query, key = kernel.run(query, key, shared_key, cos, sin, config.rope_interleave)
@@ -189,12 +199,18 @@ class MLASelfAttention(Attention):
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def _cos_sin(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine [s, b, 1, p] of positions [s, b]."""
+    def positions_of(self, num_rows: int, device: torch.device) -> Tensor:
+        """Return the positions [s/cp, 1] of this rank's rows."""
+        cp = self.pg_collection.microbatch_cp
+        rows = sequence_shard_of_rank(num_rows, cp=cp, sp=SINGLE_RANK)
+        return rows.positions(device)[:, None]
+
+    def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
         if self.inverse_frequencies.device != like.device:
             self.inverse_frequencies = self.inverse_frequencies.to(like.device)
         freqs = positions.float()[:, :, None, None] * self.inverse_frequencies
-        if self.config.rope_interleave:
+        if interleaved:
             freqs = freqs.repeat_interleave(2, dim=-1)
         else:
             freqs = torch.cat((freqs, freqs), dim=-1)

@@ -31,6 +31,7 @@ from megatron.core.transformer.config.prediction import PredictionConfig
 from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
 from megatron.core.transformer.config.recompute import RecomputeConfig
 from megatron.core.transformer.config.shape import ShapeConfig
+from megatron.core.transformer.config.sparse_attention import SparseAttentionConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import best_divisor
@@ -46,6 +47,7 @@ class TransformerConfig(
     PositionConfig,
     LatentAttentionConfig,
     LinearAttentionConfig,
+    SparseAttentionConfig,
     QueryKeyClipConfig,
     MaximalUpdateConfig,
     PredictionConfig,
@@ -107,7 +109,7 @@ class TransformerConfig(
             *refused_settings(self),
         ]
         if not problems:
-            problems = self._check_splits()
+            problems = [*self._sparse_attention_problems(), *self._check_splits()]
         raise_together(problems, summary=type(self).__name__)
         warn_of_unused_settings(self)
 
@@ -151,6 +153,14 @@ class TransformerConfig(
         Layers after the last one (those of later tokens) are like it.
         """
         return self.layer_kinds()[min(layer_number, self.num_layers) - 1]
+
+    def _sparse_attention_problems(self) -> list[MegatronError]:
+        return self.check_sparse_attention(
+            is_used=any(kind.is_sparse for kind in self.layer_kinds()),
+            has_latents=self.multi_latent_attention,
+            q_lora_rank=self.q_lora_rank,
+            rotated=self.qk_pos_emb_head_dim,
+        )
 
     def _check_combinations(self) -> list[MegatronError]:
         """Return which fields of different groups exclude each other."""

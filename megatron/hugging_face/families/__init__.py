@@ -41,6 +41,8 @@ FAMILIES: tuple[Family, ...] = (
     experts.QWEN3_MOE,
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
+    deepseek.DEEPSEEK_V32,
+    deepseek.GLM_MOE_DSA,
     kimi_linear.KIMI_LINEAR,
     gpt_oss.GPT_OSS,
     experts.QWEN2_MOE,

@@ -1,7 +1,8 @@
-"""DeepSeek V2 and V3: latent attention, experts beside a shared one, dense layers at the beginning.
+"""DeepSeek V2 to V3.2: latent attention, experts beside a shared one, dense layers first.
 
 DeepSeek-AI, "DeepSeek-V2", sections 2.1 and 2.2, arXiv 2405.04434; "DeepSeek-V3 Technical Report",
-section 2.1, arXiv 2412.19437. The layers of V3 that predict later tokens are left out.
+section 2.1, arXiv 2412.19437; "DeepSeek-V3.2", section 2.1, arXiv 2512.02556, which attends to the
+keys that an indexer chooses. The layers of V3 that predict later tokens are left out.
 """
 
 from __future__ import annotations
@@ -172,6 +173,58 @@ def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _v32_settings(config: ConfigFields) -> ModelDescription:
+    layers = config.take("num_hidden_layers")
+    dense = min(config.take("first_k_dense_replace", 3), layers)
+    known = {"num_hidden_layers": layers, "first_k_dense_replace": dense, "rope_interleave": True}
+    settings = _v3_settings(config.with_fields(known))  # refuses what is no number of layers
+    config.only("layer_types", ["indexed_attention"] * layers)
+    config.only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
+    return replace(
+        settings,
+        experimental_attention_variant="dsa",
+        dsa_indexer_head_dim=config.take("index_head_dim"),
+        dsa_indexer_n_heads=config.take("index_n_heads"),
+        dsa_indexer_topk=config.take("index_topk"),
+        dsa_indexer_k_norm_epsilon=_LATENT_EPSILON,
+    )
+
+
+def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _v3_fields(settings)
+    del fields["rope_interleave"]  # it always does
+    return {
+        **fields,
+        "index_head_dim": settings.dsa_indexer_head_dim or 1,
+        "index_n_heads": settings.dsa_indexer_n_heads or 1,
+        "index_topk": settings.dsa_indexer_topk or 1,
+    }
+
+
+def _glm_dsa_settings(config: ConfigFields) -> ModelDescription:
+    config.only("index_topk_freq", 1)
+    config.take("index_skip_topk_offset", None)  # of layers that share a choice
+    settings = replace(_v32_settings(config), dsa_indexer_rope_interleaved=True)
+    config.only("indexer_types", ["full"] * settings.num_layers)
+    return settings
+
+
+def _v32_rules(settings: ModelDescription) -> list[WeightRule]:
+    megatron_prefix = _MEGATRON + "self_attention.core_attention.indexer."
+    hf_prefix = _HF + "self_attn.indexer."
+    pairs = {
+        "linear_wq_b.weight": "wq_b.weight",
+        "linear_wk.weight": "wk.weight",
+        "k_norm.weight": "k_norm.weight",
+        "k_norm.bias": "k_norm.bias",
+        "linear_weights_proj.weight": "weights_proj.weight",
+    }
+    return [
+        *_rules(settings),
+        *(identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items()),
+    ]
+
+
 def latent_rules(settings: ModelDescription) -> list[WeightRule]:
     """Return the rules of latent attention and the norm before it."""
     megatron_prefix, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
@@ -257,4 +310,18 @@ DEEPSEEK_V3 = Family(
     _rules,
     without_meaning=LLAMA.without_meaning,
     left_out=LATER_TOKENS,
+)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    settings=_v32_settings,
+    fields=_v32_fields,
+    rules=_v32_rules,
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    model_type="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    settings=_glm_dsa_settings,
 )

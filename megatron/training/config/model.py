@@ -14,6 +14,7 @@ from megatron.core.transformer.config.position import PositionConfig
 from megatron.core.transformer.config.prediction import PredictionConfig
 from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
 from megatron.core.transformer.config.shape import ShapeConfig
+from megatron.core.transformer.config.sparse_attention import SparseAttentionConfig
 
 
 @dataclass(kw_only=True)
@@ -21,6 +22,7 @@ class ModelSettings(
     ShapeConfig,
     BlockConfig,
     LinearAttentionConfig,
+    SparseAttentionConfig,
     PositionConfig,
     QueryKeyClipConfig,
     MaximalUpdateConfig,

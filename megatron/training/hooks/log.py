@@ -18,6 +18,7 @@ from megatron.training.metrics.expert_load import (
     layer_lines,
     load_line,
 )
+from megatron.training.metrics.indexer_loss import indexer_loss
 from megatron.training.metrics.log_line import TrainingLine, training_line
 from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
@@ -191,8 +192,9 @@ class LogLine(Hook):
             if context.run.experts.num_moe_experts
             else []
         )
+        within = balance_losses(loads) | indexer_loss(context)
         if is_last_rank():
-            self.write(training_line(self._line(state, result, norm, balance_losses(loads))))
+            self.write(training_line(self._line(state, result, norm, within)))
             self._judge(state)
             if loads:
                 self.write(load_line(state.iteration, loads))
@@ -221,7 +223,7 @@ class LogLine(Hook):
             self.write(f" > slower than predicted at iteration {state.iteration}: {unusual}")
 
     def _line(
-        self, state: TrainState, result: StepResult, norm: float | None, balance: dict[str, float]
+        self, state: TrainState, result: StepResult, norm: float | None, within: dict[str, float]
     ) -> TrainingLine:
         run, means = self.context.run, self._means
         per_device_s = means.seconds * run.topology.world_size
@@ -234,7 +236,7 @@ class LogLine(Hook):
             learning_rate=result.learning_rate,
             decoupled_learning_rate=result.decoupled_learning_rate,
             global_batch_size=result.num_samples,
-            losses=means.mean_losses() | balance,
+            losses=means.mean_losses() | within,
             loss_scale=result.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

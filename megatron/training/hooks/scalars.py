@@ -15,6 +15,7 @@ from megatron.training.hooks.base import Hook
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.expert_load import collect_loads, load_scalars
+from megatron.training.metrics.indexer_loss import indexer_loss
 from megatron.training.metrics.log_line import perplexity
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TrainState
@@ -144,12 +145,13 @@ class Scalars(Hook):
             if run.experts.num_moe_experts
             else []
         )
+        within = indexer_loss(self.context)
         if not self.sinks:
             return state
         scalars = self._of_step(state, result.read(), seconds)
         if run.logging.log_timers_to_tensorboard:
             scalars |= {f"{name}-time": max(values) for name, values in timers.items()}
-        self.write(scalars | load_scalars(loads), state.iteration)
+        self.write(scalars | load_scalars(loads) | within, state.iteration)
         return state
 
     def _of_step(self, state: TrainState, result: StepResult, seconds: float) -> dict[str, float]:

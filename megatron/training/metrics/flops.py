@@ -55,7 +55,18 @@ def forward_flops_per_token(size: ModelSize, convention: FlopConvention) -> floa
     matrices += (1 + size.mtp_num_layers) * size.head_matrix
     matrices += size.has_word_head * size.hidden_size**2
     matrices += sum(size.mixers[k.mixer].token_products for k in kinds if k.is_recurrent)
-    return 2 * matrices + sum(kind.attends for kind in kinds) * attention
+    dense = sum(kind.attends and not kind.is_sparse for kind in kinds)
+    sparse = sum(kind.is_sparse for kind in kinds)
+    return 2 * matrices + dense * attention + sparse * _sparse_attention(size, convention)
+
+
+def _sparse_attention(size: ModelSize, convention: FlopConvention) -> float:
+    """Return the operations of one token with the chosen keys, and of the indexer with all."""
+    if size.indexer is None:
+        return 0.0
+    chosen = mean_keys(size.seq_length, size.indexer.topk, convention)
+    seen = mean_keys(size.seq_length, size.window, convention)
+    return 2 * (chosen * size.score_width + seen * size.indexer.heads * size.indexer.width)
 
 
 def _two_stacks(size: ModelSize, convention: FlopConvention) -> float:

@@ -135,6 +135,10 @@ def layer_activation_bytes(run: ResolvedRun, size: ModelSize, kind: LayerKind) -
         attention = mixer.activation_bytes(item, recomputes_core=recomputes) / (h * tp)
     elif not kind.mixer:
         attention = 0.0
+    elif kind.is_sparse and size.indexer is not None:
+        # Every tensor-parallel rank holds what the indexer made of all its rows.
+        attention += size.indexer.heads * (size.indexer.width + 1) / h * item
+        scores = 0.0
     if not kind.attends:
         scores = 0.0
     return s * b * h * (outside + attention + bool(kind.mlp) * mlp + scores)

@@ -14,42 +14,10 @@ from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LayerKind
 from megatron.core.transformer.norm import NORMS
+from megatron.training.metrics.latent_sizes import IndexerSizes, LatentSizes
 
 if TYPE_CHECKING:
     from megatron.training.config.resolved import ResolvedRun
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentSizes:
-    """Widths of multi-latent attention; see `megatron.core.transformer.multi_latent_attention`."""
-
-    query_latent: int
-    """0 if queries are projected in one step."""
-    latent: int
-    plain: int
-    """Part of a query/key head without position."""
-    rotary: int
-    value: int
-
-    @property
-    def query(self) -> int:
-        """Width of a query head."""
-        return self.plain + self.rotary
-
-    @property
-    def per_head(self) -> int:
-        """Width of a head's query, key and value."""
-        return 2 * self.query + self.value
-
-    def matrices(self, hidden: int, heads: int) -> int:
-        """Elements of the projections to queries, keys and values."""
-        queries = heads * self.query
-        if self.query_latent:
-            down_and_up = hidden * self.query_latent + self.query_latent * queries
-        else:
-            down_and_up = hidden * queries
-        keys = hidden * (self.latent + self.rotary)
-        return down_and_up + keys + self.latent * heads * (self.plain + self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +68,8 @@ class ModelSize:
     """Layers that do so: as many, or one for all."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention."""
+    indexer: IndexerSizes | None = None
+    """Sizes of what chooses the keys of sparse attention."""
     experts: ExpertSizes | None = None
     """Sizes of mixture-of-experts layers."""
     mixers: Mapping[str, MixerSizes] = field(default_factory=dict)
@@ -152,15 +122,8 @@ class ModelSize:
             has_sinks=run.model.softmax_type == "learnable",
             mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
             num_built_mtp_layers=run.latent_attention.num_built_prediction_layers,
-            latent=LatentSizes(
-                query_latent=run.latent_attention.q_lora_rank or 0,
-                latent=run.latent_attention.kv_lora_rank,
-                plain=run.latent_attention.qk_head_dim,
-                rotary=run.latent_attention.qk_pos_emb_head_dim,
-                value=run.latent_attention.v_head_dim,
-            )
-            if run.latent_attention.multi_latent_attention
-            else None,
+            latent=LatentSizes.of(run.latent_attention),
+            indexer=IndexerSizes.of(run.model, kinds),
             experts=_expert_sizes(run),
             mixers={
                 mixer: RECURRENT_MIXERS[mixer].sizes_of(run.transformer_config)
@@ -219,7 +182,7 @@ class ModelSize:
         its own."""
         count = 0
         if kind.attends:
-            count += self._attention_matrices
+            count += self._attention_matrices + self._indexer_matrices(kind)
         elif kind.is_recurrent:
             count += self.mixers[kind.mixer].matrices(self.hidden_size)
         count += kind.has_cross_attention * self._attention_matrices
@@ -231,6 +194,12 @@ class ModelSize:
                 sizes.width, sizes.latent
             )
         return count
+
+    def _indexer_matrices(self, kind: LayerKind) -> int:
+        if not kind.is_sparse:
+            return 0
+        assert self.indexer is not None and self.latent is not None
+        return self.indexer.matrices(self.hidden_size, self.latent.query_latent)
 
     @property
     def _experts(self) -> ExpertSizes:
@@ -291,6 +260,9 @@ class ModelSize:
                 if kind.attends
                 else self.mixers[kind.mixer].parameters(self.hidden_size)
             )
+        if kind.is_sparse and self.indexer is not None:
+            norm = sum(NORMS["LayerNorm"].sizes(self.indexer.width).values())
+            count += self._indexer_matrices(kind) + norm
         if kind.has_cross_attention:
             count += self._attention_parameters + self.norm_parameters
         count += kind.has_final_norm * self.norm_parameters

@@ -89,6 +89,12 @@ def shared_rows_are_summed(run: ResolvedRun) -> Iterator[MegatronError]:
             "--moe-router-load-balancing-type",
             "use --moe-router-load-balancing-type none, with --moe-router-enable-expert-bias",
         ),
+        "with a loss of indexers": (
+            model.trains_indexer,
+            "such a loss is a mean over the tokens of a micro batch",
+            "--dsa-indexer-loss-coeff",
+            "use --dsa-indexer-loss-coeff 0",
+        ),
         "with a capacity of experts": (
             experts.moe_expert_capacity_factor is not None,
             "a capacity counts the tokens of a micro batch",

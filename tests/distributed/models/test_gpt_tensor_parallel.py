@@ -46,6 +46,13 @@ FAMILIES = {
         "normalization": "RMSNorm", "hybrid_layer_pattern": "M-", "mamba_num_groups": 4,
         "mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_state_dim": 5,
     },
+    "sparse attention": {
+        "normalization": "RMSNorm", "multi_latent_attention": True, "rope_type": "rope",
+        "qk_layernorm": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "add_bias_linear": False,
+        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+        "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
+    },
     # RMSNorm, because the gradient of a key norm's bias says nothing about the layout: softmax
     # hardly sees a constant added to all keys, so that gradient is a sum whose terms cancel (here
     # their absolute values add up to 84 times the sum), dominated by rounding in any layout.
@@ -96,6 +103,10 @@ CASES = [
     ("gpt2", True, 2, {}),
     ("gpt2", False, 2, {"sequence_parallel": True}),
     ("llama", False, 2, {}),
+    ("sparse attention", False, 2, {"dsa_indexer_use_sparse_loss": True}),
+    ("sparse attention", True, 4, {
+        "sequence_parallel": True, "recompute_granularity": "selective",
+    }),
     ("mamba", True, 4, {"sequence_parallel": True}),
     ("kimi delta attention", False, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",

@@ -159,6 +159,10 @@ def _is_delta(s: Settings) -> bool:
     return s.get(_VARIANT) in ("gated_delta_net", "kda") or bool(has_letters)
 
 
+def _is_sparse(s: Settings) -> bool:
+    return s.get(_VARIANT) == "dsa"
+
+
 def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
 
@@ -177,8 +181,20 @@ def _letters(letters: str) -> Option:
 
 
 MIXERS = (
-    Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}),
-    Option("linear-attention-freq", {2: 3, 3: 1, None: 1}, given(_VARIANT)),
+    Option(_VARIANT, {None: 1, "dsa": 2}, given("q-lora-rank")),
+    Option(_VARIANT, {None: 12, "gated_delta_net": 1, "kda": 2, "mamba2": 1}, without(_VARIANT)),
+    Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _is_sparse),
+    Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _is_sparse),
+    Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _is_sparse),
+    Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _is_sparse),
+    switch("dsa-indexer-use-sparse-loss", 0.5, _is_sparse),
+    Option("dsa-indexer-k-norm-epsilon", {None: 3, 1e-6: 1}, _is_sparse),
+    switch("dsa-indexer-k-norm-fp32", 0.3, _is_sparse),
+    switch("dsa-indexer-rope-interleaved", 0.3, _is_sparse),
+    switch("no-dsa-indexer-scoring-relu", 0.2, _is_sparse),
+    Option("linear-attention-freq", {None: 4, 2: 1}, _is_sparse),
+    Option("linear-attention-freq", {2: 3, 3: 1, None: 1},
+           lambda s: _VARIANT in s and not _is_sparse(s)),
     *map(_letters, ("M-", "M*", "ME", "M-M-", "MM*-", "M*ME", "MEM-", "M-M*M-", "MEM*ME",
                     "K-", "K*", "K-*E", "KGM-")),
     # Odd ones, and of several chunks.

@@ -159,6 +159,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
          "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "rope_parameters": _YARN},
     ),
+    "deepseek v3.2": (
+        "DeepseekV32Config",
+        {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "rope_parameters": _YARN,
+         # So many heads that no key has a score of zero, of which any may be chosen there.
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None},
+    ),
+    "glm with chosen keys": (
+        "GlmMoeDsaConfig",
+        {**_LATENT, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None},
+    ),
     "kimi_linear": (
         "KimiLinearConfig",
         # As of qwen3_next, an epsilon that heads with nearly no output stand.
@@ -361,7 +374,8 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
     geometry = model.settings.geometry
     prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
-    largest = max(float(p.grad.abs().max()) for p in theirs.parameters())
+    trained = {id(p) for p in theirs.parameters() if p.grad is not None}
+    largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if id(p) in trained)
     for rule in model.family.rules(model.settings):
         for mine, others in rule.names(geometry):
             if any(_of_module(full_name(name, prefix)) in buffers for name in others):
@@ -369,6 +383,12 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            frozen = [p for n in others if (p := names.get(full_name(n, prefix))) is not None
+                      and id(p) not in trained]  # fmt: skip
+            if frozen:
+                assert ours[mine] is None, mine
+                compared += sum(p.numel() for p in frozen)
+                continue
             grads = [_gradient(names, full_name(n, prefix)) for n in others]
             grads = [g.flatten() if any(rule.unit_dims) else g for g in grads]
             if rule.is_transposed:

@@ -70,6 +70,13 @@ MODELS = {
          "v_head_dim": 6, "multi_latent_attention": True},
         {},
     ),
+    "chosen keys": (
+        MLATransformerConfig,
+        {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+         "v_head_dim": 6, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4},
+        {},
+    ),
 }  # fmt: skip
 
 
@@ -108,7 +115,9 @@ def test_logits_of_pieces_are_those_of_the_whole(name):
         begin += length
 
 
-@pytest.mark.parametrize("name", ["learned positions", "window", "latents", "states", "letters"])
+@pytest.mark.parametrize(
+    "name", ["learned positions", "window", "latents", "chosen keys", "states", "letters"]
+)
 @torch.no_grad()
 def test_rows_may_be_at_places_of_their_own(name):
     gpt, ids = model(name), tokens(3, 12)

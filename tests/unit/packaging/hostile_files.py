@@ -151,6 +151,7 @@ case("safetensors: a header of 2^63 bytes", stored_tensors,
 for _kind, _field in {
     "llama": "num_hidden_layers", "gemma2": "num_hidden_layers", "gemma3_text": "num_hidden_layers",
     "gpt_oss": "num_hidden_layers", "deepseek_v3": "num_hidden_layers", "gpt2": "n_layer",
+    "deepseek_v32": "num_hidden_layers",
     "mixtral": "num_local_experts", "qwen3_moe": "num_experts",
 }.items():  # fmt: skip
     case(f"config: {_kind} of 10^12 parts", read_model_directory,

@@ -108,6 +108,13 @@ RECURRENT = (
 MAMBA = "--mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 6 --mamba-state-dim 5"
 
 
+SPARSE = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6"
+    " --qk-pos-emb-head-dim 4 --v-head-dim 5 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8"
+    " --dsa-indexer-topk 5"
+)
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_parameters_of_published_models_are_counted(name):
     found = preset(name)
@@ -138,6 +145,9 @@ def test_parameters_of_published_models_are_counted(name):
         f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*GK-M"
         " --num-experts 2 --moe-latent-size 12",
         f"{RECURRENT} --num-experts 2 --normalization RMSNorm --add-qkv-bias",
+        f"{SPARSE} --experimental-attention-variant dsa --linear-attention-freq 2 --qk-layernorm"
+        " --mtp-num-layers 1",
+        f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):

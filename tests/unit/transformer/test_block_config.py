@@ -35,7 +35,7 @@ LINEAR = {
         ({**LINEAR, "linear_num_key_heads": 3}, "use --linear-num-key-heads 2"),
         ({**LINEAR, "tensor_model_parallel_size": 4, "linear_num_key_heads": 2},
          "use --tensor-model-parallel-size 2"),
-        ({"experimental_attention_variant": "dsa"}, "use gated_delta_net"),
+        ({"experimental_attention_variant": "gdn2"}, "use gated_delta_net"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields, named):

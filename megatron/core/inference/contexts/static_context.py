@@ -37,7 +37,7 @@ class StaticInferenceContext(BaseInferenceContext):
     Megatron's loop works with it: pass it as `inference_context`, then add the number of new
     tokens to `sequence_len_offset`. Rows at different places are announced by `set_rows`.
 
-    A layer's memory, two tensors [rows, g, S, d], is taken when the layer first stores.
+    A layer's memory, tensors [rows, g, S, d], is taken when the layer first stores.
 
     Args:
         max_batch_size: rows.
@@ -47,7 +47,7 @@ class StaticInferenceContext(BaseInferenceContext):
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
-        self.key_value_memory_dict: dict[int, tuple[Tensor, Tensor]] = {}
+        self.key_value_memory_dict: dict[int, tuple[Tensor, ...]] = {}
         self.state_memory_dict: dict[int, tuple[Tensor, ...]] = {}
         self.materialize_only_last_token_logits = False
         """Give logits [b, 1, v/tp] of the last real token of each row instead of all."""
@@ -122,28 +122,27 @@ class StaticInferenceContext(BaseInferenceContext):
         self._slots, self._masks = {}, {}
         self._entered = (num_tokens, num_rows)
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, *news: Tensor) -> tuple[Tensor, ...]:
         """Keep what a layer made of this pass.
 
         Args:
             layer: 1-based number of the layer in the whole model.
-            key: [s, b, g, d].
-            value: [s, b, g, e].
+            news: key [s, b, g, d], value [s, b, g, e], and what else a layer keeps of a token.
         Returns:
-            keys [b, g, k, d] and values [b, g, k, e] of all places up to the last of this pass;
-            views of the cache.
+            of each, [b, g, k, d] of all places up to the last of this pass; views of the cache.
         """
-        s, b, g, _ = key.shape
         if layer not in self.key_value_memory_dict:
-            shape = (self.max_batch_size, g, self.max_sequence_length)
-            self.key_value_memory_dict[layer] = (
+            self.key_value_memory_dict[layer] = tuple(
                 # Zeros: a hidden place takes part with weight 0, and 0 * NaN is NaN.
-                torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device),
-                torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device),
+                new.new_zeros(
+                    self.max_batch_size, new.shape[2], self.max_sequence_length, new.shape[3]
+                )
+                for new in news
             )
         first = self.batch_size_offset
         seen = []
-        for memory, new in zip(self.key_value_memory_dict[layer], (key, value), strict=True):
+        for memory, new in zip(self.key_value_memory_dict[layer], news, strict=True):
+            s, b, g, _ = new.shape
             rows = memory.narrow(0, first, b)
             if self._uniform:
                 rows.narrow(2, self._num_keys - s, s).copy_(new.permute(1, 2, 0, 3))
@@ -152,7 +151,7 @@ class StaticInferenceContext(BaseInferenceContext):
                 source = new.permute(1, 2, 0, 3).reshape(-1, memory.shape[-1])
                 flat.index_copy_(0, self._slots_of(g), source)
             seen.append(rows.narrow(2, 0, self._num_keys))
-        return seen[0], seen[1]
+        return tuple(seen)
 
     def states(self, layer: int, *empty: Tensor) -> list[Tensor]:
         """Return what a recurrent layer kept for the rows of this pass.

@@ -79,7 +79,7 @@ def kernel_choices(
                 request(of_all.union(_attention_needs(config, layer, attention_backend))), asked
             )
             for layer, kind in enumerate(config.layer_kinds(), 1)
-            if kind.attends
+            if kind.attends and not kind.is_sparse
         }
         lines += [
             _line(f"attention{layers}", choice, _dropout_note(config, choice, device))
@@ -98,6 +98,9 @@ def kernel_choices(
     else:
         note = _dropout_note(config, None, device)
         lines.append(KernelLine(f"attention, {config.normalization}", backend, note))
+    sparse = [layer for layer, kind in enumerate(config.layer_kinds(), 1) if kind.is_sparse]
+    if sparse:
+        lines.append(KernelLine(f"sparse attention, layers {_ranges(sparse)}", "blocks of queries"))
     by_mixer: dict[str, list[int]] = {}
     for layer, kind in enumerate(config.layer_kinds(), 1):
         if kind.is_recurrent:

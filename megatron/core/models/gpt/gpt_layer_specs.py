@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
@@ -15,6 +16,7 @@ from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedB
 from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LayerKind
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.indexer import IndexerSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -27,7 +29,9 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
+from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.sparse_attention import SparseAttention, SparseLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,6 +78,8 @@ def gpt_layer_submodules(
         norm_keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     elif kind.attends:
         attention = _latent_attention if has_latents else _attention
+        if kind.is_sparse:
+            attention = _sparse_attention
         mixer = attention(backend, qk_layernorm, attn_mask_type)
     if has_latents:
         del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
@@ -165,6 +171,26 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
             kv_layernorm=latent_norm,
         ),
     )
+
+
+def _sparse_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
+    """Attention through latents to the keys that an indexer chooses; it reads the normed latent."""
+    spec = _latent_attention(backend, qk_layernorm, mask_type)
+    parts = replace(
+        spec.submodules,
+        linear_q_up_proj=backend.column_linear(),
+        q_layernorm=backend.norm() if qk_layernorm else IdentityOp,
+        core_attention=ModuleSpec(
+            module=SparseAttention,
+            submodules=IndexerSubmodules(
+                linear_wq_b=ReplicatedLinear,
+                linear_wk=ReplicatedLinear,
+                k_norm=NORMS["LayerNorm"],
+                linear_weights_proj=ReplicatedLinear,
+            ),
+        ),
+    )
+    return replace(spec, module=SparseLatentAttention, submodules=parts)
 
 
 def get_gpt_layer_local_submodules(

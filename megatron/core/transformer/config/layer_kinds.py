@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron.core.foundation.errors import ConfigError
 
-ATTENTION, GATED_DELTA_NET, KIMI, MAMBA = "attention", "gated_delta_net", "kda", "mamba2"
+ATTENTION, SPARSE_ATTENTION = "attention", "dsa"
+GATED_DELTA_NET, KIMI, MAMBA = "gated_delta_net", "kda", "mamba2"
 DENSE, EXPERTS = "dense", "experts"
 NOTHING = ""
 """The mixer of a layer without one, and likewise its MLP."""
@@ -21,7 +22,7 @@ class LayerKind:
     """The parts of a layer."""
 
     mixer: str = ATTENTION
-    """attention, the name of a mixer with a state, or NOTHING."""
+    """attention, sparse attention, the name of a mixer with a state, or NOTHING."""
     mlp: str = DENSE
     """dense, experts or NOTHING."""
     has_cross_attention: bool = False
@@ -31,13 +32,18 @@ class LayerKind:
 
     @property
     def attends(self) -> bool:
-        """Whether its mixer is attention."""
-        return self.mixer == ATTENTION
+        """Whether its mixer is attention, sparse or not."""
+        return self.mixer in (ATTENTION, SPARSE_ATTENTION)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its mixer is attention to the keys that an indexer chooses."""
+        return self.mixer == SPARSE_ATTENTION
 
     @property
     def is_recurrent(self) -> bool:
         """Whether its mixer is one with a state of fixed size."""
-        return self.mixer not in (ATTENTION, NOTHING)
+        return self.mixer not in (ATTENTION, SPARSE_ATTENTION, NOTHING)
 
     @property
     def has_experts(self) -> bool:
@@ -53,12 +59,13 @@ KINDS = {
     "K": LayerKind(KIMI, NOTHING),
     "*": LayerKind(ATTENTION, NOTHING),
     "+": LayerKind(ATTENTION, NOTHING),
+    "D": LayerKind(SPARSE_ATTENTION, NOTHING),
     "-": LayerKind(NOTHING, DENSE),
     "E": LayerKind(NOTHING, EXPERTS),
 }
 """Letters of --hybrid-layer-pattern; + is attention with latents, as all of such a model is."""
 _FLAG = "--hybrid-layer-pattern"
-_EXAMPLE = "use letters of M, G, K, *, +, - and E, for example M-M*-|M-M*-"
+_EXAMPLE = "use letters of M, G, K, D, *, +, - and E, for example M-M*-|M-M*-"
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,9 @@ def hybrid_pattern(text: str) -> HybridPattern:
     if unknown or not main.strip("|"):
         raise ConfigError(
             f"hybrid_layer_pattern={text!r} has {', '.join(unknown) or 'no layer'}.",
-            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, *"
-            " attention, + attention with latents, - MLP, E experts; | separates pipeline stages, /"
-            " precedes what predicts a later token",
+            rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
+            " sparse attention, * attention, + attention with latents, - MLP, E experts; |"
+            " separates pipeline stages, / precedes what predicts a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )

@@ -1,4 +1,4 @@
-"""Which layers mix the sequence by a recurrence of fixed state, and their sizes."""
+"""Which layers mix the sequence by something else than attention to all keys, and sizes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.core.transformer.config.layer_kinds import (
     GATED_DELTA_NET,
     KIMI,
     MAMBA,
+    SPARSE_ATTENTION,
     HybridPattern,
     LayerKind,
     hybrid_pattern,
@@ -27,9 +28,10 @@ MIXER_OF_VARIANT = {
     "gdn": GATED_DELTA_NET,
     "kda": KIMI,
     "mamba2": MAMBA,
+    "dsa": SPARSE_ATTENTION,
 }
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
-_NOT_HERE = "use gated_delta_net, kda or mamba2"
+_NOT_HERE = "use gated_delta_net, kda, mamba2 or dsa"
 _PART = "experimental_attention_variant"
 _HYBRID = "hybrid_layer_pattern"
 _DELTA_SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
@@ -50,11 +52,12 @@ class LinearAttentionConfig:
     experimental_attention_variant: str | None = flag(
         None,
         choices=("gdn", "gdn2", "dsa", "gated_delta_net", "kda", "mamba2"),
-        refuse_values={"gdn2": _NOT_HERE, "dsa": _NOT_HERE},
+        refuse_values={"gdn2": _NOT_HERE},
     )
     """What mixes the sequence in the layers of --linear-attention-freq: gated_delta_net, for short
-    gdn (arXiv 2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), or mamba2 (arXiv
-    2405.21060)."""
+    gdn (arXiv 2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv
+    2405.21060), or dsa, attention with latents to the keys that an indexer chooses (arXiv
+    2512.02556)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_PART
     )
@@ -64,8 +67,8 @@ class LinearAttentionConfig:
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
-    Kimi Delta Attention, * attention, - MLP, E experts; | separates pipeline stages, / precedes
-    what predicts a later token: "M-M*-|M-M*-"."""
+    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
+    stages, / precedes what predicts a later token: "M-M*-|M-M*-"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_PART)
     """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_PART)

@@ -16,14 +16,11 @@ refused: use --experimental-attention-variant gated_delta_net, or --multi-latent
 --gdp-cutedsl-kernel on
 --gdp-num-chunk-states-to-recompute int = 2
 --gdp-num-householder int = 3
---dsa-indexer-k-norm-epsilon float
---dsa-indexer-k-norm-fp32 on
---dsa-indexer-rope-interleaved on
+refused: leave it out: each layer chooses keys by an indexer of its own
 --dsa-indexer-skip-topk-offset int = 0
 --dsa-indexer-topk-freq int = 1
---dsa-kernel-backend str: none/tilelang/cudnn = none
+no effect: scores are products in fp32, which a rotation of both queries and keys does not change
 --no-dsa-indexer-rotate-activation off-switch
---no-dsa-indexer-scoring-relu off-switch
 
 refused: use the plain residual connection
 --enable-mhc-connections on

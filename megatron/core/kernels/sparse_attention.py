@@ -1,0 +1,214 @@
+"""Attention of a block of queries to the keys that an indexer scores highest, and its loss.
+
+DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models", section 2.1,
+arXiv 2512.02556. The indexer's score of key s for query t is sum_j w[t, j] relu(q[t, j] k[s]); its
+loss is the divergence of softmax(scores) from the distribution of attention over all heads.
+
+Legend: q queries of the block, k keys, b micro batch, n heads of this rank, d and e widths of key
+and value heads; of the indexer j heads and i their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.block_mask import masked_keys
+from megatron.core.parameters.keyed_draws import AttentionKeepMask
+from megatron.core.parameters.rng import SequenceShard
+
+
+class Compared(Enum):
+    """Over which keys the indexer's distribution is compared with that of attention."""
+
+    NOTHING = 0
+    CHOSEN = 1
+    VISIBLE = 2
+
+
+@dataclass(frozen=True)
+class SparseSpec:
+    """What all blocks of queries have in common.
+
+    Attributes:
+        options: of the whole sequence; heads are this rank's.
+        topk: keys that a query attends to.
+        uses_relu: negative scores of a head of the indexer count as zero.
+        compared: the keys of the loss.
+        total: positions of the whole sequence.
+        keep_mask: draws dropout; None without.
+        sum_over_ranks: sums a tensor over the ranks that hold other heads.
+    """
+
+    options: AttentionOptions
+    topk: int
+    uses_relu: bool
+    compared: Compared
+    total: int
+    keep_mask: AttentionKeepMask | None
+    sum_over_ranks: Callable[[Tensor], Tensor]
+
+
+def index_scores(query: Tensor, weights: Tensor, key: Tensor, uses_relu: bool) -> Tensor:
+    """Return the score [b, q, k] of every key for every query, in fp32 or wider.
+
+    Args:
+        query: [q, b, j, i]; weights: [q, b, j]; key: [k, b, i].
+    """
+    q, b, j, i = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    rows = query.to(dtype).transpose(0, 1).reshape(b, q * j, i)
+    products = torch.bmm(rows, key.to(dtype).permute(1, 2, 0)).view(b, q, j, -1)
+    if uses_relu:
+        products = products.relu()
+    return torch.matmul(weights.to(dtype).transpose(0, 1).unsqueeze(2), products).squeeze(2)
+
+
+def chosen_keys(scores: Tensor, hidden: Tensor, topk: int) -> Tensor:
+    """Return bool [b, q, k], True at the `topk` visible keys with the highest scores.
+
+    Of equal scores the earliest keys are taken, so that the choice does not depend on a sort; a
+    query that sees fewer keys has all of them.
+
+    Args:
+        scores: [b, q, k]. hidden: bool, broadcastable to it.
+    """
+    if topk >= scores.shape[-1]:
+        return ~hidden.expand_as(scores)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    least = scores.topk(topk, dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    left = topk - above.sum(-1, keepdim=True)
+    is_early = equal.cumsum(-1, dtype=torch.int32) <= left
+    return (above | (equal & is_early)) & ~hidden
+
+
+def hidden_keys(spec: SparseSpec, begin: int, end: int, num_keys: int, local: slice,
+                device: torch.device) -> Tensor:  # fmt: skip
+    """Return bool [1 or b, q, k], True where position, document or mask hide one of the first keys.
+
+    Args:
+        begin, end: positions of the queries; `local` are their rows on this rank.
+    """
+    mask, given = spec.options.mask, spec.options.attention_mask
+    hidden = masked_keys(begin, end, 0, num_keys, mask.window, device)
+    if hidden is None:
+        hidden = torch.zeros(end - begin, num_keys, dtype=torch.bool, device=device)
+    hidden = hidden.unsqueeze(0)
+    if mask.document_ids is not None:
+        ids = mask.document_ids
+        hidden = hidden | (ids[:, begin:end, None] != ids[:, None, :num_keys])
+    if given is not None:
+        rows = given if given.shape[-2] == 1 else given[..., local, :]
+        hidden = hidden | rows[:, 0, :, :num_keys]
+    return hidden
+
+
+def attend_rows(
+    query: Tensor,
+    index_query: Tensor,
+    index_weights: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index_key: Tensor,
+    sink: Tensor | None,
+    *,
+    hidden: Tensor,
+    rows: SequenceShard,
+    spec: SparseSpec,
+) -> tuple[Tensor, Tensor]:
+    """Attend with a block of queries to the keys that the indexer chooses.
+
+    Args:
+        query: [q, b, n, d]; key: [k, b, n, d]; value: [k, b, n, e].
+        index_query: [q, b, j, i]; index_weights: [q, b, j]; index_key: [k, b, i]. Only the loss
+            gives them a gradient.
+        sink: [n], scores of a key without value that every query sees; None without.
+        hidden: bool [1 or b, q, k], True where a query does not see a key.
+        rows: the positions of the queries.
+    Returns:
+        ([q, b, n*e], the loss summed over the queries, [])
+    Communication:
+        with a loss, a sum of [b, q, k] over the ranks that hold other heads.
+    """
+    q, b, n, _ = query.shape
+    options = spec.options
+    indexed = index_scores(index_query, index_weights, index_key, spec.uses_relu)
+    chosen = chosen_keys(indexed.detach(), hidden, spec.topk)
+    scores = _scores(query, key, options)
+    lowest = torch.finfo(scores.dtype).min
+    kept = scores.masked_fill(~chosen.unsqueeze(1), lowest)
+    if options.max_logits is not None:
+        highest = kept.detach().amax((0, 2, 3)).to(options.max_logits.dtype)
+        torch.maximum(options.max_logits, highest, out=options.max_logits)
+    probabilities = _softmax(kept, sink)
+    loss = indexed.new_zeros(())
+    if spec.compared is Compared.CHOSEN:
+        loss = _divergence(probabilities.detach(), indexed, chosen, spec)
+    elif spec.compared is Compared.VISIBLE:
+        visible = scores.detach().masked_fill(hidden.unsqueeze(1), lowest)
+        loss = _divergence(torch.softmax(visible, -1), indexed, ~hidden, spec)
+    probabilities = probabilities.to(query.dtype)
+    if spec.keep_mask is not None:
+        probabilities = probabilities * _keep(spec, probabilities, rows)
+    values = value.permute(1, 2, 0, 3).reshape(b * n, value.shape[0], -1)
+    out = torch.bmm(probabilities.reshape(b * n, q, -1), values)
+    return out.view(b, n, q, -1).permute(2, 0, 1, 3).reshape(q, b, -1), loss
+
+
+def _scores(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
+    """Return the scaled scores [b, n, q, k] of attention, in fp32 or wider."""
+    q, b, n, d = query.shape
+    rows, columns = (t.permute(1, 2, 0, 3).reshape(b * n, -1, d) for t in (query, key))
+    unused = query.new_empty(1).expand(b * n, q, columns.shape[1])
+    # Division by the layer number keeps fp16 scores in range; what follows is in fp32.
+    scaling = options.layer_scaling
+    scores = torch.baddbmm(
+        unused, rows, columns.transpose(1, 2), beta=0, alpha=options.scale / scaling
+    )
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(b, n, q, -1)
+    if scaling != 1:
+        scores = scores * scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    return scores
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
+    """Return the probabilities [b, n, q, k]; a sink [n] takes its part of them away."""
+    if sink is None:
+        return torch.softmax(scores, -1)
+    column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+
+
+def _divergence(attention: Tensor, indexed: Tensor, compared: Tensor, spec: SparseSpec) -> Tensor:
+    """Return sum over queries of KL(attention over all heads || softmax(scores)), [].
+
+    Args:
+        attention: [b, n, q, k], without gradient, zero at keys that are not compared.
+        indexed: the indexer's scores [b, q, k]. compared: bool, broadcastable to them.
+    """
+    target = spec.sum_over_ranks(attention.sum(1)).to(indexed.dtype)
+    target = target / target.sum(-1, keepdim=True)
+    masked = indexed.masked_fill(~compared, torch.finfo(indexed.dtype).min)
+    return (torch.xlogy(target, target) - target * torch.log_softmax(masked, -1)).sum()
+
+
+def _keep(spec: SparseSpec, like: Tensor, rows: SequenceShard) -> Tensor:
+    """Draw dropout [b, n, q, k]: 0 where a probability is dropped, else 1/(1-p)."""
+    assert spec.keep_mask is not None
+    b, n, _, k = like.shape
+    drawn = [
+        spec.keep_mask.draw(sample, spec.options.first_head + head, rows, like.dtype, like.device)[
+            :, :k
+        ]
+        for sample in range(b)
+        for head in range(n)
+    ]
+    return torch.stack(drawn).view_as(like).div_(spec.keep_mask.keep_probability)

@@ -1,0 +1,271 @@
+"""Latent attention to the keys that an indexer chooses.
+
+Blocks of queries are computed one after the other, and again in backward, so that what is held of
+[queries, keys] is that of one block.
+
+Legend: s sequence, b micro batch, n heads of this rank, d and e widths of key and value heads; of
+the indexer j heads and i their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.partition import join_zigzag
+from megatron.core.foundation.errors import refuse_given
+from megatron.core.kernels.block_mask import key_range
+from megatron.core.kernels.sparse_attention import (
+    Compared,
+    SparseSpec,
+    attend_rows,
+    chosen_keys,
+    hidden_keys,
+    index_scores,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters.keyed_draws import AttentionKeepMask
+from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.aux_loss import attach_aux_loss
+from megatron.core.tensor_parallel.activation_recompute import is_recomputing
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.topology.group import Group
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.indexer import Indexer, IndexerSubmodules
+from megatron.core.transformer.indexer_loss import IndexedAttention, IndexerLoss
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport import collectives
+
+BLOCK_ELEMENTS = 2**24
+"""Scores of a block, over the batch and the heads of attention or indexer, whichever are more."""
+
+
+class SparseAttention(IndexedAttention, DotProductAttention):
+    """Scaled dot-product attention to `dsa_indexer_topk` keys of each query.
+
+    Communicates on `tp`, where the indexer learns: the distribution of attention is that of all
+    heads. On `cp`, whose ranks gather keys, values and the indexer's keys, whatever the kind of
+    communication of other layers is.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        submodules: IndexerSubmodules,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **options)
+        assert config.dsa_indexer_topk
+        self.topk = config.dsa_indexer_topk
+        self.indexer = Indexer(config, submodules, self.pg_collection)
+        self.indexer_loss = IndexerLoss(self.layer_number) if config.trains_indexer else None
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        index_query: Tensor,
+        index_weights: Tensor,
+        index_key: Tensor,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query, key: [s/cp, b, n, d]; value: [s/cp, b, n, e].
+            index_query, index_weights, index_key: what the indexer made of the same tokens.
+            others: as of `DotProductAttention`.
+        Returns:
+            [s/cp, b, n*e].
+        """
+        rule = "the choice of keys knows no bias of their scores"
+        refuse_given("SparseAttention", {"attention_bias": attention_bias}, rule=rule,
+                     fix="leave it out")  # fmt: skip
+        cp, b = self.context_groups.cp, query.shape[1]
+        total = query.shape[0] * cp.size()
+        compared = self._compared()
+        if self.topk >= total and compared is Compared.NOTHING:
+            return super().forward(
+                query, key, value, attention_mask, attn_mask_type, None, packed_seq_params
+            )
+        mask_type = attn_mask_type or self.attn_mask_type
+        options = self._options(query, mask_type, packed_seq_params, attention_mask, None)
+        spec = SparseSpec(
+            options=options,
+            topk=self.topk,
+            uses_relu=self.config.dsa_indexer_scoring_relu,
+            compared=compared,
+            total=total,
+            keep_mask=AttentionKeepMask.next(1.0 - options.dropout, total)
+            if options.dropout
+            else None,
+            sum_over_ranks=self._sum_over_heads,
+        )
+        keys = [whole_sequence(x, cp) for x in (key, value, index_key)]
+        outs, losses = [], []
+        most = max(query.shape[2], index_query.shape[2]) * b * total
+        for local, rows in self._blocks(query.shape[0], max(1, BLOCK_ELEMENTS // most)):
+            ((begin, end),) = rows.ranges
+            _, last = key_range(begin, end, total, options.mask.window)
+            hidden = hidden_keys(spec, begin, end, last, local, query.device)
+            attend = partial(attend_rows, hidden=hidden, rows=rows, spec=spec)
+            block = [x[local] for x in (query, index_query, index_weights)]
+            tensors = (*block, *(x[:last] for x in keys), options.sink)
+            out, loss = _Recomputed.apply(attend, *tensors)
+            outs.append(out)
+            losses.append(loss)
+        attended = torch.cat(outs)
+        if compared is Compared.NOTHING:
+            return attended
+        num_tokens = float(total * b)
+        part = torch.stack(losses).sum() / num_tokens
+        coefficient = self.config.dsa_indexer_loss_coeff
+        assert coefficient is not None and self.indexer_loss is not None
+        if not is_recomputing():
+            self.indexer_loss.add(part)
+        return attach_aux_loss(attended, coefficient * part, num_tokens)
+
+    def attend_to_cache(
+        self,
+        query: Tensor,
+        cached: Sequence[Tensor],
+        beside: Sequence[Tensor],
+        *,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Attend with new tokens to the chosen keys of a cache.
+
+        Args:
+            cached: keys, values, and the indexer's keys [b, 1, k, i].
+            beside: the indexer's queries [s, b, j, i], weights [s, b, j], and new keys.
+            others: as of `DotProductAttention`.
+        """
+        index_keys = cached[2]
+        s, b, num_keys = query.shape[0], query.shape[1], index_keys.shape[2]
+        if self.topk < num_keys:
+            scores = index_scores(
+                beside[0],
+                beside[1],
+                index_keys.squeeze(1).transpose(0, 1),
+                self.config.dsa_indexer_scoring_relu,
+            )
+            if hidden is None:
+                hidden = torch.zeros_like(scores, dtype=torch.bool)
+            chosen = chosen_keys(scores, hidden.reshape(b, s, num_keys), self.topk)
+            hidden = ~chosen.view(b, 1, s, 1, num_keys)
+        return super().attend_to_cache(query, cached, beside, hidden=hidden)
+
+    def _compared(self) -> Compared:
+        """Return what the loss compares in this call."""
+        config = self.config
+        if not (self.training and torch.is_grad_enabled() and config.trains_indexer):
+            return Compared.NOTHING
+        return Compared.CHOSEN if config.dsa_indexer_use_sparse_loss else Compared.VISIBLE
+
+    def _sum_over_heads(self, x: Tensor) -> Tensor:
+        tp = self.pg_collection.tp
+        return x if tp.size() == 1 else collectives.all_reduce(x.contiguous(), tp)
+
+    def _blocks(self, num_rows: int, size: int) -> Iterator[tuple[slice, SequenceShard]]:
+        """Yield local rows, and the neighbouring positions that they are."""
+        cp, first = self.context_groups.cp, 0
+        rows = SequenceShard.zigzag(num_rows * cp.size(), cp.rank(), cp.size())
+        for begin, end in rows.ranges:
+            for start in range(begin, end, size):
+                stop = min(start + size, end)
+                yield (
+                    slice(first, first + stop - start),
+                    SequenceShard(((start, stop),), rows.total),
+                )
+                first += stop - start
+
+
+class _Recomputed(torch.autograd.Function):
+    """Call a function of tensors that gives tensors; call it again in backward.
+
+    (`checkpoint` would put random states back, of which the function has none.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        outs: tuple[Tensor, ...] = function(*tensors)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[1:]
+        inputs = [
+            t if t is None else t.detach().requires_grad_(is_asked)
+            for t, is_asked in zip(ctx.saved_tensors, needs, strict=True)
+        ]
+        with torch.enable_grad():
+            outs = ctx.function(*inputs)
+        pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
+        asked = [t for t in inputs if t is not None and t.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [out for out, _ in pairs], asked, [grad for _, grad in pairs], allow_unused=True
+            )
+        )
+        return None, *(next(found) if is_asked else None for is_asked in needs)
+
+
+def whole_sequence(x: Tensor, cp: Group) -> Tensor:
+    """Gather [s/cp, ...] to [s, ...] in ascending order of position.
+
+    Communication:
+        forward all-gather, backward reduce-scatter (sum), both on `cp`.
+    """
+    if cp.size() == 1:
+        return x
+    gathered = gather_from_sequence_parallel_region(x.contiguous(), group=cp)
+    return join_zigzag(gathered.unflatten(0, (cp.size(), -1)), dim=1)
+
+
+class SparseLatentAttention(MLASelfAttention):
+    """Latent attention whose core also reads what its indexer makes of the tokens."""
+
+    core_attention: SparseAttention
+    core_reads_others = True
+
+    def beside_query_key_value(
+        self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return queries, weights and key of the indexer; see `Indexer.forward`."""
+        config, tp = self.config, self.pg_collection.tp
+        with torch.no_grad():
+            latent = self.q_layernorm(of_query)
+        if not self.uses_rotary:
+            return self._indexed(hidden_states, latent, None)
+        if positions is None:
+            rows = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
+            positions = self.positions_of(rows, hidden_states.device)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        interleaved = config.dsa_indexer_rope_interleaved
+        cos_sin = self.cos_sin(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
+        return self._indexed(hidden_states, latent, cos_sin)
+
+    def _indexed(
+        self, hidden_states: Tensor, latent: Tensor, cos_sin: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, ...]:
+        indexed: tuple[Tensor, ...] = self.core_attention.indexer(hidden_states, latent, cos_sin)
+        return indexed
+
+    def kept_beside_key_value(self, beside: list[Tensor]) -> list[Tensor]:
+        """Return the indexer's key as one head."""
+        return [beside[2].unsqueeze(2)]

@@ -1,0 +1,25 @@
+"""The loss of the indexers of sparse attention, as the log and dashboards show it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.transformer.indexer_loss import indexer_losses
+from megatron.core.transport.object_collectives import all_gather_object
+
+if TYPE_CHECKING:
+    from megatron.training.run.context import TrainingContext
+
+
+def indexer_loss(context: TrainingContext) -> dict[str, float]:
+    """Return the loss of the last step, the mean over layers, without its coefficient.
+
+    Communication: with pipeline stages, one all-gather of small Python objects over `pp`, where
+    indexers learn.
+    """
+    if not context.run.model.trains_indexer:
+        return {}
+    losses = (loss.step_loss for loss in indexer_losses(context.model))
+    own = [float(loss) for loss in losses if loss is not None]
+    values = [value for stage in all_gather_object(own, context.groups.pp) for value in stage]
+    return {"indexer loss": sum(values) / len(values)} if values else {}
