@@ -221,7 +221,7 @@ class _WithGradientFor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         other, counts = ctx.saved_tensors
-        grad_of_other = grad * counts * ctx.weight
+        grad_of_other = grad * counts
         learned = grad_of_other != 0
         ctx.figures += torch.stack((torch.where(learned, other, 0).sum(), learned.sum()))
-        return grad, grad_of_other, None, None, None
+        return grad, grad_of_other * ctx.weight, None, None, None
