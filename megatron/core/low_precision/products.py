@@ -10,8 +10,9 @@ Legend: s sequence, b micro batch, i/o input/output features of this rank, t = s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from megatron.core.low_precision import spreading
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.formats import in_working_dtype
 from megatron.core.low_precision.recipes import Operand, Recipe
-from megatron.core.low_precision.scaling import Cut, Cuts, Quantized, TensorScaling
+from megatron.core.low_precision.scaling import Cut, Cuts, Quantized, Scaling, TensorScaling
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import Group
@@ -64,8 +65,8 @@ class Call:
         first_sample: number of the first sample of the micro batch.
         key: of the random rounding; None: rounding is to the nearest.
         records: amaxes of this pass enter the history.
-        gradient_unit: what the loss of a micro batch is multiplied with, by the layout. Amaxes of
-            gradients are remembered without it.
+        gradient_unit: what the loss of a micro batch is multiplied with, by the layout. Scales of
+            gradients are found without it.
     """
 
     positions: Tensor
@@ -126,7 +127,7 @@ class LinearProducts:
 
     def _check_runs(self, positions: Tensor, total: int) -> None:
         run = spreading.HADAMARD_SIZE
-        if not Cut(positions, total, _largest(self.cp)).keeps_whole(run):
+        if not self._cut_of_tokens(positions, total).keeps_whole(run):
             raise ConfigError(
                 f"{self.recipe.name} with a sequence of {total} over {self.cp.size()}"
                 " context-parallel ranks.",
@@ -201,6 +202,8 @@ class LinearProducts:
             amax = largest_magnitude(x)
             for group in (self.tp, self.cp):
                 backend.all_reduce(amax, group, ReduceOp.MAX)
+        elif operand is Operand.GRADIENT:
+            return _round_without_unit(scaling, x, cuts, call.gradient_unit, uniform)
         return scaling.quantize(x, amax, uniform, cuts)
 
     def _remembered(self, operand: Operand) -> Tensor:
@@ -238,13 +241,17 @@ class LinearProducts:
         if dim not in self._features:
             ranks, rank = self.tp.size(), self.tp.rank()
             places = torch.arange(size * ranks).view(self.stride, ranks, size // self.stride)
-            self._features[dim] = Cut(places[:, rank].flatten(), size * ranks, _largest(self.tp))
+            positions, piece = places[:, rank].flatten(), size // self.stride
+            self._features[dim] = Cut(positions, size * ranks, piece, _largest(self.tp))
         return self._features[dim]
 
     def _token_cut(self, call: Call) -> Cut | None:
         if len(call.positions) == call.total:
             return None
-        return Cut(call.positions, call.total, _largest(self.cp))
+        return self._cut_of_tokens(call.positions, call.total)
+
+    def _cut_of_tokens(self, positions: Tensor, total: int) -> Cut:
+        return Cut(positions, total, total // (2 * self.cp.size()), _largest(self.cp))
 
     def _along_tokens(self, x: Tensor) -> Tensor:
         """Bring x [s, b, k] to rows of features and samples: [k * b, s]."""
@@ -266,6 +273,22 @@ class LinearProducts:
         columns = torch.arange(grad.shape[-1]) if cut is None else cut.positions
         drawn = spreading.uniform(keys, columns.to(grad.device))
         return drawn.view(len(positions), num_samples, -1)
+
+
+def _round_without_unit(
+    scaling: Scaling, x: Tensor, cuts: Cuts, unit: float, uniform: Tensor | None
+) -> Quantized:
+    """Round the gradient x [rows, k] in steps that do not depend on its unit.
+
+    Scales that are powers of two follow a unit that is one. Of another, what is left over such a
+    power is taken out, and multiplies the product.
+    """
+    fraction = math.frexp(unit)[0]
+    if fraction == 0.5:
+        return scaling.quantize(x, None, uniform, cuts)
+    rounded = scaling.quantize(in_working_dtype(x) / fraction, None, uniform, cuts)
+    factor = torch.full((), fraction, dtype=rounded.values.dtype, device=x.device)
+    return replace(rounded, factor=factor)
 
 
 def _largest(group: Group) -> Callable[[Tensor], Tensor]:

@@ -71,23 +71,22 @@ class Cut:
     Attributes:
         positions: int64, the place of each local element in the whole dimension.
         total: length of the whole dimension.
+        piece: length of the runs of neighbours that ranks hold, the same on all of them. Each
+            starts at a multiple of it; two of a rank may be neighbours.
         largest: takes the maximum of a tensor over those ranks, element by element.
     """
 
     positions: Tensor
     total: int
+    piece: int
     largest: Callable[[Tensor], Tensor]
 
     def keeps_whole(self, block: int) -> bool:
-        """Whether every run of `block` local elements is a block of the whole dimension.
+        """Whether no block of the whole dimension has elements on two ranks.
 
-        The same on all ranks where all have pieces of one length, or of one number of them.
+        All ranks say the same, since those that say no meet in `largest`.
         """
-        if len(self.positions) % block:
-            return False
-        runs = self.positions.view(-1, block)
-        in_order = runs[:, :1] + torch.arange(block, device=runs.device)
-        return bool((runs[:, 0] % block == 0).all()) and torch.equal(runs, in_order)
+        return self.piece % block == 0
 
 
 @dataclass(frozen=True)

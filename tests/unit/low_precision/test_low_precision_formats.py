@@ -7,7 +7,9 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.products import LinearProducts
 from megatron.core.low_precision.recipes import fp8_recipe
+from megatron.core.low_precision.scaling import Cut
 from megatron.core.low_precision.spreading import rotate
+from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.context import AuxLossScale, within_step
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.low_precision_layers import multiplies_in_low_precision
@@ -58,21 +60,48 @@ def test_a_step_that_overflows_leaves_the_scale_as_it_was():
     assert history.amax(2) == 8.0
 
 
-def test_a_loss_divided_by_more_micro_batches_rounds_gradients_at_the_same_steps():
+@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("unit", [1 / 8, 1 / 6, 3 / 2, 3.0])
+def test_gradients_are_rounded_at_the_same_steps_whatever_the_layout_multiplies_the_loss_with(
+    kind, unit
+):
     torch.manual_seed(0)
     weight, x, grad = torch.randn(8, 16), torch.randn(4, 1, 16), torch.randn(4, 1, 8) / 400
+    recipe = fp8_recipe(kind, "e4m3")
 
-    def input_gradient(unit: float) -> torch.Tensor:
+    def gradients(unit: float) -> tuple[torch.Tensor, torch.Tensor]:
         history = AmaxHistory(torch.nn.Module(), "amax_history", 1, uses_largest=False)
         products = LinearProducts(
-            recipe=fp8_recipe("delayed", "e4m3"), tp=SINGLE_RANK, cp=SINGLE_RANK, split_dim=None,
-            history=history,
+            recipe=recipe, tp=SINGLE_RANK, cp=SINGLE_RANK, split_dim=None,
+            history=history if recipe.uses_history else None,
         )  # fmt: skip
         with within_step(aux_loss_scale=AuxLossScale(unit)):
             call = products.call(x, None, records=True)
-        return products.input_gradient(grad * unit, weight, call)
+        own = grad.double() * unit
+        return (
+            products.input_gradient(own, weight.double(), call) / unit,
+            products.weight_gradient(own, x.double(), call) / unit,
+        )
 
-    assert torch.equal(input_gradient(0.125), input_gradient(1.0) / 8)
+    for found, expected in zip(gradients(unit), gradients(1.0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("total", [96, 120, 192, 240])
+def test_ranks_agree_on_which_blocks_they_share(ranks, total):
+    """A rank that saw none shared would not come to the all-reduce of the others."""
+
+    def cut(rank: int) -> Cut:
+        positions = SequenceShard.zigzag(total, rank, ranks).positions()
+        return Cut(positions, total, total // (2 * ranks), largest=lambda x: x)
+
+    for block in (16, 32, 128):
+        owners = [set((cut(rank).positions // block).tolist()) for rank in range(ranks)]
+        shared = sum(len(blocks) for blocks in owners) > len(set().union(*owners))
+        answers = {cut(rank).keeps_whole(block) for rank in range(ranks)}
+        assert len(answers) == 1
+        assert not (shared and answers.pop())
 
 
 def config(**settings) -> TransformerConfig:
