@@ -1,6 +1,6 @@
 """Send real signals to real runs and check what is left: `python -m tests.faults`.
 
-Campaigns (all of them without a name):
+Campaigns (all of them but the soak without a name):
 
     matrix      each signal at each moment to each target, with and without loader workers
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
@@ -14,6 +14,7 @@ Campaigns (all of them without a name):
     stragglers  a rank that computes 1.3 times as long, which --log-straggler names; clean runs
     unattended  100 failures of seven kinds in one run of two machines, which restarts by itself
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
+    soak        hours of a run that loses a rank every few minutes: nothing that it holds grows
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
 newest checkpoint is as new as promised (`promises.py`); training continues from it and the whole
@@ -42,6 +43,7 @@ from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts, run_shared_rows
 from tests.faults.result import Result
 from tests.faults.running import run_case
+from tests.faults.soak import run_soak
 from tests.faults.unattended import run_unattended
 from tests.harness import reaper
 
@@ -51,7 +53,7 @@ Task = tuple[str, Callable[..., Result]]
 
 CAMPAIGNS = (
     "matrix", "preempt", "restarts", "packing", "inprocess", "hangs", "mismatches", "pauses",
-    "stragglers", "unattended", "namespaces",
+    "stragglers", "unattended", "namespaces", "soak",
 )  # fmt: skip
 
 
@@ -78,6 +80,10 @@ class Flags:
     """Of mismatches."""
     failures: int = 100
     """Of unattended."""
+    minutes: float = 180.0
+    """Of the soak."""
+    interval_s: float = 180.0
+    """Of the soak: seconds between two failures, on average."""
     seed: str = "0"
     """Of the random moments."""
     jobs: int = usable_cores() + 1
@@ -119,6 +125,11 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         failures = arguments.failures
         run = partial(run_unattended, num_failures=failures, seed=base)
         tasks.append((f"unattended/{failures}-failures", run))
+    if campaign == "soak":
+        run = partial(
+            run_soak, minutes=arguments.minutes, interval_s=arguments.interval_s, seed=base
+        )
+        tasks.append((f"soak/{arguments.minutes:g}-minutes", run))
     if campaign == "namespaces":
         for case in plan.matching(namespaces.CASES, arguments.cases):
             tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))
@@ -162,7 +173,7 @@ def main() -> int:
         known = ", ".join(CAMPAIGNS)
         print(f"unknown campaigns {sorted(unknown)}; known are {known}", file=sys.stderr)
         return 2
-    tasks = [t for name in arguments.campaigns or CAMPAIGNS for t in tasks_of(name, arguments)]
+    tasks = [t for name in arguments.campaigns or CAMPAIGNS[:-1] for t in tasks_of(name, arguments)]
     if arguments.list:
         print("\n".join(name for name, _ in tasks))
         return 0

@@ -136,9 +136,10 @@ def _stacks_at(number: int) -> int:
     They are written in the signal's handler in C, so a thread that holds the interpreter lock does
     not hinder it.
     """
-    file = os.memfd_create("stacks")
-    faulthandler.register(number, file=file, all_threads=True, chain=False)
-    return file
+    if PLACE.stacks_file is None:
+        PLACE.stacks_file = os.memfd_create("stacks")
+        faulthandler.register(number, file=PLACE.stacks_file, all_threads=True, chain=False)
+    return PLACE.stacks_file
 
 
 def _start_watchdog(settings: dict[str, object]) -> None:

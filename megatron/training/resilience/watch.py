@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import select
 import signal
 import socket
@@ -47,6 +48,7 @@ class Watch:
         self._grace_s = grace_s
         self._descriptor: int | None = None
         self._followed: dict[int, Peer] = {}  # process descriptor -> whose
+        self._to_follow: queue.SimpleQueue[Sequence[Peer]] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._former_descriptor = -1
         self._closed = threading.Event()
@@ -78,10 +80,11 @@ class Watch:
         signal.signal(signal.SIGTERM, self._ignore)
 
     def follow(self, peers: Sequence[Peer]) -> None:
-        """Look at each of `peers` as soon as it ends: its launcher removes what tells how."""
-        for peer in peers:
-            with contextlib.suppress(OSError, AttributeError):
-                self._followed[peer.identity.open()] = peer
+        """Look at each of `peers` as soon as it ends: its launcher removes what tells how.
+
+        They take the place of those that were followed before.
+        """
+        self._to_follow.put(peers)
         self._wake_sender.send(b"\0")
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
@@ -103,14 +106,17 @@ class Watch:
         self._wake_sender.close()
         self._thread.join(2.0)
         self._wake_receiver.close()
-        for descriptor in (*self._followed, self._descriptor):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._followed, self._descriptor = {}, None
+        self._replace_followed(())
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def _run(self) -> None:
         has_ended: set[int] = set()
         while not self._closed.is_set():
+            while not self._to_follow.empty():
+                has_ended -= self._followed.keys()  # a number is used again
+                self._replace_followed(self._to_follow.get())
             poll = select.poll()
             for descriptor in (self._wake_receiver.fileno(), self._descriptor, *self._followed):
                 if descriptor is not None and descriptor not in has_ended:
@@ -124,6 +130,14 @@ class Watch:
                 self._answer(self._wake_receiver.recv(64))
             if self._descriptor in ready:
                 self._answer_the_end_of_the_launcher()
+
+    def _replace_followed(self, peers: Sequence[Peer]) -> None:
+        for descriptor in self._followed:
+            os.close(descriptor)
+        self._followed = {}
+        for peer in peers:
+            with contextlib.suppress(OSError, AttributeError):
+                self._followed[peer.identity.open()] = peer
 
     def _answer(self, numbers: bytes) -> None:
         """Answer the signals whose `numbers` came."""

@@ -294,6 +294,27 @@ def rank_that_waits(launcher: int, told: int) -> int:
     return rank
 
 
+def test_peers_of_new_groups_take_the_place_of_the_former_ones():
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    before = num_open()
+    watch = Watch(None, lambda: None, lambda: None).open()
+    try:
+        for _ in range(3):
+            watch.follow([Peer(rank, identity_of(p.pid)) for rank, p in enumerate(others)])
+            wait_for(lambda: num_open() == before + 2 + 2)  # two sockets, two processes
+            watch.follow([Peer(2, identity_of(others[0].pid))])
+            wait_for(lambda: num_open() == before + 2 + 1)
+    finally:
+        watch.close()
+        for other in others:
+            other.kill()
+            other.wait()
+    assert num_open() == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_rank_that_waits_hears_of_the_end_of_its_launcher_and_of_sigterm(number):
     launcher = subprocess.Popen(["sleep", "60"])

@@ -57,6 +57,8 @@ class Place:
         self._activity, self._has_evaluated = "", False
         self.file: int | None = None
         """Descriptor of the memory, once it is shared."""
+        self.stacks_file: int | None = None
+        """Descriptor of what the stacks of this process are written to, once they can be."""
         self._attach(bytearray(NUM_BYTES))
 
     def _attach(self, memory: Any) -> None:

@@ -1,0 +1,161 @@
+"""A long run that loses a rank every few minutes, and what its processes hold at the end of it.
+
+The launcher and one rank, which is never chosen, live through all of it: what they leak for each
+step, save, evaluation or new generation adds up. The checkpoints that are kept are a fixed number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from megatron.training.inprocess.membership import PROCESS
+from tests.faults.case_run import CaseRun
+from tests.faults.checks import References, check_curve, check_remains, check_save_directory
+from tests.faults.inprocess import (
+    COME_BACK_S,
+    FINISHES,
+    LAUNCHER,
+    await_that,
+    describe,
+    generations,
+    lose_a_rank,
+    members,
+    port_of,
+)
+from tests.faults.job import MODEL, Job
+from tests.faults.result import Result
+
+LAYOUT = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
+NUM_RANKS, SAVE_INTERVAL, NUM_KEPT = 4, 100, 2
+STEP_S = 1.0
+"""Of a step that nothing disturbs, nearly all of it asleep."""
+SETTLED = 0.25
+"""After this share of the run the figures are compared with those at its end."""
+MAX_GROWTH = 1.05
+"""Of memory: Python's and libc's heaps breathe by a few percent."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process, or the files of the run, came to at one time."""
+
+    memory_mib: float
+    descriptors: int
+    threads: int
+    files: int
+
+    @staticmethod
+    def by(pid: int, folder: Path) -> Held:
+        """Look at a process and at the folder of the run."""
+        place = Path(f"/proc/{pid}")
+        status = dict(
+            line.split(":", 1)
+            for line in (place / "status").read_text().splitlines()
+            if ":" in line
+        )
+        files = sum(len(names) for _, _, names in os.walk(folder))
+        memory = int(status["VmRSS"].split()[0]) / 1024
+        return Held(memory, len(os.listdir(place / "fd")), int(status["Threads"]), files)
+
+
+def run_soak(
+    *, minutes: float, interval_s: float, folder: Path, references: References, seed: str
+) -> Result:
+    """Train for so long; every `interval_s` on average, a rank is killed or stopped."""
+    source = random.Random(seed)
+    # The last step is saved by its number, before the evaluation at the end, in the reference too.
+    num_steps = round(minutes * 60 / STEP_S / SAVE_INTERVAL) * SAVE_INTERVAL
+    folder.mkdir(parents=True)
+    with CaseRun(f"soak/{minutes:g}-minutes") as run:
+        words = [*MODEL.split(), *LAYOUT.split(), "--train-iters", str(num_steps)]
+        words += ["--num-workers", "1", "--slow-step", str(STEP_S / 2), "--log-interval", "10"]
+        words += ["--eval-interval", "200", "--save", str(folder / "save"), "--load"]
+        words += [
+            str(folder / "save"),
+            "--save-interval",
+            str(SAVE_INTERVAL),
+            "--most-recent-k",
+            str(NUM_KEPT),
+        ]
+        words += ["--metrics-jsonl", str(folder / "metrics")]
+        job = run.start(
+            folder / "job", words, num_ranks=NUM_RANKS, launcher=LAUNCHER,
+            launcher_flags=("--spares", "1", "--max-restarts", "100000", *port_of(source)),
+        )  # fmt: skip
+        await_that(job, lambda: bool(job.iterations()), "waiting for the first steps")
+        kept, began = members(job)[0].environment[PROCESS], time.monotonic()
+        returned: list[float] = []
+        held: dict[str, list[Held]] = {"launcher": [], "rank": []}
+        end = began + minutes * 60 - 3 * interval_s
+        while time.monotonic() < end and not job.is_over():
+            sleep_s = source.uniform(0.5, 1.5) * interval_s
+            time.sleep(sleep_s)
+            note(held, job, kept, folder)
+            act = signal.SIGSTOP if len(returned) % 3 == 2 else signal.SIGKILL
+            others = [r for r, p in members(job).items() if p.environment[PROCESS] != kept]
+            returned.append(lose_a_rank(job, act, source.choice(others)))
+        left = job.wait_until_gone(COME_BACK_S + 4 * interval_s)
+        if left or job.process.returncode:
+            run.result.problems.append(f"exit status {job.process.returncode}, there: {left}")
+        run.result.problems += check_remains(job, FINISHES)
+        run.result.problems += check_save_directory(folder / "save", is_clean=True)
+        run.result.problems += growth(held)
+        reference = references.curve(
+            NUM_RANKS, num_steps, f"{LAYOUT} --eval-interval 200 --log-interval 10"
+        )
+        run.result.problems += check_curve(folder, reference, num_steps)
+        run.result.facts = "; ".join(
+            [
+                f"{len(returned)} ranks lost, {len(generations(job))} generations",
+                describe(returned, job),
+            ]
+            + [f"{name}: {shown(found)}" for name, found in held.items()]
+        )
+    return run.result
+
+
+def note(held: dict[str, list[Held]], job: Job, kept: str, folder: Path) -> None:
+    """Add what the launcher and the rank that is kept hold now."""
+    pids = {"launcher": job.pid}
+    pids["rank"] = next(p.pid for p in members(job).values() if p.environment[PROCESS] == kept)
+    for name, pid in pids.items():
+        # A save may have removed a directory while the files were counted.
+        with contextlib.suppress(OSError):
+            held[name].append(Held.by(pid, folder))
+            print(f"    {name} {shown(held[name][-1:])}", flush=True)
+
+
+def growth(held: dict[str, list[Held]]) -> list[str]:
+    """Say which figure was higher at the end than after the run had settled."""
+    problems = []
+    for name, found in held.items():
+        first, last = _windows(found)
+        problems += [
+            f"{name}: {what} grew from {before:.1f} to {after:.1f}"
+            for what, before, after in zip(Held.__annotations__, first, last, strict=True)
+            if after > before * (MAX_GROWTH if what == "memory_mib" else 1.0)
+        ]
+    return problems
+
+
+def shown(found: Sequence[Held]) -> str:
+    """Say the figures after the run had settled, and at its end."""
+    names = ("MiB", "descriptors", "threads", "files")
+    pairs = zip(names, *_windows(found), strict=True)
+    return ", ".join(f"{before:.0f} -> {after:.0f} {name}" for name, before, after in pairs)
+
+
+def _windows(found: Sequence[Held]) -> tuple[list[float], list[float]]:
+    """Return the most of each figure in a few looks after settling, and of the last few."""
+    first = int(len(found) * SETTLED)
+    width = max(1, (len(found) - first) // 4)
+    parts = (found[first : first + width], found[-width:])
+    early, late = ([max(c) for c in zip(*map(astuple, p), strict=True)] for p in parts)
+    return early, late
