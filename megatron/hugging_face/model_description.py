@@ -77,6 +77,8 @@ class ModelDescription:
     sandwich_norm: bool = False
     use_parallel_residual: bool = False
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     swiglu: bool = False
     geglu: bool = False
     squared_relu: bool = False

@@ -54,7 +54,7 @@ def schedule() -> None:
 
 
 def flag() -> None:
-    """A multiplied branch is one whose last matrix and bias were multiplied."""
+    """A multiplied MLP is one whose last matrix and bias were multiplied."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -63,7 +63,7 @@ def flag() -> None:
     def model(multiplier: float) -> GPTModel:
         config = TransformerConfig(
             num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,
-            attention_dropout=0.0, use_cpu_initialization=True, residual_multiplier=multiplier,
+            attention_dropout=0.0, use_cpu_initialization=True, mlp_multiplier=multiplier,
         )  # fmt: skip
         return GPTModel(
             config, get_gpt_layer_local_spec(), 64, 16,
@@ -77,7 +77,7 @@ def flag() -> None:
     assert (multiplied(*inputs) - plain(*inputs)).abs().max() > 1e-3
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
-            if ".linear_proj." in name or ".linear_fc2." in name:
+            if ".linear_fc2." in name:
                 parameter.mul_(0.25)
     assert_close(multiplied(*inputs), plain(*inputs), FP32_REORDERED_SUM, "logits")
 

@@ -154,10 +154,10 @@ def test_a_schedule_gives_the_losses_of_1f1b(changed):
 def test_a_flag_changes_the_value_and_is_refused_when_bad(changed):
     copy = changed("A new flag")
     (command,) = copy.change.commands
-    assert copy.losses(command) != copy.losses(without(command, "--residual-multiplier"))
-    message = copy.refused(command, "--residual-multiplier", "0")
-    assert "residual_multiplier=0.0" in message
-    assert "flags: --residual-multiplier" in message
+    assert copy.losses(command) != copy.losses(without(command, "--mlp-multiplier"))
+    message = copy.refused(command, "--mlp-multiplier", "0")
+    assert "mlp_multiplier=0.0" in message
+    assert "flags: --mlp-multiplier" in message
     copy.check("flag")
 
 

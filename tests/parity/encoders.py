@@ -48,7 +48,7 @@ from tests.parity.encoder_case import (
 from tests.parity.layouts import LayoutCase
 from tests.parity.table import FIGURES, exceeds, figures
 from tests.parity.training_case import Run
-from tests.unit.hugging_face.models import compare_gradients
+from tests.unit.hugging_face.gradients import compare_gradients
 
 _SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -245,7 +245,10 @@ class TransformerLayer(GraphableMegatronModule):
     def _add(
         self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return residual + dropout(output + bias), and its norm if one kernel computes both."""
+        """Return residual + m * dropout(output + bias) with the factor m of `residual_multiplier`,
+        and its norm if one kernel computes both."""
+        if self.config.residual_multiplier != 1.0:
+            output_with_bias = _multiplied(self.config.residual_multiplier, *output_with_bias)
         if norm is None or not self._adds_and_norms(bda, norm, output_with_bias[0], residual):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(output_with_bias, residual, self.hidden_dropout), None
@@ -380,6 +383,11 @@ class _Normed:
         """Free what may be dropped, now that `used` was computed from it."""
         if self.dropped is not None:
             self.dropped.discard_output_and_register_recompute(used)
+
+
+def _multiplied(factor: float, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a branch's output [s, b, h] and its bias [h], which may be None, times a factor."""
+    return output * factor, None if bias is None else bias * factor
 
 
 def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:

@@ -15,6 +15,7 @@ from megatron.hugging_face.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    granite,
     kimi_linear,
     llama,
     phi3,
@@ -60,6 +61,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN2_5_VL,
     qwen_vl.QWEN3_VL,
     *state_space.FAMILIES,
+    *granite.FAMILIES,
 )
 """In the order in which a family is looked for that can express a model."""
 

@@ -315,33 +315,62 @@ def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
     ]
 
 
+def mixer_settings(config: ConfigFields, family: str) -> dict[str, Any]:
+    """Return the settings of Mamba-2 in a family with an MLP in each layer, Bamba's or Granite's.
+
+    Args:
+        family: whose names of sizes they are.
+    """
+    config.take("mamba_expand", None)  # heads and their width say it
+    return {**_sizes(config, family), "mamba_step_limits": _limits(config)}
+
+
+def mixer_fields(settings: ModelDescription, family: str) -> dict[str, Any]:
+    """Return the fields of `mixer_settings`."""
+    return {
+        **_size_fields(settings, family),
+        "mamba_expand": settings.mamba_heads * settings.mamba_head_dim // settings.hidden_size,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": _limit_fields(settings),
+    }
+
+
+def layer_rules(rules: list[WeightRule], settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a model with attention in each layer for one that has Mamba-2 in some."""
+    of_attention = [rule for rule in rules if ".self_attention." in rule.megatron_name]
+    norm = _LAYER + "self_attention.in_proj.layer_norm_weight"
+    mixer = [
+        identity(norm, "model.layers.{}.input_layernorm.weight"),
+        *mixer_rules(settings, "model.layers.{}.mamba."),
+    ]
+    return [
+        *(rule for rule in rules if rule not in of_attention),
+        *_where(of_attention, settings, lambda kind: kind.attends),
+        *_where(mixer, settings, lambda kind: kind.is_recurrent),
+    ]
+
+
 def _bamba_settings(config: ConfigFields) -> ModelDescription:
     attending = set(config.take("attn_layer_indices", []))
-    sizes = _sizes(config, "bamba")
-    config.take("mamba_expand", None)  # heads and their width say it
+    mixers = mixer_settings(config, "bamba")
     settings = with_rope(LLAMA.settings(config), config, default_percent=0.5)
     return replace(
         settings,
         experimental_attention_variant="mamba2",
         linear_attention_freq=[int(n not in attending) for n in range(settings.num_layers)],
-        mamba_step_limits=_limits(config),
-        **sizes,
+        **mixers,
     )
 
 
 def _bamba_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
-    inner = settings.mamba_heads * settings.mamba_head_dim
     return {
         **fields,
-        **_size_fields(settings, "bamba"),
+        **mixer_fields(settings, "bamba"),
         "partial_rotary_factor": settings.rotary_percent,
-        "mamba_expand": inner // settings.hidden_size,
         "attn_layer_indices": list(settings.layers_where(lambda kind: kind.attends)),
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "time_step_limit": _limit_fields(settings),
     }
 
 
@@ -349,23 +378,12 @@ def _bamba_rules(settings: ModelDescription) -> list[WeightRule]:
     renames = {"post_attention_layernorm": "pre_ff_layernorm", ".mlp.": ".feed_forward.",
                "model.norm.": "model.final_layernorm."}  # fmt: skip
     found: list[WeightRule] = []
-    attention: list[WeightRule] = []
     for rule in LLAMA.rules(settings):
         names = rule.hf_names
         for one, other in renames.items():
             names = tuple(name.replace(one, other) for name in names)
-        is_of_mixer = ".self_attention." in rule.megatron_name
-        (attention if is_of_mixer else found).append(replace(rule, hf_names=names))
-    norm = _LAYER + "self_attention.in_proj.layer_norm_weight"
-    mixer = [
-        identity(norm, "model.layers.{}.input_layernorm.weight"),
-        *mixer_rules(settings, "model.layers.{}.mamba."),
-    ]
-    return [
-        *found,
-        *_where(attention, settings, lambda kind: kind.attends),
-        *_where(mixer, settings, lambda kind: kind.is_recurrent),
-    ]
+        found.append(replace(rule, hf_names=names))
+    return layer_rules(found, settings)
 
 
 MAMBA2 = Family("mamba2", "Mamba2ForCausalLM", _mamba2_settings, _mamba2_fields, _mamba2_rules)

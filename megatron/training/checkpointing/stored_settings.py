@@ -25,6 +25,7 @@ MODEL_SHAPE_ARGS = (
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
     "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
     "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
+    "residual_multiplier", "logits_scaling",
     "attn_logit_softcapping", "final_logit_softcapping", "softmax_type", "no_rope_freq",
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",
     "openai_gelu", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",

@@ -79,6 +79,8 @@ LAYERS = (
                 "use-parallel-residual": 1}),
     switch("sandwich-norm", 0.1),
     Option("embedding-multiplier", {None: 7, 2.5: 1}),
+    Option("residual-multiplier", {None: 7, 0.3: 1}),
+    Option("logits-scaling", {None: 7, 3.0: 1}),
     switch("disable-bias-linear", 0.5),
     switch("add-qkv-bias", 0.2, without("multi-latent-attention")),
     switch("untie-embeddings-and-output-weights", 0.5),

@@ -26,11 +26,11 @@ from megatron.hugging_face.families import family_misfit
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.training.config.run import all_flags
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.unit.hugging_face.gradients import compare_gradients
 from tests.unit.hugging_face.models import (
     CASES,
     LENGTH,
     VOCAB,
-    compare_gradients,
     our_model,
     saved,
 )

@@ -20,6 +20,8 @@ LINEAR = {
         ({"attn_logit_softcapping": 0.0}, "--attn-logit-softcapping"),
         ({"final_logit_softcapping": -1.0}, "--final-logit-softcapping"),
         ({"embedding_multiplier": float("inf")}, "--embedding-multiplier"),
+        ({"residual_multiplier": 0.0}, "--residual-multiplier"),
+        ({"logits_scaling": -8.0}, "--logits-scaling"),
         ({"window_attn_skip_freq": 0}, "--window-attn-skip-freq"),
         ({"window_attn_skip_freq": [1, 0]}, "2 layers for a model of 4"),
         ({"window_attn_skip_freq": [1, 0, 2, 0]}, "one 0 or 1 per layer"),

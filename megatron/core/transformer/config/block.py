@@ -15,6 +15,13 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+_POSITIVE = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 
 
 @dataclass
@@ -48,8 +55,13 @@ class BlockConfig:
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
+    residual_multiplier: float = 1.0
+    """Factor on what attention and MLP, or what is in their place, add to the residual stream
+    (Granite; muP for depth, arXiv 2310.02244)."""
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings."""
+    logits_scaling: float = 1.0
+    """Divisor of the product that gives the logits, before --final-logit-softcapping (Granite)."""
     final_logit_softcapping: float | None = None
     """Bound c of the logits of the head: c * tanh(logit / c). None is no bound."""
 
@@ -138,7 +150,7 @@ class BlockConfig:
                         fix=f"use --{name.replace('_', '-')} 0.1",
                     )
                 )
-        for name in ("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 problems.append(

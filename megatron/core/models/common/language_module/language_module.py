@@ -196,8 +196,9 @@ class LanguageModule(MegatronModule):
         return self.softcap_logits(logits).transpose(0, 1).contiguous()
 
     def scale_logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Scale the head's input [...] by the factor that its logits have under muP."""
-        factor = self.config.logits_factor
+        """Scale the head's input [...] by the factor that its logits have, that of muP and
+        1 / `logits_scaling`."""
+        factor = self.config.logits_factor / self.config.logits_scaling
         return hidden_states if factor == 1.0 else hidden_states * factor
 
     def softcap_logits(self, logits: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""Granite: a Llama with factors on the embedding, scores, residual branches and logits.
+
+Granite 3 is dense (`granite`) or has experts (`granitemoe`). A layer of Granite 4
+(`granitemoehybrid`) has Mamba-2 or attention, and then an MLP, alone or as a shared expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.yarn import yarn_softmax_scale
+from megatron.hugging_face.config_fields import ConfigFields
+from megatron.hugging_face.families.llama import LLAMA
+from megatron.hugging_face.families.state_space import (
+    layer_rules,
+    mixer_fields,
+    mixer_settings,
+)
+from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
+
+_MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
+_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+_OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
+_RECURRENT, _ATTENDING = ("mamba", "linear_attention"), ("attention", "full_attention")
+"""Kinds of layers, as published files and newer ones name them."""
+_DIGITS = 14
+"""Of an attention multiplier that is found by a division: those that rounding leaves."""
+
+
+def _temperature(settings: ModelDescription) -> float:
+    """Return the factor that YaRN has on scores, besides the attention multiplier."""
+    if settings.position_embedding_type != "yarn":
+        return 1.0
+    width = settings.head_dim
+    scale = yarn_softmax_scale(width, settings.rotary_scaling_factor, settings.mscale)
+    return float(scale * width**0.5)
+
+
+def _settings(config: ConfigFields) -> ModelDescription:
+    settings = LLAMA.settings(config)
+    multiplier = float(config.take("attention_multiplier", 1.0))
+    factors: dict[str, Any] = {name: float(config.take(name, 1.0)) for name in _FACTORS}
+    return replace(settings, softmax_scale=multiplier * _temperature(settings), **factors)
+
+
+def _fields(settings: ModelDescription) -> dict[str, Any]:
+    multiplier, temperature = settings.scale_of_scores or 1.0, _temperature(settings)
+    if temperature != 1.0:
+        multiplier = float(f"{multiplier / temperature:.{_DIGITS}g}")
+    return {
+        **LLAMA.fields(settings),
+        "attention_multiplier": multiplier,
+        **{name: getattr(settings, name) for name in _FACTORS},
+    }
+
+
+def _moe_settings(config: ConfigFields) -> ModelDescription:
+    for name in _OF_TRAINING:
+        config.take(name, None)
+    return _with_experts(_settings(config), config, config.take("num_local_experts"))
+
+
+def _with_experts(settings: ModelDescription, config: ConfigFields, count: int) -> ModelDescription:
+    return replace(
+        settings,
+        num_experts=count,
+        moe_router_topk=config.take("num_experts_per_tok", 2),
+        moe_ffn_hidden_size=settings.ffn_hidden_size,
+    )
+
+
+def _moe_fields(settings: ModelDescription) -> dict[str, Any]:
+    fields = _fields(settings)
+    del fields["mlp_bias"]
+    return {
+        **fields,
+        "intermediate_size": settings.experts_width,
+        "num_local_experts": settings.num_experts or 0,
+        "num_experts_per_tok": settings.moe_router_topk,
+    }
+
+
+def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a layer's experts, all in one tensor there, gates above the others."""
+    here, there = _MEGATRON + "mlp.", _HF + "block_sparse_moe."
+    return [
+        identity(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
+        identity(here + "router.weight", there + "router.layer.weight"),
+        *(
+            alternating_experts(
+                f"{here}experts.experts.{mine}.weight",
+                f"{there}{theirs}.weight",
+                num_experts=settings.num_experts or 1,
+                num_blocks=1,
+                is_transposed=False,
+            )
+            for mine, theirs in (("linear_fc1", "input_linear"), ("linear_fc2", "output_linear"))
+        ),
+    ]
+
+
+def _moe_rules(settings: ModelDescription) -> list[WeightRule]:
+    others = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.megatron_name]
+    return [*others, *_expert_rules(settings)]
+
+
+def _hybrid_settings(config: ConfigFields) -> ModelDescription:
+    for name in _OF_TRAINING:
+        config.take(name, None)
+    rotates = config.only("position_embedding_type", "rope", "nope") == "rope"
+    if not rotates:
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            config.take(name, None)
+        config = config.with_fields(dict.fromkeys(("rope_parameters", "rope_scaling")))
+    settings = _settings(config)
+    if not rotates:
+        settings = replace(settings, position_embedding_type="none")
+    shared, count = config.take("shared_intermediate_size"), config.take("num_local_experts")
+    if count:
+        settings = _with_experts(settings, config, count)
+        settings = replace(settings, moe_shared_expert_intermediate_size=shared)
+    else:
+        config.take("num_experts_per_tok", None)
+        settings = replace(settings, ffn_hidden_size=shared)
+    return _with_mixers(settings, config)
+
+
+def _with_mixers(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
+    kinds = config.take("layers_block_type", None)
+    kinds = config.take("layer_types", kinds or [_RECURRENT[0]] * settings.num_layers)
+    if set(kinds) - {*_RECURRENT, *_ATTENDING}:
+        config.only("layer_types", *_RECURRENT, *_ATTENDING)
+    heads, width = config.take("mamba_n_heads"), config.take("mamba_d_head", "auto")
+    if width == "auto":
+        inner = config.take("mamba_expand", 2) * settings.hidden_size
+        config = config.with_fields({"mamba_d_head": inner // heads})
+    mixers = mixer_settings(config, "bamba")
+    has_it = [int(kind in _RECURRENT) for kind in kinds]
+    if not any(has_it):
+        return settings
+    return replace(
+        settings,
+        experimental_attention_variant="mamba2",
+        linear_attention_freq=has_it,
+        **mixers,
+    )
+
+
+def _hybrid_fields(settings: ModelDescription) -> dict[str, Any]:
+    is_recurrent = [kind.is_recurrent for kind in settings.layer_kinds]
+    fields = _moe_fields(settings)
+    if settings.num_experts is None:
+        fields["shared_intermediate_size"] = settings.ffn_hidden_size
+    else:
+        fields["shared_intermediate_size"] = settings.moe_shared_expert_intermediate_size or 0
+    # Sizes of Mamba-2 say nothing where no layer has it, but Transformers checks them.
+    without = {"mamba_n_heads": 1, "mamba_d_head": 2 * settings.hidden_size, "mamba_n_groups": 1,
+               "mamba_expand": 2}  # fmt: skip
+    return {
+        **fields,
+        **mixer_fields(settings, "bamba"),
+        **({} if any(is_recurrent) else without),
+        "layer_types": [(_RECURRENT if has_it else _ATTENDING)[0] for has_it in is_recurrent],
+        "position_embedding_type": "rope" if settings.has_rotary_positions else None,
+    }
+
+
+def _hybrid_rules(settings: ModelDescription) -> list[WeightRule]:
+    there = _HF + "shared_mlp."
+    if settings.num_experts is None:
+        here = _MEGATRON + "mlp."
+        matrices = (here + "linear_fc1.weight", here + "linear_fc2.weight")
+        found = [rule for rule in LLAMA.rules(settings) if rule.megatron_name not in matrices]
+    else:
+        here = _MEGATRON + "mlp.shared_experts."
+        found = _moe_rules(settings)
+    shared = [
+        identity(here + "linear_fc1.weight", there + "input_linear.weight"),
+        identity(here + "linear_fc2.weight", there + "output_linear.weight"),
+    ]
+    return layer_rules([*found, *shared], settings)
+
+
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    settings=_settings,
+    fields=_fields,
+)
+GRANITE_MOE = replace(
+    LLAMA,
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    settings=_moe_settings,
+    fields=_moe_fields,
+    rules=_moe_rules,
+)
+GRANITE_HYBRID = replace(
+    LLAMA,
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    settings=_hybrid_settings,
+    fields=_hybrid_fields,
+    rules=_hybrid_rules,
+)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID)

@@ -1,0 +1,135 @@
+"""Compare the gradients of a model of Transformers with those of the same model here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.hugging_face import read_model_directory
+from megatron.hugging_face.reading import full_name
+from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+
+
+def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) -> float:
+    """Compare every gradient of a model with that of the same model here.
+
+    Args:
+        theirs: the model of Transformers, after backward.
+        ours: our names -> gradients of the one-device model; of a frozen parameter None, zeros or
+            nothing.
+    Returns:
+        the largest error, relative to the largest gradient of its tensor, or to a hundredth of the
+        model's: some are zero in theory.
+    Raises:
+        AssertionError: a gradient differs, or one of theirs was compared with none.
+    """
+    names = dict(theirs.named_parameters())
+    if "lm_head.weight" in names:
+        names.setdefault("embed_out.weight", names["lm_head.weight"])  # so GPT-NeoX's file has it
+    buffers = dict(theirs.named_buffers())
+    # Nemotron-H calls its model `model`, and `backbone` in files.
+    for found in (names, buffers):
+        # Qwen2.5-VL's module has its files' names with another folder before.
+        found |= {n.removeprefix("model."): found[n] for n in [*found] if ".visual." in n}
+        found |= {
+            n.replace("language_model.", "", 1): found[n]
+            for n in [*found]
+            if n.startswith("model.language_model.")
+        }
+        found |= {
+            n.replace("model.", "backbone.", 1): found[n] for n in [*found] if n[:6] == "model."
+        }
+    model = read_model_directory(directory)
+    geometry = model.settings.geometry
+    prefix = model.family.prefixes[0]
+    compared, worst = 0, 0.0
+    largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
+    for rule in model.family.rules(model.settings):
+        for mine, others in rule.names(geometry):
+            if any(_of_module(full_name(name, prefix)) in buffers for name in others):
+                continue
+            mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
+            mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+            known = [p for n in others if (p := names.get(full_name(n, prefix))) is not None]
+            has_none = rule.num_experts is None and ours.get(mine) is None
+            if known and (has_none or any(p.grad is None for p in known)):
+                assert all(map(_is_zero, [ours.get(mine), *(p.grad for p in known)])), mine
+                compared += sum(p.numel() for p in known)
+                continue
+            grads = [_gradient(names, full_name(n, prefix)) for n in others]
+            grads = [g.flatten() if any(rule.unit_dims) else g for g in grads]
+            if rule.is_transposed:
+                grads = [g.transpose(-1, -2) for g in grads]
+            mine_whole = _our_gradient(ours, mine, rule.num_experts)
+            if rule.num_blocks is not None:
+                grads = [_in_blocks(grads[0], rule.num_blocks)]
+            for rows in rule.row_map(geometry, [len(g) for g in grads]):
+                part = grads[rows.source].narrow(0, rows.begin, rows.length)
+                own = mine_whole.narrow(0, rows.megatron_begin, rows.length)
+                assert_close(own, part, FP32_REORDERED_SUM, mine)
+                scale = max(float(grads[rows.source].abs().max()), largest / 100)
+                error = float((own - part).abs().max()) / scale
+                compared, worst = compared + part.numel(), max(worst, error)
+    assert compared == sum(p.numel() for p in theirs.parameters())
+    return worst
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    """Whether a parameter learns nothing; of a frozen one there may be no gradient, or zeros."""
+    return gradient is None or not bool(gradient.any())
+
+
+def _in_blocks(theirs: Tensor, num_blocks: int) -> Tensor:
+    """Return [e, rows, ...], rows of the blocks in turn, with blocks and experts above others."""
+    return theirs.unflatten(1, (-1, num_blocks)).transpose(1, 2).flatten(0, 2)
+
+
+_EXPERT = re.compile(r"(.*)\.(block_sparse_moe|mlp|mixer)\.experts\.(\d+)\.(\w+)\.weight")
+_HALF = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}
+
+
+def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
+    """Return the gradient of a tensor of their files: modules hold all experts in one tensor."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        layer, number, part = expert[1], int(expert[3]), expert[4]
+        if expert[2] == "mixer":  # without a gate
+            return names[f"{layer}.mixer.experts.{part}"].grad[number]
+        if part not in _HALF:
+            return names[f"{layer}.mlp.experts.down_proj"].grad[number]
+        both = names[f"{layer}.mlp.experts.gate_up_proj"].grad[number]
+        return both.chunk(2)[_HALF[part]]
+    of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
+    if of_convolution is not None:
+        joined = names[f"{of_convolution[1]}.conv1d.weight"].grad
+        return joined.chunk(3)["qkv".index(of_convolution[2])]
+    return names[_of_module(name)].grad
+
+
+_OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight":
+               "experts.down_proj", "router.layer.weight": "router.weight"}  # fmt: skip
+
+
+def _of_module(name: str) -> str:
+    """Return what the modules of Mixtral, Kimi Linear and Granite call a tensor of their files."""
+    before, found, rest = name.partition("block_sparse_moe.")
+    if rest in _OF_GRANITE:
+        return before + found + _OF_GRANITE[rest]
+    name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
+    return name.replace("block_sparse_moe", "mlp")
+
+
+def _our_gradient(ours: Mapping[str, Tensor], name: str, num_experts: int | None) -> Tensor:
+    """Return our gradient, experts above each other."""
+    if num_experts is None:
+        return ours[name]
+    before, after = name.split("experts.experts.")
+    forms = (before + "experts.local_experts.{}." + after, before + "experts." + after + "{}")
+    form = next(form for form in forms if form.format(0) in ours)
+    return torch.cat([ours[form.format(number)] for number in range(num_experts)])
