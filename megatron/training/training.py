@@ -35,6 +35,7 @@ from megatron.training.setup.data_order_check import with_data_order
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
 from megatron.training.setup.model import get_model
+from megatron.training.setup.roll_back import ReturnToEarlierState
 from megatron.training.setup.third_party import (
     build_train_valid_test_data_iterators,
     get_train_valid_test_num_samples,
@@ -271,6 +272,9 @@ def run_session(
         status.activity = "building data"
         context.data = build_data(run, call.dataset_provider, session.groups, state)
         state = with_data_order(run, state, context.data.train_order)
+        context.roll_back = ReturnToEarlierState(
+            context, checkpointer, call.dataset_provider, status
+        )
     generation = session.generation
     may_grow = generation is not None and generation.place.may_grow
     hooks = standard_hooks(

@@ -72,6 +72,18 @@ def max_across_ranks(value: int, group: Group) -> int:
     return int(backend.all_reduce(number, group, dist.ReduceOp.MAX).item())
 
 
+def largest_across_ranks(values: Sequence[float], group: Group) -> list[float]:
+    """Return the largest of each number in `group`, in fp64; equal on all its ranks.
+
+    Communication:
+        one all-reduce; none in a group of one.
+    """
+    if not backend.has_peers(group):
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.float64, device=backend.tensor_device(group))
+    return backend.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
+
+
 def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     """Return the sums over `group` of each number, in fp64; equal on all its ranks.
 

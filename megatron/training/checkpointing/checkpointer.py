@@ -57,6 +57,7 @@ class Checkpointer:
             else MemoryCheckpoints(memory[0], settings, context, self.peers, memory[1])
         )
         self._saver = Saver(settings, context, self.peers)
+        self._has_non_persistent = False
 
     def claim(self) -> None:
         """Lock the save directory and delete what interrupted runs left there.
@@ -95,6 +96,7 @@ class Checkpointer:
                 fix="choose global or local, or save a checkpoint that stays",
             )
         self.non_persistent.save(self._saver.declare(train_state, extra), iteration)
+        self._has_non_persistent = True
         print_once(self.peers, f"  saved a non-persistent checkpoint from iteration {iteration:7d}")
 
     @property
@@ -126,6 +128,26 @@ class Checkpointer:
             self.settings, self.context, self.peers, self.non_persistent, self.memory
         )
         return source.load()
+
+    def load_newest(self, not_after: int) -> Restored | None:
+        """Load the newest state that this run has kept or begun with, into the running parts.
+
+        Args:
+            not_after: iteration where the run stands.
+        Returns:
+            None if nothing was kept.
+        """
+        self.finish()
+        begins_with_newest = self.settings.load is not None and self.settings.ckpt_step is None
+        is_own = self._has_non_persistent or begins_with_newest
+        source = ResumeSource(
+            self.settings,
+            self.context,
+            self.peers,
+            self.non_persistent if is_own else None,
+            self.memory,
+        )
+        return source.load_newest(not_after, last_saved=self.last_committed)
 
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.

@@ -10,7 +10,7 @@ from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.non_persistent_local import own_group
-from megatron.training.checkpointing.restore import Restored, Restorer
+from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     declare_run,
@@ -35,14 +35,7 @@ class MemoryCheckpoints:
         node: int,
     ) -> None:
         self._context, self._peers = context, peers
-        # What a run asks of a checkpoint that it begins with is not meant for its own copies.
-        own = dataclasses.replace(
-            settings,
-            finetune=False,
-            no_load_optim=False,
-            no_load_rng=False,
-            moe_use_upcycling=False,
-        )
+        own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
         self._restorer = Restorer(own, context, peers)
         world = backend.world()
         group = own_group(world).group if backend.has_peers(world) else SINGLE_RANK
@@ -53,6 +46,10 @@ class MemoryCheckpoints:
     def newest_iteration(self) -> int:
         """Iteration of the newest copy of which nothing was lost; -1 if there is none."""
         return -1 if self._newest is None else self._newest[0]
+
+    def find_newest(self) -> None:
+        """Look again which copy is the newest of which nothing was lost."""
+        self._newest = self._copies.newest()
 
     def save(self, train_state: TrainState) -> None:
         """Copy the state as it is after a step."""

@@ -36,6 +36,14 @@ from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.run.state import TrainState
 
+NOT_FOR_OWN_STATE: dict[str, Any] = {
+    "finetune": False,
+    "no_load_optim": False,
+    "no_load_rng": False,
+    "moe_use_upcycling": False,
+}
+"""What a run asks of a checkpoint that it begins with, and not of what it has kept itself."""
+
 
 @dataclass
 class Restored:

@@ -19,7 +19,7 @@ from megatron.training.checkpointing.hugging_face import (
 )
 from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
-from megatron.training.checkpointing.restore import Restored, Restorer
+from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
 from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer
 from megatron.training.checkpointing.selection import (
     Selection,
@@ -96,6 +96,36 @@ class ResumeSource:
             )
         return None
 
+    def load_newest(self, not_after: int, *, last_saved: int | None) -> Restored | None:
+        """Load the newest state of the run itself; what flags ask of the first load is not meant.
+
+        Args:
+            not_after: the latest iteration of --load that may be loaded.
+            last_saved: iteration of the newest checkpoint of this run in --save, if there is one.
+        Returns:
+            None if there is none.
+        """
+        settings = self.settings
+        own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
+        self.restorer = Restorer(own, self.context, self.peers)
+        if self.memory is not None:
+            self.memory.find_newest()
+        # A directory may hold later iterations, of a run that --ckpt-step has left.
+        places: list[tuple[str, int | None, int]] = []
+        if last_saved is not None and settings.save is not None:
+            places.append((settings.save, None, last_saved))
+        if settings.load is not None and not settings.finetune:
+            places.append((settings.load, settings.ckpt_step, not_after))
+        for directory, ckpt_step, newest in places:
+            restored = self._load_from(
+                storage_path(directory), ckpt_step, is_finetuning=False, not_after=newest
+            )
+            if restored is not None:
+                return restored
+        if self.memory is not None and self.memory.newest_iteration >= 0:
+            return self.memory.load()
+        return self._load_non_persistent(-1)
+
     def _load_base(self) -> Restored | None:
         """Load the frozen weights that the adapters are added to."""
         context = dataclasses.replace(self.context, weights="base", optimizer=None, scheduler=None)
@@ -103,9 +133,20 @@ class ResumeSource:
         return ResumeSource(settings, context, self.peers).load()
 
     def _load_from(
-        self, directory: StoragePath, ckpt_step: int | None, *, is_finetuning: bool
+        self,
+        directory: StoragePath,
+        ckpt_step: int | None,
+        *,
+        is_finetuning: bool,
+        not_after: int | None = None,
     ) -> Restored | None:
         selection = self._select(directory, ckpt_step)
+        if not_after is not None:
+            selection.candidates = [
+                found
+                for found in selection.candidates
+                if not isinstance(found.iteration, int) or found.iteration <= not_after
+            ]
         for note in selection.notes:
             print_once(self.peers, note)
         in_memory = -1 if self.memory is None else self.memory.newest_iteration

@@ -102,6 +102,8 @@ def plain_run_state(
         "consumed_valid_samples": train_state.consumed_valid_samples,
         "skipped_train_samples": train_state.skipped_train_samples,
         "data_order": train_state.data_order,
+        "recent_values": dict(train_state.recent_values),
+        "rolled_back": train_state.rolled_back,
         "args": plain_args(context.args),
     }
     if with_optimizer and context.scheduler is not None:
@@ -134,6 +136,11 @@ def train_state_of(state: Mapping[str, Any]) -> TrainState:
         skipped_train_samples=int(state.get("skipped_train_samples", 0)),
         flops_so_far=float(state.get("num_floating_point_operations_so_far", 0.0)),
         data_order=state.get("data_order"),
+        recent_values={
+            str(name): tuple(map(float, values))
+            for name, values in state.get("recent_values", {}).items()
+        },
+        rolled_back=tuple((int(first), int(last)) for first, last in state.get("rolled_back", ())),
     )
 
 

@@ -105,9 +105,16 @@ class ScheduleSettings:
     )
     """Steps between barriers of host and device."""
     check_for_spiky_loss: bool = False
-    """Warn when a loss is far above the recent ones."""
-    on_spike: str = flag("warn", choices=("warn", "skip", "stop"), part_of="check_for_large_grads")
-    """What happens then: a warning, no update in this step, or the end of the run."""
+    """Look for losses that are far above the recent ones."""
+    on_spike: str = flag("warn", choices=("warn", "skip", "rollback", "stop"))
+    """What happens then, and where --check-for-large-grads finds a gradient norm: a warning, no
+    update in this step, the return to the newest state that was kept, or the end of the run."""
+    rollback_iterations_to_skip: int = flag(200, part_of="on_spike")
+    """With rollback, steps from that state on whose samples are passed over; at least up to the
+    spike. PaLM skipped 200 to 500 (arXiv 2204.02311, section 5.1)."""
+    max_rollbacks: int = flag(3, part_of="on_spike")
+    """With rollback, how often for the same place, which are spikes within as many steps after
+    the last ones that were passed over; the next one stops the run."""
     check_for_nan_in_loss_and_grad: bool = flag(True, "--no-check-for-nan-in-loss-and-grad")
     """Update the weights even from a loss that is not finite."""
     check_weight_hash_across_dp_replicas_interval: int | None = None

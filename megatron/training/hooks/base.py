@@ -29,6 +29,9 @@ class Hook:
         """Called after each step; `state` counts it already."""
         return state
 
+    def after_roll_back(self, state: TrainState) -> None:
+        """Called instead of `after_step` where the run has returned to the earlier `state`."""
+
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Called once after the last step."""
         return state
@@ -67,6 +70,11 @@ class Hooks:
         for hook in self._hooks:
             state = hook.after_step(state, result)
         return state
+
+    def after_roll_back(self, state: TrainState) -> None:
+        """Call every hook."""
+        for hook in self._hooks:
+            hook.after_roll_back(state)
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """Call every hook."""

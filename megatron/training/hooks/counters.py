@@ -38,6 +38,10 @@ class PublishCounters(Hook):
         self._publish(state)
         return state
 
+    def after_roll_back(self, state: TrainState) -> None:
+        """Publish where the run stands again."""
+        self._publish(state)
+
     def _publish(self, state: TrainState) -> None:
         args = global_vars.get_args()
         self.status.iteration = args.iteration = state.iteration

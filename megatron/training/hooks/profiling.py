@@ -71,7 +71,7 @@ class Profile(Hook):
 
     def before_step(self, state: TrainState) -> None:
         """Start before the first recorded step; mark each of them."""
-        if state.iteration + 1 == self.first:
+        if state.iteration + 1 == self.first and self._profiler is None:
             self._start()
         if self._profiler is not None:
             self._step = torch.profiler.record_function(f"step {state.iteration + 1}")
@@ -94,6 +94,10 @@ class Profile(Hook):
         if state.iteration + 1 == self.last:
             self._stop()
         return state
+
+    def after_roll_back(self, state: TrainState) -> None:
+        """End the mark of the step that was left."""
+        self._end_step()
 
     def _end_step(self) -> None:
         if self._step is not None:

@@ -235,6 +235,11 @@ class ProgressBar(Hook):
             )
         return state
 
+    def after_roll_back(self, state: TrainState) -> None:
+        """Move the bar back."""
+        self._bar.n = state.iteration
+        self._bar.refresh()
+
     def print(self, text: str) -> None:
         """Print above the bar."""
         if self._bar is None:

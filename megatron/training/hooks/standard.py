@@ -15,7 +15,7 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.checks import CompareReplicas, GuardGradientNorm, WatchForSpikes
+from megatron.training.hooks.checks import CompareReplicas, GuardAgainstSpikes, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import (
@@ -96,7 +96,8 @@ def standard_hooks(
         write=write,
         should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
-    hooks: list[Hook] = [ReadSteps(reading_intervals(run)), PublishCounters(status), times]
+    hooks: list[Hook] = _guards(context, write)
+    hooks += [ReadSteps(reading_intervals(run)), PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(context, times, write, run.schedule.train_iters, prediction), scalars]
     if run.logging.log_straggler:
@@ -110,11 +111,8 @@ def standard_hooks(
                 [run.checkpoint.save_interval, run.checkpoint.non_persistent_save_interval],
             )
         )
-    if run.schedule.check_for_spiky_loss:
+    if run.schedule.check_for_spiky_loss and run.schedule.on_spike == "warn":
         hooks.append(WatchForSpikes(write))
-    if run.ddp.check_for_large_grads and context.optimizer is not None:
-        checks = context.optimizer.norm_checks
-        hooks.append(GuardGradientNorm(checks, run.schedule.on_spike, write))
     hooks += _profilers(context)
     if run.schedule.manual_gc:
         garbage = CollectGarbage(
@@ -156,6 +154,20 @@ def standard_hooks(
     if relay is not None:  # last: it passes on what the others have written
         hooks.append(relay)
     return StandardHooks(hooks, evaluate)
+
+
+def _guards(context: TrainingContext, write: Callable[[str], None]) -> list[Hook]:
+    """Return what judges steps before the update, and let the step ask it about losses."""
+    run, optimizer = context.run, context.optimizer
+    judges_losses = run.schedule.check_for_spiky_loss and run.schedule.on_spike != "warn"
+    if optimizer is None or not (judges_losses or run.ddp.check_for_large_grads):
+        return []
+    checks = optimizer.norm_checks if run.ddp.check_for_large_grads else None
+    warn = write if is_last_rank() else lambda text: None
+    guard = GuardAgainstSpikes(run.schedule.on_spike, warn, checks)
+    if judges_losses:
+        context.loss_guard = guard
+    return [guard]
 
 
 def local_save_directory(run: ResolvedRun) -> str | None:

@@ -35,6 +35,10 @@ class ExitInterval(Hook):
         self._has_stepped = True
         return state
 
+    def after_roll_back(self, state: TrainState) -> None:
+        """Begin anew, as after a resume."""
+        self._has_stepped = False
+
     def should_stop(self, state: TrainState) -> StopReason | None:
         """Return EXIT_INTERVAL at a multiple of the interval."""
         is_multiple = state.iteration % self.interval == 0
@@ -52,6 +56,10 @@ class PhaseEnd(Hook):
         """Remember that this run did something."""
         self._has_stepped = True
         return state
+
+    def after_roll_back(self, state: TrainState) -> None:
+        """Begin anew, as after a resume."""
+        self._has_stepped = False
 
     def should_stop(self, state: TrainState) -> StopReason | None:
         """Return PHASE_END after the last step of a phase."""

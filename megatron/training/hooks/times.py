@@ -51,6 +51,10 @@ class MeasureTimes(Hook):
             self._end_interval()
         return state
 
+    def after_roll_back(self, state: TrainState) -> None:
+        """End the step that was left; going back counts as other time."""
+        self._sums.add(self._clock.stop())
+
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
         """End the interval of a run that is too short for a log line."""
         if not self.shares:

@@ -78,6 +78,54 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
+def spikes_are_looked_for_and_answered(run: ResolvedRun) -> Iterator[MegatronError]:
+    """--on-spike has something to answer, and a rollback has a state to return to."""
+    schedule, checkpoint = run.schedule, run.checkpoint
+    if schedule.on_spike == "warn":
+        return
+    asked = f"--on-spike {schedule.on_spike}"
+    if not (schedule.check_for_spiky_loss or run.ddp.check_for_large_grads):
+        yield problem(
+            f"{asked} without a check.",
+            "a check finds what the policy answers",
+            "--on-spike",
+            "--check-for-spiky-loss",
+            "--check-for-large-grads",
+            fix="add --check-for-spiky-loss, --check-for-large-grads or both",
+        )
+    if schedule.on_spike != "rollback":
+        return
+    saves = checkpoint.save is not None and (
+        checkpoint.save_interval or checkpoint.non_persistent_save_interval
+    )
+    if not saves and not run.logging.inprocess_restart:
+        yield problem(
+            f"{asked} in a run that keeps no state.",
+            "a run returns to a checkpoint, or with --inprocess-restart to a copy in memory",
+            "--on-spike",
+            "--save",
+            "--save-interval",
+            fix="add --save DIRECTORY --save-interval 100",
+        )
+    if checkpoint.no_save_optim:
+        yield problem(
+            f"{asked} with --no-save-optim.",
+            "a run returns to the optimizer state of an earlier step as well",
+            "--on-spike",
+            "--no-save-optim",
+            fix="leave --no-save-optim out",
+        )
+    if run.data.dataloader_type == "external":
+        yield problem(
+            f"{asked} with --dataloader-type external.",
+            "samples are read again from an earlier place",
+            "--on-spike",
+            "--dataloader-type",
+            fix="use --dataloader-type single or cyclic, or --on-spike skip",
+        )
+
+
+@rule
 def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
     """--load names a checkpoint, or a directory that waits for the first one.
 

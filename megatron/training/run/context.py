@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from megatron.core.timers import Timers
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.loss_reduction import LossTable
-from megatron.training.run.state import TrainState
+from megatron.training.run.state import RollBack, TrainState
 
 
 @dataclass
@@ -119,6 +119,22 @@ class Rerun(Protocol):
         ...
 
 
+class LossGuard(Protocol):
+    """What judges the losses of a step before the update."""
+
+    def share_losses(self, losses: Mapping[str, float], is_bad: bool) -> tuple[list[float], bool]:
+        """Give all ranks the losses of the last stage, and whether any rank has a bad one."""
+        ...
+
+    def judge_losses(self, values: list[float]) -> str | None:
+        """Return why a step is refused; None: take it."""
+        ...
+
+
+def _no_roll_back(state: TrainState, spike: RollBack) -> TrainState:
+    raise spike
+
+
 @dataclass
 class TrainingContext:
     """Everything that steps and evaluations use."""
@@ -144,6 +160,10 @@ class TrainingContext:
     """Iterations (1-based) whose samples are passed over."""
     rerun: Rerun | None = None
     """Runs a step again that is not finite; None: such a step ends the run."""
+    loss_guard: LossGuard | None = None
+    """Asked before every update; None: losses are not judged, or after the update."""
+    roll_back: Callable[[TrainState, RollBack], TrainState] = _no_roll_back
+    """Returns the run to an earlier state than the one before the refused step: collective."""
 
     def plan_step(self, consumed_samples: int) -> StepPlan:
         """Return how the step after `consumed_samples` cuts its samples."""
@@ -156,12 +176,13 @@ class TrainingContext:
         """Whether losses and norm are read when they are logged, and not at the end of each step.
 
         Not where the next step depends on them: a loss scale, a step that may be run again, a
-        schedule that stands still when an update is refused.
+        schedule that stands still when an update is refused, a judgement of losses.
         """
         return (
             self.run.schedule.rerun_mode == "disabled"
             and self.run.schedule.check_for_nan_in_loss_and_grad
             and not self.run.precision.fp16
+            and self.loss_guard is None
             and getattr(self.optimizer, "decides_on_device", False)
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.hooks.base import Hooks
 from megatron.training.run.context import TrainingContext
-from megatron.training.run.state import StopReason, TrainState
+from megatron.training.run.state import RollBack, StopReason, TrainState
 from megatron.training.run.step import train_step
 
 
@@ -23,5 +23,9 @@ def train(
         plan = context.plan_step(state.consumed_train_samples)
         hooks.before_step(state)
         result = train_step(context, state, plan)
-        state = hooks.after_step(state.advanced(result), result)
+        try:
+            state = hooks.after_step(state.advanced(result), result)
+        except RollBack as spike:
+            state = context.roll_back(state, spike)
+            hooks.after_roll_back(state)
     return hooks.after_training(state, stop), stop

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 
 class RanksChange(Exception):
     """All ranks leave after a step, because others wait to train with them."""
+
+
+class RollBack(Exception):
+    """All ranks leave a step that was not taken, and return to an earlier state; it says why."""
 
 
 class StopReason(Enum):
@@ -41,7 +45,10 @@ class StepResult:
     was_skipped: bool
     """The weights did not change: overflow under fp16, or --iterations-to-skip."""
     skip_reason: str | None = None
-    """Which gradient overflowed, where that is why the step was skipped."""
+    """What was wrong, where that is why the step was skipped: a gradient that overflowed, a loss or
+    gradient norm far above the recent ones."""
+    was_passed_over: bool = False
+    """Its samples were taken, and nothing was computed from them."""
     was_nan: bool = False
     """A loss was not finite and the check was switched off."""
     max_attention_logit: float | None = None
@@ -108,6 +115,11 @@ class TrainState:
     flops_so_far: float = 0.0
     data_order: Mapping[str, Any] | None = None
     """What the order of the training samples follows from; None if the data do not tell."""
+    recent_values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Losses and gradient norms of the last steps, where spikes are answered before the update."""
+    rolled_back: tuple[tuple[int, int], ...] = ()
+    """(first, last) iteration that is passed over, for every time that the run returned to an
+    earlier state; in this order."""
 
     def advanced(self, result: StepResult) -> TrainState:
         """Return the state after one more step."""
@@ -115,8 +127,14 @@ class TrainState:
             self,
             iteration=self.iteration + 1,
             consumed_train_samples=self.consumed_train_samples + result.num_samples,
+            skipped_train_samples=self.skipped_train_samples
+            + result.num_samples * result.was_passed_over,
             flops_so_far=self.flops_so_far + result.flops,
         )
+
+    def passes_over(self, iteration: int) -> bool:
+        """Return whether nothing is computed in an iteration because of an earlier spike."""
+        return any(first <= iteration <= last for first, last in self.rolled_back)
 
     def evaluated(self, num_samples: int) -> TrainState:
         """Return the state after an evaluation of `num_samples` samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,14 +40,15 @@ def train_step(context: TrainingContext, state: TrainState, plan: StepPlan) -> S
     Raises:
         NumericsError: on all ranks, naming iteration, rank and micro batch.
     """
-    if state.iteration + 1 in context.iterations_to_skip:
+    iteration = state.iteration + 1
+    if iteration in context.iterations_to_skip or state.passes_over(iteration):
         return _skip_step(context, plan)
     rerun, data = context.rerun, context.data.train
     if rerun is not None:
         data = rerun.record(context, state, plan)
     reports = _compute(context, data, state.consumed_train_samples, plan)
     try:
-        if getattr(context.optimizer, "decides_on_device", False):
+        if context.loss_guard is None and getattr(context.optimizer, "decides_on_device", False):
             step = start_step_on_device(context, state, plan, reports)
             return step if context.reads_steps_later else step.read()
         return _take_step(context, state, plan, loss_table(context, reports))
@@ -93,7 +94,11 @@ def _take_step(
     context: TrainingContext, state: TrainState, plan: StepPlan, losses: LossTable
 ) -> StepResult:
     """Check the losses, and update the weights from the gradients."""
-    was_nan = _check_losses(context, state, plan, losses)
+    means = losses.means(context.groups.dp_cp)
+    was_nan, refusal = _judge_losses(context, state, plan, losses, means)
+    if refusal is not None:
+        context.optimizer.attention_logits.forget()
+        return replace(_skipped(context, plan), losses=means, skip_reason=refusal)
     if context.run.precision.empty_unused_memory_level >= 1:
         _return_cached_memory()
 
@@ -105,7 +110,7 @@ def _take_step(
     if context.run.precision.empty_unused_memory_level >= 2:
         _return_cached_memory()
     outcome = (was_updated, grad_norm, num_zeros)
-    return _result(context, plan, losses, outcome, rates=rates, was_nan=was_nan)
+    return _result(context, plan, means, outcome, rates=rates, was_nan=was_nan)
 
 
 def start_step_on_device(
@@ -143,8 +148,9 @@ def start_step_on_device(
             context.scheduler.step(increment=plan.global_batch_size)
         later_scale = scale if context.reads_steps_later else _loss_scale(context)
         return _result(
-            context, plan, table, result, rates=rates, was_nan=was_nan, scale=later_scale
-        )
+            context, plan, table.means(context.groups.dp_cp), result,
+            rates=rates, was_nan=was_nan, scale=later_scale,
+        )  # fmt: skip
 
     return UnreadStep(
         finish,
@@ -171,7 +177,7 @@ def _refusal(context: TrainingContext, losses: UnreadLosses) -> Tensor | None:
 def _result(
     context: TrainingContext,
     plan: StepPlan,
-    losses: LossTable,
+    means: Mapping[str, float],
     outcome: tuple[bool, float | None, float | None],
     *,
     rates: tuple[float, float | None],
@@ -180,7 +186,7 @@ def _result(
 ) -> StepResult:
     was_updated, grad_norm, num_zeros = outcome
     return StepResult(
-        losses=losses.means(context.groups.dp_cp),
+        losses=means,
         grad_norm=grad_norm,
         num_zeros=num_zeros,
         learning_rate=rates[0],
@@ -266,17 +272,44 @@ def _of_last_stage(context: TrainingContext, table: LossTable) -> LossTable:
     return table if source == group.size() - 1 else broadcast_object(table, source, group)
 
 
+def _judge_losses(
+    context: TrainingContext,
+    state: TrainState,
+    plan: StepPlan,
+    losses: LossTable,
+    means: Mapping[str, float],
+) -> tuple[bool, str | None]:
+    """Check the losses, and ask the guard; return whether one is not finite, and its refusal."""
+    if context.loss_guard is None:
+        return _check_losses(context, state, plan, losses), None
+    # One all-reduce for both questions.
+    is_bad = losses.first_not_finite() is not None
+    values, is_any_bad = context.loss_guard.share_losses(means, is_bad)
+    was_nan = _check_losses(context, state, plan, losses, is_any_bad=is_any_bad)
+    return was_nan, context.loss_guard.judge_losses(values)
+
+
 def _check_losses(
-    context: TrainingContext, state: TrainState, plan: StepPlan, losses: LossTable
+    context: TrainingContext,
+    state: TrainState,
+    plan: StepPlan,
+    losses: LossTable,
+    *,
+    is_any_bad: bool | None = None,
 ) -> bool:
     """Raise on all ranks if any loss of the step is not finite; return it if that is allowed.
 
     Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
+
+    Args:
+        is_any_bad: what the ranks have agreed on already.
     """
     found = losses.first_not_finite()
     if not _stops(context):
         return found is not None
-    if not any_across_ranks(found is not None, backend.world()):
+    if is_any_bad is None:
+        is_any_bad = any_across_ranks(found is not None, backend.world())
+    if not is_any_bad:
         return False
     problem, routers = None, ""
     # What routers have counted is that of the newest step.
@@ -331,7 +364,7 @@ def _skip_step(context: TrainingContext, plan: StepPlan) -> StepResult:
     for iterator in iterators:
         for _ in range(plan.num_microbatches if iterator is not None else 0):
             next(iterator)
-    return _skipped(context, plan)
+    return replace(_skipped(context, plan), was_passed_over=True)
 
 
 def _skipped(context: TrainingContext, plan: StepPlan) -> StepResult:

@@ -14,11 +14,11 @@ import torch
 import megatron.training.hooks.evaluation as hook_module
 import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
-from megatron.core.foundation.errors import ConfigError, SpikeError
+from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import SINGLE_RANK, ProcessGroupCollection
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.checks import CompareReplicas, GuardGradientNorm, WatchForSpikes
+from megatron.training.hooks.checks import CompareReplicas
 from megatron.training.hooks.counters import ProgressFile
 from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLine
 from megatron.training.hooks.profiling import CollectGarbage, Profile
@@ -256,48 +256,6 @@ def test_the_first_loss_that_is_not_finite_is_named(bad):
     reports = [{"lm loss": torch.tensor([x, 2.0])} for x in (1.0, bad, bad)]
     microbatch, name, _ = LossTable.of(reports).first_not_finite()
     assert (microbatch, name) == (1, "lm loss")
-
-
-def test_a_spike_is_told_and_slow_drift_is_not():
-    said: list[str] = []
-    watch = WatchForSpikes(said.append)
-    for step in range(60):
-        watch.after_step(TrainState(iteration=step), result(10 - 0.05 * step + 0.02 * (step % 3)))
-    assert said == []
-    watch.after_step(TrainState(iteration=61, consumed_train_samples=100), result(30.0))
-    assert len(said) == 1
-    assert "samples 96 to 99" in said[0]
-
-
-def test_a_jump_in_the_first_steps_is_told_and_their_fall_is_not():
-    said: list[str] = []
-    watch = WatchForSpikes(said.append)
-    for step, loss in enumerate((10.8, 10.7, 10.9, 10.2, 9.6, 9.9)):
-        watch.after_step(TrainState(iteration=step), result(loss))
-    assert said == []
-    watch.after_step(TrainState(iteration=6), result(3e36))
-    assert len(said) == 1
-    assert "lm loss 3.000000E+36" in said[0]
-
-
-def test_a_large_gradient_is_answered_before_the_update_as_the_policy_says():
-    said: list[str] = []
-    for policy in ("warn", "skip", "stop"):
-        checks: list = []
-        guard = GuardGradientNorm(checks, policy, said.append)
-        guard.before_training(TrainState())
-        (judge,) = checks
-        assert [judge(1.0 + 0.1 * (step % 3)) for step in range(20)] == [None] * 20
-        guard.before_step(TrainState(iteration=20))
-        if policy == "stop":
-            with pytest.raises(SpikeError, match="iteration 21: gradient norm 3.0"):
-                judge(30.0)
-            continue
-        answer = judge(30.0)
-        assert (answer is None) == (policy == "warn")
-        assert judge(1.1) is None
-    assert len(said) == 1
-    assert "iteration 21: gradient norm 3.000000E+01" in said[0]
 
 
 def test_replicas_are_compared_at_their_interval_before_every_save_and_at_the_end(run):
