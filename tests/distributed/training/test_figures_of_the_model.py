@@ -109,7 +109,7 @@ def gather_in_forward(config, chunk, groups):
         (LayoutCase(tp=2, expt_tp=1, ep=2), EXPERTS, replicate),
         (LayoutCase(dp=4, ep=2), EXPERTS, shard),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_zeros_and_norms_count_each_element_of_the_model_once(layout, model, wrapper):
     expected = figures(ProcessGroupCollection.single(), layout.serial, model, replicate)
