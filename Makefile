@@ -5,6 +5,8 @@ PYTHON_OF_VENV := $(VENV)/bin/python
 PYTEST_ARGS ?=
 # Tests that neither measure time nor keep both cores busy by themselves.
 TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without_gpu
+# Tests of several ranks, which leave a third of two cores idle, but for those that measure time.
+RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*))
 GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
@@ -20,7 +22,8 @@ quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minu
 test: venv ## the checks and the whole CPU suite
 	@status=0; \
 	$(MAKE) --no-print-directory checks || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q $(addprefix --ignore=,$(TWO_AT_A_TIME)) $(PYTEST_ARGS) || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile $(RANKS_TWICE) $(PYTEST_ARGS) || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q $(addprefix --ignore=,$(TWO_AT_A_TIME) $(RANKS_TWICE)) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: venv ## format, lint, types, architecture
