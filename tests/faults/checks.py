@@ -89,7 +89,7 @@ def train_in_harness(
     if "--hybrid-context-parallel" in words:
         groups["hybrid_cp"] = True
     with _POOL:
-        run_distributed(train_with_flags, num_ranks, words, timeout_s=600.0, **groups)
+        run_distributed(train_with_flags, num_ranks, words, timeout_s=600.0 + num_steps, **groups)
 
 
 class References:

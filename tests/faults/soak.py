@@ -76,14 +76,9 @@ def run_soak(
     with CaseRun(f"soak/{minutes:g}-minutes") as run:
         words = [*MODEL.split(), *LAYOUT.split(), "--train-iters", str(num_steps)]
         words += ["--num-workers", "1", "--slow-step", str(STEP_S / 2), "--log-interval", "10"]
-        words += ["--eval-interval", "200", "--save", str(folder / "save"), "--load"]
-        words += [
-            str(folder / "save"),
-            "--save-interval",
-            str(SAVE_INTERVAL),
-            "--most-recent-k",
-            str(NUM_KEPT),
-        ]
+        words += ["--save", str(folder / "save"), "--load", str(folder / "save")]
+        words += ["--save-interval", str(SAVE_INTERVAL), "--most-recent-k", str(NUM_KEPT)]
+        words += ["--eval-interval", "200"]
         words += ["--metrics-jsonl", str(folder / "metrics")]
         job = run.start(
             folder / "job", words, num_ranks=NUM_RANKS, launcher=LAUNCHER,
@@ -95,22 +90,18 @@ def run_soak(
         held: dict[str, list[Held]] = {"launcher": [], "rank": []}
         end = began + minutes * 60 - 3 * interval_s
         while time.monotonic() < end and not job.is_over():
-            sleep_s = source.uniform(0.5, 1.5) * interval_s
-            time.sleep(sleep_s)
+            time.sleep(source.uniform(0.5, 1.5) * interval_s)
             note(held, job, kept, folder)
             act = signal.SIGSTOP if len(returned) % 3 == 2 else signal.SIGKILL
             others = [r for r, p in members(job).items() if p.environment[PROCESS] != kept]
             returned.append(lose_a_rank(job, act, source.choice(others)))
-        left = job.wait_until_gone(COME_BACK_S + 4 * interval_s)
+        # What the losses cost is made up at the end.
+        left = job.wait_until_gone(COME_BACK_S + minutes * 60)
         if left or job.process.returncode:
             run.result.problems.append(f"exit status {job.process.returncode}, there: {left}")
         run.result.problems += check_remains(job, FINISHES)
         run.result.problems += check_save_directory(folder / "save", is_clean=True)
         run.result.problems += growth(held)
-        reference = references.curve(
-            NUM_RANKS, num_steps, f"{LAYOUT} --eval-interval 200 --log-interval 10"
-        )
-        run.result.problems += check_curve(folder, reference, num_steps)
         run.result.facts = "; ".join(
             [
                 f"{len(returned)} ranks lost, {len(generations(job))} generations",
@@ -118,6 +109,10 @@ def run_soak(
             ]
             + [f"{name}: {shown(found)}" for name, found in held.items()]
         )
+        reference = references.curve(
+            NUM_RANKS, num_steps, f"{LAYOUT} --eval-interval 200 --log-interval 10"
+        )
+        run.result.problems += check_curve(folder, reference, num_steps)
     return run.result
 
 
