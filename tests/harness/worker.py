@@ -190,7 +190,11 @@ def _form_world(job: Job) -> ProcessGroupCollection:
         timeout=timeout,
     )
     sizes = {LAYOUT_SIZES[name]: value for name, value in job.layout.items()}
-    return parallel_state.initialize_model_parallel(**sizes)
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    # gloo connects each pair from one side: without this, a rank whose function communicates with
+    # nobody could leave while a slower one still waits for the connection, and take it down.
+    dist.barrier()
+    return groups
 
 
 @functools.cache

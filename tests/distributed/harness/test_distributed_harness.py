@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness.distributed import DistributedFailure, distributed, run_distributed
@@ -72,6 +73,25 @@ def process_facts(groups):
     return os.getpid(), torch.get_num_threads(), torch.backends.cuda.is_built()
 
 
+def delay_rank_zero_in_the_next_job(groups):
+    """Let rank 0 be the last to have its groups, as on a crowded machine."""
+    if dist.get_rank() > 0:
+        return
+    form = parallel_state.initialize_model_parallel
+
+    def form_late(**sizes):
+        parallel_state.initialize_model_parallel = form
+        groups = form(**sizes)
+        time.sleep(0.3)
+        return groups
+
+    parallel_state.initialize_model_parallel = form_late
+
+
+def moment_of_start(groups):
+    return time.monotonic()
+
+
 def no_such_result(groups):
     return lambda: None
 
@@ -117,6 +137,13 @@ def test_workers_live_on_between_jobs_with_one_thread_each():
     assert run_distributed(process_facts, 2) == first[:2]
     assert len({pid for pid, _, _ in first} | {os.getpid()}) == 4
     assert [threads for _, threads, _ in first] == [1, 1, 1]
+
+
+def test_no_rank_starts_before_all_have_their_groups():
+    """It could end, and close connections that a slower rank still waits for."""
+    run_distributed(delay_rank_zero_in_the_next_job, 2)
+    slow, fast = run_distributed(moment_of_start, 2)
+    assert abs(slow - fast) < 0.2
 
 
 def test_a_job_does_not_see_the_traces_of_the_one_before():
