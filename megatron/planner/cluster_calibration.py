@@ -19,6 +19,7 @@ from megatron.planner.machine_time import MachineTime, fit_machine_time, work_of
 from megatron.planner.measured_run import MeasuredRun
 from megatron.planner.predictor import NINE_TENTHS, Predictor
 from megatron.planner.run_layout import row_of_run
+from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import ModelScript
 from megatron.planner.workload import FloatArray, joined
 
@@ -60,14 +61,16 @@ def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu
 
 
 def calibrate_to_machine(
-    measured: Sequence[MeasuredRun], script: ModelScript, cores: int
+    measured: Sequence[MeasuredRun], script: ModelScript, cores: int, times: OperationTimes
 ) -> MachineTime:
     """Return what a unit of work takes on the machine without accelerators that ran these.
 
+    Args:
+        times: of the operations of this machine.
     Raises:
         TopologyError: this process is a rank of a run.
     """
-    works = [work_of_step(each.run, script, cores).shared() for each in measured]
+    works = [work_of_step(each.run, script, cores, times) for each in measured]
     seconds = [each.step_s for each in measured]
     found = fit_machine_time(works, seconds)
     residuals = np.log([found.seconds(work) for work in works]) - np.log(seconds)

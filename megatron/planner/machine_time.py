@@ -1,13 +1,13 @@
 """Seconds of a step on a machine without accelerators, from the program and a short measurement.
 
-The work of a rank is counted in its imaginary step (`tracing.work`); what a unit of work takes is
-fitted to a few measured layouts of the same machine, not negative and in relative error. Ranks
-share the cores: a step takes the pipeline's makespan, or all work over the cores if that is more.
+The work of a rank is counted in its imaginary step (`tracing.work`). Its operations are timed here,
+each by itself; what they take in a run, and what a call of Python and a message take, is fitted to
+a few measured layouts of the same machine, not negative and in relative error. Ranks share the
+cores: a step takes the pipeline's makespan, or all work over the cores if that is more.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +19,21 @@ from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.planner.predictor import NINE_TENTHS
 from megatron.planner.program_memory import work_of_rank
+from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import ModelScript
 from megatron.planner.tracing.work import WorkOfRank
 from megatron.planner.workload import FloatArray
 from megatron.training.config.resolved import ResolvedRun
 
 _NUM_ROUNDS = 400
-TERMS = tuple(field.name for field in dataclasses.fields(WorkOfRank))
+_DISTURBED = 0.1
+"""Relative error from which on a step is rather taken to have been disturbed."""
+_SHARING = np.linspace(1.0, 1.6, 25)
+_USUAL_SHARING, _SHARING_WIDTH = 1.15, 0.15
+"""What is expected before a run was measured, and how far from it a machine may well be."""
+TERMS = ("operation_seconds", "num_calls", "num_messages", "message_bytes")
+_SLOWED = np.array([True, True, False, False])
+"""The terms that take longer beside other ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class StepWork:
     """What a step of a layout does.
 
     Attributes:
-        terms: [ranks, terms], see `WorkOfRank`.
+        terms: [ranks, terms], see `WorkOfRank`; the operations by what they take alone.
         stretch: makespan of the pipeline over the work of a rank: 1 without a pipeline.
         cores: of the machine that the ranks share.
     """
@@ -42,23 +50,38 @@ class StepWork:
     stretch: float
     cores: int
 
-    def shared(self) -> FloatArray:
-        """Return the terms that a step waits for, [terms]."""
+    def waited_for(self, sharing: float = 1.0) -> FloatArray:
+        """Return the terms that a step waits for, [terms].
+
+        Args:
+            sharing: what the work of a rank takes beside other ranks, over what it takes alone.
+        """
         num_ranks = len(self.terms)
-        # On the cores, work is divided; where there are enough of them, the pipeline waits.
-        factor = max(self.stretch, num_ranks / self.cores)
-        return np.asarray(self.terms.mean(axis=0) * factor)
+        crowding = max(1.0, num_ranks / self.cores)
+        # Cores that are shared let stages wait less, but no more than if they alone made it last:
+        # between the larger of both and their product.
+        factor = np.sqrt(self.stretch**2 + crowding**2 - 1)
+        slower = np.where(_SLOWED & (num_ranks > 1), sharing, 1.0)
+        return np.asarray(self.terms.mean(axis=0) * factor * slower)
 
 
-def work_of_step(run: ResolvedRun, script: ModelScript, cores: int) -> StepWork:
+def work_of_step(
+    run: ResolvedRun, script: ModelScript, cores: int, times: OperationTimes
+) -> StepWork:
     """Count the work of all ranks of a run.
 
+    Args:
+        times: of the operations of this machine, of earlier runs as well.
     Raises:
         TopologyError: this process is a rank of a run.
     """
     world, sizes = run.topology.world_size, run.parallelism
-    ranks = [dataclasses.astuple(work_of_rank(run, script, rank)) for rank in range(world)]
+    ranks = [_terms(work_of_rank(run, script, rank), times) for rank in range(world)]
     return StepWork(np.array(ranks), _stretch(run, sizes.pipeline_model_parallel_size), cores)
+
+
+def _terms(work: WorkOfRank, times: OperationTimes) -> tuple[float, ...]:
+    return times.seconds_of_work(work), work.num_calls, work.num_messages, work.message_bytes
 
 
 def _stretch(run: ResolvedRun, stages: int) -> float:
@@ -81,19 +104,21 @@ class MachineTime:
 
     Attributes:
         seconds_of: of one unit of each of `TERMS`.
+        sharing: what work takes beside other ranks, over what it takes alone.
         deviation: of the logarithm of measured over predicted seconds, in the calibration.
     """
 
     seconds_of: FloatArray
+    sharing: float
     deviation: float
 
-    def seconds(self, terms: FloatArray) -> float:
-        """Return the seconds of a step that waits for this work, [terms].
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step.
 
         Raises:
             ConfigError: it sends messages, and the measured runs have not.
         """
-        messages = TERMS.index("num_messages")
+        terms, messages = work.waited_for(self.sharing), TERMS.index("num_messages")
         if terms[messages] and not self.seconds_of[messages]:
             raise ConfigError(
                 "the measured runs sent no messages, and this one does.",
@@ -103,35 +128,48 @@ class MachineTime:
             )
         return float(terms @ self.seconds_of)
 
-    def interval(self, terms: FloatArray) -> tuple[float, float]:
+    def interval(self, work: StepWork) -> tuple[float, float]:
         """Return what nine of ten steps are between, by the residuals of the calibration."""
-        middle, factor = self.seconds(terms), float(np.exp(NINE_TENTHS * self.deviation))
+        middle, factor = self.seconds(work), float(np.exp(NINE_TENTHS * self.deviation))
         return middle / factor, middle * factor
 
 
-def fit_machine_time(works: Sequence[FloatArray], seconds: Sequence[float]) -> MachineTime:
-    """Fit to measured steps of one machine.
+def fit_machine_time(works: Sequence[StepWork], seconds: Sequence[float]) -> MachineTime:
+    """Fit to measured steps of one machine: the likeliest of several values of `sharing`."""
+    measured = np.array(seconds)
+    found: list[tuple[float, MachineTime]] = []
+    for sharing in _SHARING:
+        terms = np.array([work.waited_for(sharing) for work in works])
+        seconds_of = _fit_units(terms, measured)
+        errors = (terms @ seconds_of) / measured - 1
+        unlikely = np.log1p((errors / _DISTURBED) ** 2).sum()
+        unlikely += ((sharing - _USUAL_SHARING) / _SHARING_WIDTH) ** 2
+        deviation = float(np.sqrt(np.mean(np.log1p(errors) ** 2)))
+        found.append((float(unlikely), MachineTime(seconds_of, float(sharing), deviation)))
+    return min(found, key=lambda each: each[0])[1]
 
-    Args:
-        works: [terms] of each step.
 
+def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
+    """Return the seconds of one unit of each term.
 
     Least squares of the relative error with factors that are not negative, by multiplicative
     updates (Lee and Seung, "Learning the parts of objects by non-negative matrix factorization",
     Nature 401, 1999), from equal shares of each kind of work on.
+
+    Args:
+        terms: [runs, terms].
+        measured: [runs], in seconds.
     """
-    measured = np.array(seconds)
-    terms = np.array(works) / measured[:, None]
-    scale = np.maximum(terms.mean(axis=0), 1e-300)
-    scaled = terms / scale
+    relative = terms / measured[:, None]
+    scale = np.maximum(relative.mean(axis=0), 1e-300)
+    scaled = relative / scale
     factors = np.full(len(scale), 1 / len(scale))
     ones = np.ones(len(measured))
     for _ in range(_NUM_ROUNDS):
         predicted = scaled @ factors
         # Robust: a step that was disturbed counts less.
-        weight = 1 / (1 + ((predicted - 1) / 0.1) ** 2)
+        weight = 1 / (1 + ((predicted - 1) / _DISTURBED) ** 2)
         # Of work that no run has done nothing is known: it keeps the price 0.
         wanted = np.maximum(scaled.T @ (weight * predicted), 1e-300)
         factors *= (scaled.T @ (weight * ones)) / wanted
-    residuals = -np.log(scaled @ factors)
-    return MachineTime(factors / scale, float(np.sqrt(np.mean(residuals**2))))
+    return factors / scale

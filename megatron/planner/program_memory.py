@@ -70,7 +70,7 @@ def trace_rank(
 
 
 def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank:
-    """Return what one rank does in a step, on gloo.
+    """Return what one rank does in a step after the first, on gloo.
 
     Args:
         run, script, rank: as of `trace_rank`.
@@ -83,6 +83,7 @@ def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank
         contextlib.redirect_stdout(io.StringIO()),
     ):
         under_test = RankUnderTest(run, script, ledger)
-        ledger.work = WorkOfRank()
-        under_test.step(None)
-        return ledger.work
+        under_test.step(None)  # makes what later ones find
+        with ledger.counting() as work:
+            under_test.step(None)
+        return work

@@ -20,6 +20,7 @@ from megatron.planner.predictor import load_predictor
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
 from megatron.planner.step_time import Parts, predict_step
+from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import ModelScript
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.resolved import ResolvedRun
@@ -133,8 +134,9 @@ def predicted_step_of_machine(
             flags=["--calibrate"],
             fix="train a few steps with --metrics-jsonl RUN/metrics.jsonl --save RUN, and name RUN",
         )
-    machine = calibrate_to_machine(measured, script, cores)
-    work = work_of_step(run, script, cores).shared()
+    times = OperationTimes()
+    machine = calibrate_to_machine(measured, script, cores, times)
+    work = work_of_step(run, script, cores, times)
     low, high = machine.interval(work)
     return StepPrediction(
         seconds=machine.seconds(work),

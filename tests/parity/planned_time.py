@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.planner.machine_time import StepWork, fit_machine_time, work_of_step
+from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import RankUnderTest
 from tests.harness.distributed import run_distributed
 from tests.harness.resolved_run import run_of
@@ -45,8 +46,8 @@ class Flags:
     seed: int = 1
 
 
-def measure(groups: ProcessGroupCollection, words: str, steps: int) -> list[tuple[float, float]]:
-    """Train, and return (elapsed, CPU) seconds of each step of this rank after the first two."""
+def measure(groups: ProcessGroupCollection, words: str, steps: int) -> list[float]:
+    """Train, and return the seconds of each step of this rank after the first two."""
     parallel_state.destroy_model_parallel()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
@@ -55,12 +56,11 @@ def measure(groups: ProcessGroupCollection, words: str, steps: int) -> list[tupl
     found = []
     for _ in range(steps + 2):
         dist.barrier()
-        begin = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
         with contextlib.redirect_stdout(io.StringIO()):
             rank.step(None)
-        used = time.process_time() - begin[1]
         dist.barrier()
-        found.append((time.perf_counter() - begin[0], used))
+        found.append(time.perf_counter() - begin)
     return found[2:]
 
 
@@ -68,49 +68,43 @@ def main() -> int:
     """Calibrate, predict, and print a line for each layout; return whether the goal is met."""
     flags = read_command_line(Flags, description=__doc__)
     layouts = drawn(flags.layouts + flags.calibration, flags.seed)
-    elapsed = [float("inf")] * len(layouts)
-    used = [float("inf")] * len(layouts)
+    torch.set_num_threads(1)
+    times = OperationTimes()
+    works = [_work(layout, times) for layout in layouts]
+    seconds = [float("inf")] * len(layouts)
     for _ in range(flags.rounds):
         for index, layout in enumerate(layouts):
             found = run_distributed(
                 measure, layout.world_size, layout.words, flags.steps, timeout_s=300.0
             )
-            each = np.array(found)  # [ranks, steps, 2]
-            elapsed[index] = min(elapsed[index], each[0, :, 0].min())
-            used[index] = min(used[index], each[:, :, 1].sum(axis=0).min())
+            seconds[index] = min(seconds[index], *found[0])
             print(f"measured {index + 1} of {len(layouts)}", flush=True)
-    works = [_work(layout) for layout in layouts]
     chosen = set(random.Random(flags.seed).sample(range(len(layouts)), flags.calibration))
-    medians = []
-    for name, seconds, counted in (
-        ("elapsed", elapsed, [work.shared() for work in works]),
-        ("CPU", used, [work.terms.sum(axis=0) for work in works]),
-    ):
-        machine = fit_machine_time([counted[i] for i in chosen], [seconds[i] for i in chosen])
-        print(f"{name} seconds: {machine}")
-        errors = []
-        for index, (layout, terms) in enumerate(zip(layouts, counted, strict=True)):
-            if index in chosen:
-                continue
-            predicted = machine.seconds(terms)
-            low, high = machine.interval(terms)
-            errors.append(predicted / seconds[index] - 1)
-            print(
-                f"{seconds[index]:.4f} measured, {predicted:.4f} predicted ({low:.4f} to"
-                f" {high:.4f}), {100 * errors[-1]:+.1f} %: {layout.world_size} {layout.words}"
-            )
-        sizes = np.abs(errors)
-        medians.append(float(np.median(sizes)))
+    machine = fit_machine_time([works[i] for i in chosen], [seconds[i] for i in chosen])
+    print(machine)
+    errors = []
+    for index, (layout, work) in enumerate(zip(layouts, works, strict=True)):
+        if index in chosen:
+            continue
+        predicted = machine.seconds(work)
+        low, high = machine.interval(work)
+        errors.append(predicted / seconds[index] - 1)
         print(
-            f"{name} seconds of {len(errors)} layouts: median error {100 * np.median(sizes):.1f} %,"
-            f" mean {100 * sizes.mean():.1f} %, {100 * np.mean(sizes <= GOAL):.0f} % within"
-            f" {100 * GOAL:.0f} %; calibrated with {len(chosen)} others\n"
+            f"{seconds[index]:.4f} measured, {predicted:.4f} predicted ({low:.4f} to"
+            f" {high:.4f}), {100 * errors[-1]:+.1f} %: {layout.world_size} {layout.words}"
         )
-    return int(medians[0] > GOAL)
+    sizes = np.abs(errors)
+    print(
+        f"{len(errors)} layouts: median error {100 * np.median(sizes):.1f} %,"
+        f" mean {100 * sizes.mean():.1f} %, {100 * np.mean(sizes <= GOAL):.0f} % within"
+        f" {100 * GOAL:.0f} %; calibrated with {len(chosen)} others"
+    )
+    return int(np.median(sizes) > GOAL)
 
 
-def _work(layout: Layout) -> StepWork:
-    return work_of_step(run_of(layout.words, layout.world_size), SCRIPT, os.cpu_count() or 1)
+def _work(layout: Layout, times: OperationTimes) -> StepWork:
+    run = run_of(layout.words, layout.world_size)
+    return work_of_step(run, SCRIPT, os.cpu_count() or 1, times)
 
 
 if __name__ == "__main__":
