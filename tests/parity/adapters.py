@@ -47,9 +47,9 @@ from megatron.core.parameters.param_meta import full_shape, get_param_meta, shar
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.low_rank_adapter import (
     AdapterSettings,
-    add_adapters,
     is_of_adapter,
 )
 from megatron.core.transformer.moe.router import ROUTER_DTYPES
@@ -242,7 +242,7 @@ def _our_step(
         target_modules=tuple(adapter.targets),
         use_dora=adapter.use_dora,
     )
-    add_adapters(chunk, settings, groups)
+    add_adapters([chunk], settings, groups)
     zero = layout.get("zero", 0)
     wrapper = DistributedDataParallel if zero is not None else TorchFullyShardedDataParallel
     ddp_config = DistributedDataParallelConfig(

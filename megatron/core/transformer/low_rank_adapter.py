@@ -34,8 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank
-from megatron.core.foundation.errors import ConfigError
-from megatron.core.parameters.initialization import canonical_names, draw_parameter
 from megatron.core.parameters.keyed_draws import keyed_dropout, keyed_keep_mask
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.parameters.rng import SequenceShard, rng_state
@@ -49,7 +47,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, grouped_linear
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 
@@ -327,95 +324,6 @@ def _factor_metas(
     elif weight.split_dim == 1:
         down = ParamMeta(split_dim=1, split_axis=axis, init_method=draw, is_expert=weight.is_expert)
     return down, up
-
-
-def _add_adapter_output(layer: Any, arguments: tuple[Tensor, ...], output: Any) -> Any:
-    """Forward hook of a layer with an adapter."""
-    out, bias = output
-    added_bias = layer.bias if bias is None else None
-    return layer.adapter.adapted(arguments[0], out, layer.weight, added_bias), bias
-
-
-def _add_grouped_output(layer: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Forward hook of grouped linear maps with adapters."""
-    return output + layer.adapter(*arguments)
-
-
-def add_adapters(
-    model: nn.Module, settings: AdapterSettings, groups: ProcessGroupCollection
-) -> int:
-    """Freeze a model and give its layers adapters, which alone are trained from then on.
-
-    Args:
-        model: this rank's chunk, before any wrapper of data parallelism.
-    Returns:
-        the number of trained parameters on this rank.
-    Raises:
-        ConfigError: a layer that was asked for is not there, or cannot have one.
-    """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    present = set()
-    for path, layer in list(model.named_modules()):
-        name = path.rpartition(".")[2]
-        is_grouped = isinstance(layer, GroupedLinear)
-        linear = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
-        if not is_grouped and not isinstance(layer, linear):
-            continue
-        if layer.is_expert:
-            name = f"experts.{name}"
-        present.add(name)
-        if name not in settings.target_modules:
-            continue
-        if layer.is_expert and (settings.use_dora or settings.dropout):
-            raise _is_more_than_experts_have(settings)
-        if is_grouped:
-            layer.add_module(ATTRIBUTE, GroupedLowRankAdapter(layer, settings))
-            layer.register_forward_hook(_add_grouped_output)
-        else:
-            layer.add_module(ATTRIBUTE, LowRankAdapter(layer, settings, name, groups))
-            layer.register_forward_hook(_add_adapter_output)
-    for experts in model.modules():
-        if isinstance(experts, (GroupedMLP, SequentialMLP)):
-            experts.number_experts()
-    wanted = set(settings.target_modules)
-    missing = sorted(wanted - present)
-    # A stage may hold no layers at all, and all names are never in one model.
-    if missing and wanted != set(TARGETS) and present & {*TARGETS, *EXPERT_TARGETS}:
-        raise ConfigError(
-            f"the model has no layer called {', '.join(missing)}.",
-            rule=f"adapters are added to the layers {', '.join(TARGETS)}, and of routed experts"
-            f" {', '.join(EXPERT_TARGETS)}, of the local backend",
-            flags=["--lora-target-modules", "--transformer-impl"],
-            fix="name layers that the model has, with --transformer-impl local",
-        )
-    names = canonical_names(model)
-    trained = 0
-    for name, parameter in adapter_parameters(model):
-        trained += parameter.numel()
-        meta = get_param_meta(parameter)
-        if meta.init_method is not None:
-            tp = groups.expt_tp if meta.is_expert else groups.tp
-            draw_parameter(
-                parameter,
-                meta,
-                meta.init_method,
-                seed=rng_state().seed,
-                name=names[name],
-                axis_rank=tp.rank(),
-                axis_size=tp.size(),
-            )
-    return trained
-
-
-def _is_more_than_experts_have(settings: AdapterSettings) -> ConfigError:
-    what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
-    return ConfigError(
-        f"{what} with adapters of routed experts.",
-        rule="the adapter of an expert is the product of two matrices, as PEFT's of a parameter is",
-        flags=[what.split()[0], "--lora-target-modules"],
-        fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
-    )
 
 
 def magnitude_adapters(model: nn.Module) -> Iterable[tuple[Any, LowRankAdapter]]:

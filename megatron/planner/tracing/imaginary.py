@@ -240,9 +240,14 @@ def _rows_of(rows: slice) -> int:
 
 _WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
     ("megatron.core.parameters.initialization.draw_parameter", lambda *_, **__: None),
+    (
+        "megatron.core.transformer.add_adapters.refuse_missing_targets",
+        lambda *_, **__: None,
+    ),
     ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
 )
-"""Functions that only write values, or repeat for the rest of a tensor what they did for a part."""
+"""Functions that only write values, compare what different ranks hold, or repeat for the rest of a
+tensor what they did for a part."""
 
 
 @contextmanager
@@ -275,7 +280,7 @@ def imaginary_rank(
         with ExitStack() as stack:
             for name, answer in _answers_of_others(backend).items():
                 stack.enter_context(mock.patch.object(dist, name, answer))
-            for function, without_values in _WITHOUT_VALUES[: 1 if repeats else 2]:
+            for function, without_values in _WITHOUT_VALUES[: -1 if repeats else None]:
                 stack.enter_context(mock.patch(function, without_values))
             # What `Module.to` does with real tensors.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

@@ -24,8 +24,9 @@ from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.settings.flags import fields_of
+from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.captured_layer import why_not_captured
-from megatron.core.transformer.low_rank_adapter import AdapterSettings, add_adapters
+from megatron.core.transformer.low_rank_adapter import AdapterSettings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.dispatchers import EXCHANGE
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -103,8 +104,7 @@ def build_model(
             )
     adapters = adapter_settings(run.lora)
     if adapters is not None:
-        for part in chunks:
-            add_adapters(part, adapters, groups)
+        add_adapters(chunks, adapters, groups)
     _announce_size(chunks, groups)
     _announce_kernels(run, config)
     where = device.current_device()

@@ -10,11 +10,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.low_rank_adapter import add_adapters
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.add_adapters import add_adapters
+from megatron.core.transformer.low_rank_adapter import AdapterSettings, adapter_parameters
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
 from megatron.training.checkpointing import load_checkpoint
@@ -23,6 +27,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
+from tests.harness.distributed import distributed
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     FP32_AFTER_OPTIMIZER,
@@ -184,13 +189,28 @@ def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewh
     run = resolve(parse_command_line([*flags_for(base), *words]).config, world_size=1)
     model, _ = our_model(base)
     settings = adapter_settings(run.lora)
-    add_adapters(model, settings, groups)
+    add_adapters([model], settings, groups)
     load_checkpoint([model], None, None, args=run.namespace(), pg_collection=groups)
     ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
     with torch.no_grad():
         expected = with_peft(base, trained_elsewhere[0])(ids).logits
         found = model.eval()(ids, None, None)[..., :VOCAB]
     assert_close(found, expected, FP32_REORDERED_SUM, "logits")
+
+
+@distributed(world_size=2, pp=2)
+def test_a_layer_may_be_on_some_stages_only(groups):
+    name = ("in_proj", "linear_qkv")[groups.pp.rank()]
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    layer = nn.ModuleDict(
+        {name: ColumnParallelLinear(8, 16, config=config, init_method=nn.init.zeros_)}
+    )
+    settings = AdapterSettings(rank=2, alpha=2, target_modules=("in_proj", "linear_qkv"))
+    assert add_adapters([layer], settings, groups) == 2 * (8 + 16)
+    assert [path for path, _ in adapter_parameters(layer)]
+    elsewhere = AdapterSettings(rank=2, alpha=2, target_modules=("linear_qkv", "linear_fc1"))
+    with pytest.raises(ConfigError, match="no layer called linear_fc1"):
+        add_adapters([layer], elsewhere, groups)
 
 
 CASES = [

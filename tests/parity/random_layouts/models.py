@@ -169,6 +169,14 @@ def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
 
 
+def has_attention(s: Settings) -> bool:
+    """Return whether some layers attend, and some have an MLP."""
+    if letters := s.get("hybrid-layer-pattern"):
+        return {"*", "-"} <= set(str(letters))
+    frequency = s.get("linear-attention-freq")
+    return _VARIANT not in s or _is_sparse(s) or bool(frequency and frequency <= s["num-layers"])
+
+
 def _letters(letters: str) -> Option:
     """Return letters for a model of as many layers, with experts if it has letters of them."""
     return Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.parity.random_layouts.models import has_attention
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 FIXED: Settings = {
@@ -141,7 +142,7 @@ ADAPTERS = (
     Option(
         "lora-target-modules",
         {None: 1, ("linear_qkv", "linear_fc1"): 1},
-        lambda s: "lora-rank" in s and "multi-latent-attention" not in s,
+        lambda s: "lora-rank" in s and "multi-latent-attention" not in s and has_attention(s),
     ),
     Option(
         "lora-target-modules",
