@@ -6,7 +6,9 @@ PYTEST_ARGS ?=
 # Tests that neither measure time nor keep both cores busy by themselves.
 TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without_gpu
 # Tests of several ranks, which leave a third of two cores idle, but for those that measure time.
-RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*))
+RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*)) \
+               $(addprefix tests/distributed/pipeline_parallel/,test_executor.py test_p2p_communication.py) \
+               tests/parity
 GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
