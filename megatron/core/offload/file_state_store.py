@@ -144,19 +144,11 @@ class FileStateStore:
 
     def _read(self, chunk: int, buffer: list[Tensor]) -> None:
         for offset, part in zip(self._starts(chunk), self._parts(chunk, buffer), strict=True):
-            view = part.numpy().data.cast("B")
-            while view:
-                count = os.preadv(self._file, [view], offset)
-                if count == 0:
-                    raise OSError(errno.EIO, "the file of offloaded state is shorter than it was")
-                view, offset = view[count:], offset + count
+            read_exactly(self._file, part.numpy().data.cast("B"), offset)
 
     def _write(self, chunk: int, buffer: list[Tensor]) -> None:
         for offset, part in zip(self._starts(chunk), self._parts(chunk, buffer), strict=True):
-            view = part.numpy().data.cast("B")
-            while view:
-                count = os.pwrite(self._file, view, offset)
-                view, offset = view[count:], offset + count
+            write_exactly(self._file, part.numpy().data.cast("B"), offset)
 
 
 def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str) -> int:
@@ -165,37 +157,97 @@ def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str
     Raises:
         ConfigError: the directory is missing or not writable, or the disk is too full.
     """
-    directory = Path(directory)
+    file = nameless_file(directory, flag=flag)
+    try:
+        reserve_space(
+            file, directory, 0, max(num_bytes, 1), flag=flag,
+            rule="the space for all state is reserved before training starts",
+            fix="free space, name another disk, lower --optimizer-offload-fraction, or shard"
+            " with --use-distributed-optimizer",
+        )  # fmt: skip
+    except ConfigError:
+        os.close(file)
+        raise
+    return file
+
+
+def nameless_file(directory: str | os.PathLike[str], *, flag: str) -> int:
+    """Open a file of `directory` that is gone when this process is.
+
+    Raises:
+        ConfigError: the directory is missing or not writable.
+    """
     try:
         file, name = tempfile.mkstemp(dir=directory, prefix="offload-")
         os.unlink(name)
     except OSError as error:
         raise ConfigError(
-            f"offloaded state cannot be kept in {directory}: {error.strerror or error}.",
+            f"what is offloaded cannot be kept in {directory}: {error.strerror or error}.",
             rule="the directory exists on every node and can be written to",
             flags=[flag],
             fix="create it, or name a directory on a local disk",
         ) from None
+    return file
+
+
+def reserve_space(
+    file: int,
+    directory: str | os.PathLike[str],
+    begin: int,
+    num_bytes: int,
+    *,
+    flag: str,
+    rule: str,
+    fix: str,
+) -> None:
+    """Reserve `num_bytes` from `begin` on in a file of `directory`.
+
+    Raises:
+        ConfigError: the disk is too full; with this rule and fix.
+    """
+    directory = Path(directory)
     try:
         # First: where a file system cannot reserve, the C library writes until the disk is full.
         if num_bytes > _free_bytes(directory):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, 0, max(num_bytes, 1))
+            os.posix_fallocate(file, begin, num_bytes)
         else:
-            os.ftruncate(file, max(num_bytes, 1))
+            os.ftruncate(file, begin + num_bytes)
     except OSError as error:
-        os.close(file)
+        more = " more" if begin else ""
         raise ConfigError(
-            f"offloaded state needs {num_bytes / 2**20:,.0f} MiB for this rank in {directory},"
-            f" which has {_free_bytes(directory) / 2**20:,.0f} MiB free"
+            f"what is offloaded needs {num_bytes / 2**20:,.0f} MiB{more} for this rank in"
+            f" {directory}, which has {_free_bytes(directory) / 2**20:,.0f} MiB free"
             f" ({error.strerror or error}).",
-            rule="the space for all state is reserved before training starts",
+            rule=rule,
             flags=[flag],
-            fix="free space, name another disk, lower --optimizer-offload-fraction, or shard"
-            " with --use-distributed-optimizer",
+            fix=fix,
         ) from None
-    return file
+
+
+def read_exactly(file: int, view: memoryview, offset: int) -> None:
+    """Fill a view from a file, from `offset` on.
+
+    Raises:
+        OSError: reading failed.
+    """
+    while view:
+        count = os.preadv(file, [view], offset)
+        if count == 0:
+            raise OSError(errno.EIO, "the file of what is offloaded is shorter than it was")
+        view, offset = view[count:], offset + count
+
+
+def write_exactly(file: int, view: memoryview, offset: int) -> None:
+    """Write a view to a file, from `offset` on.
+
+    Raises:
+        OSError: writing failed.
+    """
+    while view:
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _free_bytes(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""What backward needs of chosen modules, kept in host memory between forward and backward.
+"""What backward needs of chosen modules, kept in host memory or a file until then.
 
 What autograd saves inside of a region is copied to the host when forward has passed it; backward,
 when it comes to a region, starts the copies of the region before it, so that they travel while it
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.offload.parked_tensors import ParkedTensor, parking
+from megatron.core.offload.parked_tensors import ParkedTensor, Parking, parking
 from megatron.core.step_context.context import current_step, within_step
 
 
@@ -25,10 +25,11 @@ class SavedActivations:
 
     Args:
         min_numel: smaller tensors stay where they are.
+        directory: on a disk, where the others wait in a file; None is host memory.
     """
 
-    def __init__(self, min_numel: int) -> None:
-        self._min_numel = min_numel
+    def __init__(self, min_numel: int, directory: str | None = None) -> None:
+        self._min_numel, self._directory = min_numel, directory
         self._last: _Region | None = None
         self._known: dict[int, tuple[StorageWeakRef, dict[object, _Saved]]] = {}
 
@@ -60,9 +61,12 @@ class SavedActivations:
             self._known[storage._cdata] = StorageWeakRef(storage), views
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in views:
-            views[view] = _Saved(parking(tensor.device).park(tensor), region)
+            views[view] = _Saved(self._parking(tensor).park(tensor), region)
         views[view].num_readers += 1
         return views[view]
+
+    def _parking(self, tensor: Tensor) -> Parking:
+        return parking(tensor.device, self._directory)
 
 
 class _Region:
@@ -116,11 +120,17 @@ def _repeats(tensor: Tensor) -> bool:
     )
 
 
-def saving_activations(is_asked: bool, min_numel: int) -> AbstractContextManager[None]:
-    """Inside, one micro batch passes one model chunk, whose regions belong together."""
+def saving_activations(
+    is_asked: bool, min_numel: int, directory: str | None = None
+) -> AbstractContextManager[None]:
+    """Inside, one micro batch passes one model chunk, whose regions belong together.
+
+    Args:
+        min_numel, directory: see `SavedActivations`.
+    """
     if not is_asked or not torch.is_grad_enabled():
         return nullcontext()
-    return within_step(saved_activations=SavedActivations(min_numel))
+    return within_step(saved_activations=SavedActivations(min_numel, directory))
 
 
 def offloading(is_asked: bool, *modules: nn.Module) -> AbstractContextManager[None]:

@@ -76,14 +76,6 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--optimizer-cpu-offload",
             fix="add --optimizer-cpu-offload or --optimizer-offload-path DIRECTORY",
         )
-    path = optimizer.optimizer_offload_path
-    if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK)):
-        yield problem(
-            f"--optimizer-offload-path {path} is no directory that can be written to.",
-            "the directory exists on every node",
-            "--optimizer-offload-path",
-            fix=f"mkdir -p {path}",
-        )
     if optimizer.main_grads_dtype == torch.bfloat16 and not precision.bf16:
         yield problem(
             "--main-grads-dtype bf16 without --bf16.",
@@ -182,3 +174,20 @@ def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[Megatr
             "--replication-factor", "--replication-jump",
             fix="use --replication-factor 2",
         )  # fmt: skip
+
+
+@rule
+def directories_of_what_is_offloaded(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Files can be made in the directories that are named for them."""
+    for flag, path in (
+        ("--optimizer-offload-path", run.optimizer.optimizer_offload_path),
+        ("--param-offload-path", run.ddp.param_offload_path),
+        ("--activation-offload-path", run.precision.activation_offload_path),
+    ):
+        if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK)):
+            yield problem(
+                f"{flag} {path} is no directory that can be written to.",
+                "the directory exists on every node",
+                flag,
+                fix=f"mkdir -p {path}",
+            )

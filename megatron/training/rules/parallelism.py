@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import MegatronError, TopologyError
@@ -205,8 +203,7 @@ def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
 def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
     """Shards of parameters may be in a file; full parameters may not."""
     ddp = run.ddp
-    path = ddp.param_offload_path
-    if path is None:
+    if ddp.param_offload_path is None:
         return
     if ddp.data_parallel_sharding_strategy != "optim_grads_params":
         yield problem(
@@ -222,13 +219,6 @@ def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
             "shards in a file are gathered by CPU ranks",
             "--param-offload-path",
             fix="use --optimizer-offload-path, which takes the larger part of the state away",
-        )
-    if not (Path(path).is_dir() and os.access(path, os.W_OK)):
-        yield problem(
-            f"--param-offload-path {path} is no directory that can be written to.",
-            "the directory exists on every node",
-            "--param-offload-path",
-            fix=f"mkdir -p {path}",
         )
 
 

@@ -19,6 +19,7 @@ TP, PP, CP = (f"{axis}-parallel-size" for axis in ("tensor-model", "pipeline-mod
 EP, ETP = "expert-model-parallel-size", "expert-tensor-parallel-size"
 WORLD_SIZES = {2: 12, 3: 1, 4: 7, 6: 1, 8: 2}
 V_SCHEDULES = ("zb-v", "dualpipe-v")
+ACTIVATIONS = ("fine-grained-activation-offloading", "cpu-offloading-num-layers")
 OFFLOADS = ("optimizer-cpu-offload", "optimizer-offload-path")
 
 
@@ -165,6 +166,16 @@ EXECUTION = (
            lambda s: s.get("recompute-granularity") == "full" and size(s, TP) > 1
            and "sequence-parallel" not in s),
     switch("moe-layer-recompute", 0.15, given("num-experts")),
+    switch("fine-grained-activation-offloading", 0.1),
+    Option("offload-modules",
+           {("core_attn", "attn_proj"): 1,
+            ("attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act"): 1},
+           given("fine-grained-activation-offloading")),
+    Option("cpu-offloading-num-layers", {None: 12, 1: 1, 2: 1},
+           lambda s: "fine-grained-activation-offloading" not in s
+           and s.get("recompute-granularity") != "selective"),
+    Option("min-offloaded-tensor-size", {1: 2, 100: 1}, given(*ACTIVATIONS)),
+    Option("activation-offload-path", {None: 1, SCRATCH: 1}, given(*ACTIVATIONS)),
     Option("mlp-chunks-for-training", {None: 6, 3: 1},
            lambda s: not {"num-experts", "fp8-format", "fp4-format"} & set(s)),
     switch("cross-entropy-loss-fusion", 0.15, lambda s: "final-logit-softcapping" not in s),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,12 +18,14 @@ ON = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1
 S, B, H, LAYERS = 8, 2, 32, 2
 
 
+@pytest.mark.parametrize("is_in_file", [False, True], ids=["memory", "file"])
 @pytest.mark.parametrize("options", [ON | {"offload_modules": list(OFFLOAD_MODULES)},
                                      {"cpu_offloading_num_layers": LAYERS,
                                       "min_offloaded_tensor_size": 1}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_changes(kind, options):
-    expected, found = step(build(kind)), step(build(kind, **options))
+def test_no_number_changes(kind, options, is_in_file, tmp_path):
+    where = {"activation_offload_path": str(tmp_path)} if is_in_file else {}
+    expected, found = step(build(kind)), step(build(kind, **options, **where))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert_close(found[name], value, EXACT, name)
@@ -65,7 +65,7 @@ class RecordedParking(ThreadParking):
 @pytest.fixture
 def recorded(monkeypatch):
     parking = RecordedParking()
-    monkeypatch.setattr(saved_activations, "parking", functools.cache(lambda device: parking))
+    monkeypatch.setattr(saved_activations, "parking", lambda *place: parking)
     return parking
 
 
@@ -109,8 +109,10 @@ def test_all_but_the_first_is_on_its_way_when_backward_reads_it(recorded, monkey
     assert len(taken) == len(recorded.tensors), "once, however many operations saved it"
 
 
-def test_a_second_backward_fetches_again(recorded):
-    model = build("llama", **ON, offload_modules=list(OFFLOAD_MODULES))
+@pytest.mark.parametrize("is_in_file", [False, True], ids=["memory", "file"])
+def test_a_second_backward_fetches_again(is_in_file, tmp_path):
+    where = {"activation_offload_path": str(tmp_path)} if is_in_file else {}
+    model = build("llama", **ON, **where, offload_modules=list(OFFLOAD_MODULES))
     loss = model(torch.arange(S)[None], None, None).square().mean()
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters()]
@@ -126,6 +128,7 @@ def test_a_second_backward_fetches_again(recorded):
         (ON | {"offload_modules": ["mlp"]}, "offload_modules=\\['mlp'\\]"),
         (ON | {"offload_modules": ["attn_norm"], "cpu_offloading_num_layers": 1},
          "cpu_offloading_num_layers=1"),
+        ({"activation_offload_path": "/tmp"}, "activation_offload_path='/tmp' without offload"),
         ({"cpu_offloading_num_layers": 1, "recompute_granularity": "selective",
           "recompute_modules": ["layernorm"]}, "with recomputation of layernorm"),
     ],
