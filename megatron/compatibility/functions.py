@@ -178,7 +178,8 @@ def check_param_hashes_across_dp_replicas(
         every = backend.all_gather(mine, group)
         same = same and all(torch.equal(other, every[0]) for other in every)
     if cross_check and dist.is_initialized():
-        anybody = torch.tensor([0 if same else 1], device=next(model[0].parameters()).device)
+        where = backend.tensor_device(backend.world())
+        anybody = torch.tensor([0 if same else 1], device=where)
         same = not bool(backend.all_reduce(anybody, backend.world(), dist.ReduceOp.MAX))
     return same
 

@@ -73,8 +73,7 @@ def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
         return
     problems = [problem for chunk in checking if (problem := chunk.nonfinite_problem())]
     if backend.has_peers(backend.world()):
-        device = next(checking[0].module.parameters()).device
-        count = torch.tensor([len(problems)], device=device)
+        count = torch.tensor([len(problems)], device=backend.tensor_device(backend.world()))
         if int(backend.all_reduce(count, backend.world())) == 0:
             return
     # The last chunk first: backward begins there.
@@ -91,8 +90,11 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
                     for gradient in _reduced(chunk, parameter):
                         partial.setdefault((axis, gradient.dtype), []).append(gradient)
     for (axis, _), gradients in partial.items():
-        joined = torch.cat([gradient.flatten() for gradient in gradients]).to(_device_of(model))
-        sum_in_place(joined, getattr(groups, axis))
+        group = getattr(groups, axis)
+        # Reduced gradients may be in host memory.
+        where = backend.tensor_device(group)
+        joined = torch.cat([gradient.flatten() for gradient in gradients]).to(where)
+        sum_in_place(joined, group)
         parts = joined.split([gradient.numel() for gradient in gradients])
         for gradient, total in zip(gradients, parts, strict=True):
             gradient.copy_(total.view_as(gradient))
@@ -117,7 +119,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     if layout is not None and layout.predicts_early:
         is_tied = getattr(unwrap_model(model[0]), "share_embeddings_and_output_weights", False)
         num_copies = len(layout.embedding_holders(is_tied=is_tied))
-    _sum_copies(model, by_stage, groups.embd if len(by_stage) < num_copies else None)
+    _sum_copies(by_stage, groups.embd if len(by_stage) < num_copies else None)
 
 
 def _sum_gradients_of_all_stages(
@@ -132,28 +134,21 @@ def _sum_gradients_of_all_stages(
         ]
         for chunk in model
     ]
-    _sum_copies(model, by_chunk, groups.pp if groups.pp.size() > 1 else None)
+    _sum_copies(by_chunk, groups.pp if groups.pp.size() > 1 else None)
 
 
-def _sum_copies(
-    model: Sequence[nn.Module], by_chunk: list[list[Tensor]], group: Group | None
-) -> None:
+def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None) -> None:
     """Give all copies of a gradient the sum of them: of this rank's chunks, then over `group`."""
     for total, *others in zip(*by_chunk, strict=True):
         for gradient in others:
             total.add_(gradient)
         if group is not None:
-            on_device = total.view(-1).to(_device_of(model))
+            on_device = total.view(-1).to(backend.tensor_device(group))
             sum_in_place(on_device, group)
             if on_device.device != total.device:
                 total.view(-1).copy_(on_device)
         for gradient in others:
             gradient.copy_(total)
-
-
-def _device_of(model: Sequence[nn.Module]) -> torch.device:
-    """Return where ranks communicate from; reduced gradients may be in host memory."""
-    return next(parameter.device for chunk in model for parameter in chunk.parameters())
 
 
 def _divide_by_tokens(

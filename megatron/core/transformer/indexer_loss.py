@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.foundation import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 
@@ -64,8 +65,8 @@ def finish_indexer_step(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     losses = list(indexer_losses(model))
     if not losses:
         return
-    device = next(model[0].parameters()).device
-    packed = torch.stack([loss.packed(device) for loss in losses])
+    where = device.current_device()
+    packed = torch.stack([loss.packed(where) for loss in losses])
     backend.all_reduce(packed, groups.dp_cp)
     for loss, (total, count) in zip(losses, packed, strict=True):
         # The ranks of a context-parallel group count a micro batch each, and have parts of it.
