@@ -68,8 +68,8 @@ class FlagMetadata:
     """The same for single values of a flag that otherwise acts."""
     only_on_gpu: str = ""
     """Acts on a GPU alone: what happens on other devices."""
-    part_of: str = ""
-    """Field without which this one has no effect, because it only tunes that mechanism."""
+    part_of: tuple[str, ...] = ()
+    """Fields of which one must be set, or this one has no effect: it only tunes what they do."""
     metavar: str | tuple[str, ...] = ""
     """What the help of a tool calls the value."""
     is_positional: bool = False
@@ -98,7 +98,7 @@ def flag(
     note: str = "",
     note_values: Mapping[object, str] | None = None,
     only_on_gpu: str = "",
-    part_of: str = "",
+    part_of: str | tuple[str, ...] = (),
     metavar: str | tuple[str, ...] = "",
     is_flag: bool = True,
     is_repeated: bool = False,
@@ -124,7 +124,7 @@ def flag(
         note=note,
         note_values=note_values or {},
         only_on_gpu=only_on_gpu,
-        part_of=part_of,
+        part_of=(part_of,) if isinstance(part_of, str) else part_of,
         metavar=metavar,
         is_flag=is_flag,
         is_arg=is_flag,

@@ -61,7 +61,7 @@ def _support(spec: FlagSpec) -> str:
     metadata, (support, line) = spec.metadata, support_of(spec)
     parts = []
     if metadata.part_of:
-        parts.append(f"of {all_flags()[metadata.part_of].flag}")
+        parts.append(f"of {' or '.join(all_flags()[name].flag for name in metadata.part_of)}")
     # A flag that only follows its owner says no more than the row of the owner does.
     if not metadata.part_of or metadata.refuse or metadata.note or metadata.only_on_gpu:
         word = "on a GPU" if support is Support.ONLY_ON_GPU else support.value

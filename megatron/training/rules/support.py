@@ -23,20 +23,29 @@ class Support(enum.Enum):
 
 def support_of(spec: FlagSpec) -> tuple[Support, str]:
     """Return the class of a flag, and a line that says why it does not act, or what to use."""
-    metadata, owner = spec.metadata, all_flags().get(spec.metadata.part_of)
+    metadata = spec.metadata
     if metadata.refuse:
         return Support.REFUSED, metadata.refuse
     if metadata.note:
         return Support.NO_EFFECT, metadata.note
     if metadata.only_on_gpu:
         return Support.ONLY_ON_GPU, metadata.only_on_gpu
-    if owner is not None and owner is not spec:
-        support, line = support_of(owner)
-        if support is Support.REFUSED:
-            return Support.NO_EFFECT, f"it tunes {owner.flag}, which is refused"
-        if support is Support.NO_EFFECT:
-            return support, line
+    owners = owners_of(spec)
+    found = [support_of(owner) for owner in owners]
+    if found and all(support is Support.REFUSED for support, _ in found):
+        return Support.NO_EFFECT, f"it tunes {_named(owners)}, which is refused"
+    if found and all(support is Support.NO_EFFECT for support, _ in found):
+        return found[0]
     return Support.ACTS, ""
+
+
+def owners_of(spec: FlagSpec) -> list[FlagSpec]:
+    """Return the flags of which one must be given for this one to act; none for most."""
+    return [all_flags()[name] for name in spec.metadata.part_of if name != spec.name]
+
+
+def _named(owners: list[FlagSpec]) -> str:
+    return " or ".join(owner.flag for owner in owners)
 
 
 def _changed(config: RunConfig) -> Iterator[tuple[FlagSpec, object]]:
@@ -75,19 +84,18 @@ def refusals(config: RunConfig) -> list[MegatronError]:
 def notes(config: RunConfig) -> list[str]:
     """Return one line per accepted flag that has no effect here."""
     lines = []
-    table = all_flags()
     for spec, value in _changed(config):
         metadata = spec.metadata
         hashable = value if not isinstance(value, list) else None
         why = metadata.note or metadata.note_values.get(hashable, "")
         if not why and device.device_type() == "cpu":
             why = metadata.only_on_gpu
-        owner = table.get(metadata.part_of)
-        if not why and owner is not None:
-            if owner.metadata.note:
-                why = owner.metadata.note
-            elif config.value_of(owner.name) == owner.default:
-                why = f"has no effect without {owner.flag}"
+        owners = owners_of(spec)
+        if not why and owners:
+            if all(owner.metadata.note for owner in owners):
+                why = owners[0].metadata.note
+            elif all(config.value_of(owner.name) == owner.default for owner in owners):
+                why = f"has no effect without {_named(owners)}"
         if not why and spec.name == "fp8_param_gather":
             why = why_not_in_few_bits(config)
         if why:

@@ -329,3 +329,23 @@ def test_flags_that_change_no_result_are_accepted_with_a_note():
     lines = notes(parse_command_line(words).config)
     assert len(lines) == 12
     assert "--moe-router-topk 4: has no effect without --num-experts." in lines
+
+
+@pytest.mark.parametrize(
+    ("without", "owners", "words"),
+    [
+        ("--linear-key-head-dim 8", "--experimental-attention-variant or --hybrid-layer-pattern",
+         ["--hybrid-layer-pattern G-", "--experimental-attention-variant kda"]),
+        ("--dsa-indexer-topk 8", "--experimental-attention-variant or --hybrid-layer-pattern",
+         ["--hybrid-layer-pattern D-", "--experimental-attention-variant dsa"]),
+        ("--min-offloaded-tensor-size 8",
+         "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
+         ["--fine-grained-activation-offloading", "--cpu-offloading-num-layers 2"]),
+    ],
+)  # fmt: skip
+def test_a_flag_of_two_mechanisms_acts_with_either(without, owners, words):
+    def told(line):
+        return [note for note in notes(parse_command_line(words_of(line)).config) if owners in note]
+
+    assert told(without) == [f"{without}: has no effect without {owners}."]
+    assert [told(f"{without} {each}") for each in words] == [[], []]

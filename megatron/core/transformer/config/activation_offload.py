@@ -33,7 +33,10 @@ class ActivationOffloadConfig:
     )
     """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act. What is
     recomputed is not kept, on the device or elsewhere."""
-    min_offloaded_tensor_size: int = flag(1024 * 1024, part_of="fine_grained_activation_offloading")
+    min_offloaded_tensor_size: int = flag(
+        1024 * 1024,
+        part_of=("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
+    )
     """Elements: smaller tensors stay on the device."""
     cpu_offloading_num_layers: int = 0
     """Layers of each chunk, from its first, of which all activations are offloaded; none with

@@ -32,8 +32,8 @@ MIXER_OF_VARIANT = {
 }
 """Values of `experimental_attention_variant` -> the mixer of such layers."""
 _NOT_HERE = "use gated_delta_net, kda, mamba2 or dsa"
-_PART = "experimental_attention_variant"
-_HYBRID = "hybrid_layer_pattern"
+_VARIANT = "experimental_attention_variant"
+_MIXER = _VARIANT, "hybrid_layer_pattern"
 _DELTA_SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
                 "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
 _SIZES = {
@@ -59,7 +59,7 @@ class LinearAttentionConfig:
     2405.21060), or dsa, attention with latents to the keys that an indexer chooses (arXiv
     2512.02556)."""
     linear_attention_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr", part_of=_PART
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT
     )
     """Which layers do so: N for all but every N-th, which keeps attention, or per layer 1 or 0.
     None is all of them."""
@@ -69,27 +69,27 @@ class LinearAttentionConfig:
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
     Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
     stages, / precedes what predicts a later token: "M-M*-|M-M*-"."""
-    linear_conv_kernel_dim: int = flag(4, part_of=_PART)
+    linear_conv_kernel_dim: int = flag(4, part_of=_MIXER)
     """Taps of the causal convolution before the recurrence."""
-    linear_key_head_dim: int = flag(128, part_of=_PART)
+    linear_key_head_dim: int = flag(128, part_of=_MIXER)
     """Width of a query and key head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_value_head_dim: int = flag(128, part_of=_PART)
+    linear_value_head_dim: int = flag(128, part_of=_MIXER)
     """Width of a value head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_key_heads: int = flag(16, part_of=_PART)
+    linear_num_key_heads: int = flag(16, part_of=_MIXER)
     """Query and key heads of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_value_heads: int = flag(32, part_of=_PART)
+    linear_num_value_heads: int = flag(32, part_of=_MIXER)
     """Value heads of Gated DeltaNet, and of Kimi Delta Attention; each key head serves an equal
     number of them."""
-    mamba_state_dim: int = flag(128, part_of=_HYBRID)
+    mamba_state_dim: int = flag(128, part_of=_MIXER)
     """Width of the state of Mamba-2."""
-    mamba_head_dim: int = flag(64, part_of=_HYBRID)
+    mamba_head_dim: int = flag(64, part_of=_MIXER)
     """Width of a head of Mamba-2."""
-    mamba_num_groups: int = flag(8, part_of=_HYBRID)
+    mamba_num_groups: int = flag(8, part_of=_MIXER)
     """Groups of heads of Mamba-2; the heads of a group share what they write and read by."""
-    mamba_num_heads: int | None = flag(None, part_of=_HYBRID)
+    mamba_num_heads: int | None = flag(None, part_of=_MIXER)
     """Heads of Mamba-2; None: as many as make twice the hidden size."""
     mamba_step_limits: tuple[float, float] = flag(
-        (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_HYBRID
+        (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_MIXER
     )
     """Least and largest step size of Mamba-2."""
 

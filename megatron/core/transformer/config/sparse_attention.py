@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag
 
-_PART = "experimental_attention_variant"
+_MIXER = "experimental_attention_variant", "hybrid_layer_pattern"
 _NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every device"
 
 
@@ -15,34 +15,34 @@ _NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every de
 class SparseAttentionConfig:
     """Attention to the keys that an indexer scores highest (DeepSeek-V3.2, arXiv 2512.02556)."""
 
-    dsa_indexer_head_dim: int | None = flag(None, part_of=_PART)
+    dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
     """Width of a head of the indexer; its first channels rotate, as many as
     --qk-pos-emb-head-dim."""
-    dsa_indexer_n_heads: int | None = flag(None, part_of=_PART)
+    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
     """Query heads of the indexer; they share one key."""
-    dsa_indexer_topk: int | None = flag(None, part_of=_PART)
+    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
     """Keys that a query attends to: of those with the highest scores, and of equal ones the
     earliest."""
-    dsa_indexer_loss_coeff: float | None = flag(None, part_of=_PART)
+    dsa_indexer_loss_coeff: float | None = flag(None, part_of=_MIXER)
     """Factor on the loss by which the indexer learns the distribution of attention. None or 0: the
     indexer stays as it is."""
-    dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_PART)
+    dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_MIXER)
     """Compare the two distributions over the chosen keys alone, instead of all keys."""
-    dsa_indexer_k_norm_epsilon: float | None = flag(None, part_of=_PART)
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, part_of=_MIXER)
     """Added to the variance in the norm of the indexer's key; None is that of --norm-epsilon."""
-    dsa_indexer_k_norm_fp32: bool = flag(False, part_of=_PART)
+    dsa_indexer_k_norm_fp32: bool = flag(False, part_of=_MIXER)
     """Norm the indexer's key in fp32, and keep it so."""
-    dsa_indexer_rope_interleaved: bool = flag(False, part_of=_PART)
+    dsa_indexer_rope_interleaved: bool = flag(False, part_of=_MIXER)
     """Rotate neighbouring channels (2i, 2i+1) in the indexer, instead of (i, i + d/2)."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, part_of=_PART, help="Indexer: let a head's negative scores count as they are."
+        True, part_of=_MIXER, help="Indexer: let a head's negative scores count as they are."
     )
     """Count the positive scores of each head of the indexer alone."""
     dsa_kernel_backend: str = flag(
         "none",
         choices=("none", "tilelang", "cudnn"),
         refuse_values={"tilelang": _NO_KERNELS, "cudnn": _NO_KERNELS},
-        part_of=_PART,
+        part_of=_MIXER,
     )
     """Library of the kernels of sparse attention; none is PyTorch."""
 
