@@ -124,11 +124,14 @@ def _is_half(s: Settings) -> bool:
     return "bf16" in s or "fp16" in s
 
 
+def _in_fp32(case: Case) -> bool:
+    """Return whether it computes in fp32, which stands for half precision in wide cases."""
+    return _is_half(case.settings) == case.is_wide
+
+
 def _of_figure(case: Case, figure: Figure) -> Tolerance:
-    if _is_half(case.settings):
-        return FP32_REORDERED_SUM if case.is_wide else BF16_WHOLE_MODEL
-    if case.is_wide:
-        return FP64_REORDERED_SUM
+    if not _in_fp32(case):
+        return FP64_REORDERED_SUM if case.is_wide else BF16_WHOLE_MODEL
     is_of_first_step = figure.name.startswith("step 1 ")
     if case.settings.get("optimizer") == "muon" and not is_of_first_step:
         return FP32_AFTER_MUON
@@ -140,12 +143,12 @@ def _of_weights(case: Case) -> Tolerance | None:
     s = case.settings
     # Each Newton-Schulz step makes small singular values 3.4 times as large; state is rounded up
     # or down at random by its last bits.
-    is_coarse = s.get("optimizer") == "muon" or "use-precision-aware-optimizer" in s
-    if is_coarse and not case.is_wide:
+    is_coarse = s.get("optimizer") == "muon" and _in_fp32(case)
+    if is_coarse or ("use-precision-aware-optimizer" in s and not case.is_wide):
         return None
-    if _is_half(s):
-        return FP32_AFTER_OPTIMIZER if case.is_wide else None
-    return FP64_AFTER_OPTIMIZER if case.is_wide else FP32_AFTER_OPTIMIZER
+    if not _in_fp32(case):
+        return FP64_AFTER_OPTIMIZER if case.is_wide else None
+    return FP32_AFTER_OPTIMIZER
 
 
 def _different_figures(case: Case, ours: Sequence[Figure], theirs: Sequence[Figure]) -> list[str]:
