@@ -357,6 +357,7 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         detector.keep_for(tensor, stream.number)
 
+    streams = functools.cache(parked_tensors.StreamParking)
     patches: list[tuple[Any, str, Any]] = [
         (Overlap, "run_half", run_half_watched),
         (torch.UntypedStorage, "resize_", resized),
@@ -366,7 +367,7 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
         (shard_storage, "is_host_memory", lambda _: False),
         (sharded_gradients, "is_host_memory", lambda _: False),
         (arriving_values, "is_host_memory", lambda _: False),
-        (saved_activations, "parking", functools.cache(parked_tensors.StreamParking)),
+        (saved_activations, "parking", lambda device, _directory: streams(device)),
     ]
     for module in (device, device_copies):
         patches += [
