@@ -62,9 +62,7 @@ def test_steps_use_the_same_places_again(file):
         tensors = [torch.full((size,), float(step)) for size in sizes]
         parked = [parking.park(tensor) for tensor in tensors]
         gc.collect()
-        assert [torch.equal(p.take(), t) for p, t in zip(parked, tensors, strict=True)] == [
-            True
-        ] * 3
+        assert all(torch.equal(p.take(), t) for p, t in zip(parked, tensors, strict=True))
         del parked
         # 4,000, 8,000 and 4,000 bytes in whole pages.
         assert file.num_bytes == 4 * 4096
