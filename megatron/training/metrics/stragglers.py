@@ -3,8 +3,8 @@
 Each rank is compared with ranks that should take as long as it does, step by step, so that what
 slows all of them down cancels. It is compared with the median of the others, not of all: of two
 ranks, each is half of the median of all. Of the steps of a window the interquartile mean counts,
-which a quarter of the steps cannot move, whatever happens in them. A rank is named at the second
-check in a row that finds it.
+which a quarter of the steps cannot move, whatever happens in them. A rank is named at the third
+check in a row that finds it: one that other work has slowed for a moment is not.
 
 Shapes: t steps, r ranks of the run, n ranks or groups that are compared.
 """
@@ -25,9 +25,12 @@ WINDOW = 10
 """Steps that are looked at."""
 FEWEST_STEPS = 8
 """Steps in the window before anything is said."""
+CHECKS_IN_A_ROW = 3
+"""That have to find a rank before it is named. With a check every five steps this takes a rank that
+is slow in about sixteen of them, and names one that stays so within twenty."""
 TRIMMED_SHARE = 0.25
 """Of the steps of the window, the fastest and the slowest, which do not count."""
-SLOW_RATIO = 1.15
+SLOW_RATIO = 1.12
 """Of the time that a rank computes to that of its peers. The times of equal ranks differ by a few
 percent."""
 STALLED_SHARE = 0.4
@@ -116,21 +119,23 @@ class StragglerWatch:
         self.named: list[Finding] = []
         """What is slow now."""
         self._times: RankTimes | None = None
-        self._suspected: list[Finding] = []
+        self._times_found: dict[Finding, int] = {}
+        """In so many checks in a row."""
 
     def add(self, times: RankTimes) -> tuple[list[Finding], list[Finding]]:
         """Take the times of more steps; return what is slow from now on, and what no longer is."""
         self._times = times if self._times is None else self._times.then(times)
         found = self._find(self._times) if len(self._times.step_s) >= FEWEST_STEPS else []
-        begins = [f for f in found if f in self._suspected and f not in self.named]
+        self._times_found = {f: self._times_found.get(f, 0) + 1 for f in found}
+        persistent = [f for f in found if self._times_found[f] >= CHECKS_IN_A_ROW]
+        begins = [f for f in persistent if f not in self.named]
         ends = [f for f in self.named if f not in found]
-        self.named = [f for f in found if f in self._suspected]
-        self._suspected = found
+        self.named = persistent
         return begins, ends
 
     def forget(self) -> None:
         """Begin anew, after steps that were not measured."""
-        self._times, self._suspected, self.named = None, [], []
+        self._times, self._times_found, self.named = None, {}, []
 
     def _find(self, times: RankTimes) -> list[Finding]:
         step_s = float(np.median(times.step_s))

@@ -4,6 +4,7 @@ import json
 import socket
 import statistics
 import urllib.request
+from functools import reduce
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_nobody_is_named_for_noise(seed):
 def test_slow_compute_loaders_links_and_lost_processors_are_told_apart(kind, by, slow, expected):
     source = np.random.default_rng(3)
     watch = StragglerWatch(STAGES, REPLICAS, LINKS)
-    blocks = [times(source, slow=slow, by=by, kind=kind, noise=0.05) for _ in range(3)]
+    blocks = [times(source, slow=slow, by=by, kind=kind, noise=0.05) for _ in range(4)]
     ((_, (finding,)),) = named(watch, blocks).items()
     assert (finding.kind, finding.ranks) == (expected, tuple(slow))
 
@@ -124,6 +125,16 @@ def test_one_slow_step_names_nobody_and_recovery_is_told():
     ends = [end for _ in range(4) for end in watch.add(times(source))[1]]
     assert ends == [Finding("compute", (1,), 0.0)]
     assert watch.named == []
+
+
+@pytest.mark.parametrize("first", range(1, BLOCK + 1))
+def test_eight_slow_steps_name_nobody_wherever_they_begin(first):
+    source = np.random.default_rng(first)
+    watch = StragglerWatch(STAGES, REPLICAS, LINKS)
+    steps = [times(source, 1) for _ in range(30)]
+    steps[9 + first : 17 + first] = [times(source, 1, slow=[1], by=1.3) for _ in range(8)]
+    blocks = [reduce(RankTimes.then, steps[at : at + BLOCK]) for at in range(0, 30, BLOCK)]
+    assert named(watch, blocks) == {}
 
 
 def test_ranks_without_peers_are_not_judged():
