@@ -61,10 +61,15 @@ def parking(device: torch.device, directory: str | None = None) -> Parking:
     Raises:
         ConfigError: the directory is missing or not writable.
     """
-    to_host = ThreadParking() if is_host_memory(device) else StreamParking(device)
+    to_host = _host_parking(device)
     if directory is None:
         return to_host
     return FileParking(to_host, TensorFile(directory, flag="--activation-offload-path"))
+
+
+@functools.cache
+def _host_parking(device: torch.device) -> HostParking:
+    return ThreadParking() if is_host_memory(device) else StreamParking(device)
 
 
 class HostParking(Protocol):

@@ -61,15 +61,12 @@ def any_across_ranks(claim: bool, group: Group) -> bool:
 
 
 def max_across_ranks(value: int, group: Group) -> int:
-    """Return the largest `value` in `group`.
+    """Return the largest `value`, of at most 2**53, in `group`.
 
     Communication:
         one all-reduce of one number; none in a group of one.
     """
-    if not backend.has_peers(group):
-        return value
-    number = torch.tensor([value], dtype=torch.int64, device=backend.tensor_device(group))
-    return int(backend.all_reduce(number, group, dist.ReduceOp.MAX).item())
+    return int(largest_across_ranks([value], group)[0])
 
 
 def largest_across_ranks(values: Sequence[float], group: Group) -> list[float]:
