@@ -33,6 +33,7 @@ from megatron.planner.predictor import fit_predictor, load_predictor
 from megatron.planner.scaling import ScalingFlags
 from megatron.planner.score import score_rows, write_scores
 from megatron.planner.validation import (
+    choice_figures,
     cross_validated,
     family_folds,
     family_of,
@@ -142,6 +143,7 @@ def evaluate(flags: EvaluateFlags) -> int:
         for title, predicted in predictions.items():
             found = figures(predicted[mine], measured.step_s[mine], families[mine], groups[mine])
             print(found.line(title))
+    print(choice_figures(rows, predictor).line())
     accepted, errors = memory_figures(rows, predictor)
     print(f"accepted by memory: {100 * accepted:.1f}% of {len(rows)} rows")
     if len(errors):

@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from megatron.planner.blanks import fill_blanks, fits
 from megatron.planner.calibrate import Measured, balanced_weights
+from megatron.planner.figures import DISTINGUISHABLE
 from megatron.planner.hardware import Hardware
+from megatron.planner.layout_search import search_layouts
+from megatron.planner.layout_space import Choices
 from megatron.planner.memory import GIB, predict_memory
 from megatron.planner.predictor import Predictor, fit_predictor
 from megatron.planner.workload import FloatArray, from_rows
@@ -80,3 +83,41 @@ def memory_figures(
     published = np.array([float(row.get("mem_GB_per_gpu") or "nan") for row in rows])
     errors = np.abs(predict_memory(filled, hardware).total / GIB / published - 1)
     return float(np.mean(fits(filled, hardware))), errors[~np.isnan(errors)]
+
+
+@dataclass(frozen=True)
+class ChoiceFigures:
+    """What became of groups of rows that differ by layout only."""
+
+    num_groups: int
+    as_fast_as_published: int
+    """Groups in which no published layout is predicted to be faster than the search's first one."""
+    near_fastest: int
+    """Groups in which the published layout that is predicted to be the fastest was measured to be
+    so, or cannot be told from it."""
+
+    def line(self) -> str:
+        """Return a sentence."""
+        return (
+            f"{self.num_groups} groups of layouts: in {self.as_fast_as_published} none is predicted"
+            f" to be faster than the first of a search; in {self.near_fastest} the one predicted to"
+            f" be the fastest was within {100 * DISTINGUISHABLE:.0f} % of the fastest"
+        )
+
+
+def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> ChoiceFigures:
+    """Search a layout for each group of published ones, and compare."""
+    groups: dict[str, list[Mapping[str, str]]] = {}
+    for row in rows:
+        if row.get("rank_group"):
+            groups.setdefault(row["rank_group"], []).append(row)
+    compared = [members for members in groups.values() if len(members) > 1]
+    num_fast = num_near = 0
+    for members in compared:
+        published = from_rows(members)
+        predicted = predictor.seconds(published)
+        found = search_layouts(published.take(np.array([0])), Choices(), predictor)
+        num_fast += bool(found.seconds.min() <= predicted.min() * (1 + 1e-9))
+        measured = np.array([float(row["ref_step_s"]) for row in members])
+        num_near += bool(measured[predicted.argmin()] <= measured.min() * (1 + DISTINGUISHABLE))
+    return ChoiceFigures(len(compared), num_fast, num_near)

@@ -19,7 +19,8 @@ from megatron.planner.memory import model_states
 from megatron.planner.predictor import load_predictor
 from megatron.planner.run_workload import choices_of, settings_of_layout, workload_of_run
 from megatron.planner.search_command import Cluster, search_command
-from megatron.planner.workload import Workloads, from_rows, read_rows
+from megatron.planner.validation import ChoiceFigures, choice_figures
+from megatron.planner.workload import Workloads, read_rows
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
@@ -122,12 +123,14 @@ def test_the_first_layout_is_the_fastest_that_fits() -> None:
     assert sum(found.refused.values()) > 0
 
 
-@pytest.mark.parametrize("group", ["k22-gpt3-175b", "titan-405b", "vtrain-3.6B-64"])
-def test_the_first_layout_is_as_good_as_those_that_were_published(group: str) -> None:
+def test_the_first_layout_is_as_good_as_those_that_were_published() -> None:
     published = read_rows(FIXTURES / "published_steps.csv")
-    rows = from_rows([row for row in published if row["rank_group"] == group])
-    found = search_layouts(rows.take(np.array([0])), Choices(), PREDICTOR)
-    assert found.seconds[found.order[0]] <= PREDICTOR.seconds(rows).min() * (1 + 1e-9)
+    # Of a group of the second kind the planner prefers a layout that was 9 % slower.
+    kinds = ["k22-gpt3-175b", "titan-405b", "vtrain-3.6B-64"], ["vtrain-18.4B-256"]
+    right, wrong = ([row for row in published if row["rank_group"] in kind] for kind in kinds)
+    assert choice_figures(right, PREDICTOR) == ChoiceFigures(3, 3, 3)
+    assert choice_figures(wrong, PREDICTOR) == ChoiceFigures(1, 1, 0)
+    assert choice_figures(right[:1], PREDICTOR) == ChoiceFigures(0, 0, 0)
 
 
 def test_where_nothing_fits_the_message_says_what_would() -> None:
