@@ -349,6 +349,5 @@ RAN_OUT = [
 def test_what_ran_out_of_memory_is_refused(row: dict[str, str]) -> None:
     common = {
         "seq": "2048", "gpu": "A100", "recompute": "full", "precision": "fp16", "VPP": "1",
-        "attention": "unfused",
     }  # fmt: skip
     assert not fits(from_rows([{**common, **row}]), HARDWARE).any()
