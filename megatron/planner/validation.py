@@ -17,8 +17,10 @@ from megatron.planner.layout_search import search_layouts
 from megatron.planner.layout_space import Choices
 from megatron.planner.memory import GIB, predict_memory
 from megatron.planner.predictor import Predictor, fit_predictor
-from megatron.planner.workload import FloatArray, from_rows
+from megatron.planner.workload import FloatArray, from_rows, number_of
 
+MEASURED = "ref_step_s"
+"""The column of measured times."""
 NUM_FOLDS = 5
 SEED = 8
 
@@ -29,8 +31,12 @@ def family_of(row: Mapping[str, str]) -> str:
 
 
 def measured_rows(rows: Sequence[Mapping[str, str]]) -> Measured:
-    """Read rows with their times, weighted by family."""
-    seconds = np.array([float(row["ref_step_s"]) for row in rows])
+    """Read rows with their times, weighted by family.
+
+    Raises:
+        ConfigError: a column is missing, or a value is not a number.
+    """
+    seconds = np.array([number_of(row, index, MEASURED) for index, row in enumerate(rows)])
     return Measured(from_rows(rows), seconds, balanced_weights([family_of(row) for row in rows]))
 
 
@@ -118,6 +124,6 @@ def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> C
         predicted = predictor.seconds(published)
         found = search_layouts(published.take(np.array([0])), Choices(), predictor)
         num_fast += bool(found.seconds.min() <= predicted.min() * (1 + 1e-9))
-        measured = np.array([float(row["ref_step_s"]) for row in members])
+        measured = np.array([float(row[MEASURED]) for row in members])
         num_near += bool(measured[predicted.argmin()] <= measured.min() * (1 + DISTINGUISHABLE))
     return ChoiceFigures(len(compared), num_fast, num_near)

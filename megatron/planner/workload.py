@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +207,32 @@ def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
     return Workloads(**columns)
 
 
-def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
-    def number(column: str, default: float | None = None) -> float:
-        text = (row.get(column) or "").strip()
-        if not text and default is not None:
-            return default
-        try:
-            return float(text)
-        except ValueError:
-            name = row.get("id") or f"row {index + 1}"
-            raise ConfigError(
-                f"{name}: column {column!r} has {text!r}.",
-                rule="this column must be a number: the prediction depends on it",
-                fix=f"fill in {column}, or leave the row out",
-            ) from None
+def number_of(
+    row: Mapping[str, str], index: int, column: str, default: float | None = None
+) -> float:
+    """Return the number that a row has in a column.
 
+    Args:
+        default: of an empty column; None: it may not be empty.
+    Raises:
+        ConfigError: there is none.
+    """
+    text = (row.get(column) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        name = row.get("id") or f"row {index + 1}"
+        raise ConfigError(
+            f"{name}: column {column!r} has {text!r}.",
+            rule="this column must be a number: the prediction, or its comparison, needs it",
+            fix=f"fill in {column}, or leave the row out",
+        ) from None
+
+
+def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
+    number = partial(number_of, row, index)
     heads, hidden = number("heads"), number("hidden")
     schedule = (row.get("schedule") or "").strip()
     is_pipelined = number("PP", 1) > 1

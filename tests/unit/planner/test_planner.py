@@ -248,6 +248,11 @@ def test_a_row_that_cannot_be_planned_says_why(changes: dict[str, str], named: s
         predict_step(rows_of(**changes), HARDWARE)
 
 
+def test_rows_without_a_measured_time_are_not_evaluated() -> None:
+    with pytest.raises(ConfigError, match="column 'ref_step_s' has ''"):
+        measured_rows([LLAMA_70B])
+
+
 @pytest.mark.parametrize(
     ("changes", "known"),
     [({"gpu": "H100-SXM"}, {}), ({"precision": "FP8-CS"}, {"precision": "fp8"})],
