@@ -13,9 +13,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import RankOffset, ShardedStateDict
+from megatron.core.kernels.grouped_products import fill_tiles
 from megatron.core.kernels.row_counts import join_rows, split_rows
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -134,11 +136,14 @@ class SequentialMLP(_Experts):
             split_rows(permuted_probs, tokens_per_expert),
             strict=True,
         ):
-            output, bias = expert(rows, probs)
+            filled = fill_tiles(rows)
+            shares = F.pad(probs, (0, len(filled) - len(rows)))
+            output, bias = expert(filled, shares)
             if bias is not None:
-                share = probs if self.adds_bias else probs * 0
-                output = output + (bias * share[:, None]).to(output.dtype)
-            outputs.append(output)
+                if not self.adds_bias:
+                    shares = shares * 0
+                output = output + (bias * shares[:, None]).to(output.dtype)
+            outputs.append(output[: len(rows)])
         return join_rows(outputs, permuted_local_hidden_states.shape[0]), None
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.kernels.grouped_products import (
+    fill_tiles,
     grouped_outer_products,
     grouped_products,
     needs_no_host_counts,
@@ -234,9 +235,9 @@ def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -
     if fuses and has_main_grad(weight):
         # An expert without rows leaves its gradient as it is: fresh ones become zero.
         if len(rows):
-            main_grad_addmm(weight, grad.t(), rows)
+            main_grad_addmm(weight, fill_tiles(grad).t(), fill_tiles(rows))
         return None
-    return grad.t() @ rows if len(rows) else torch.zeros_like(weight)
+    return fill_tiles(grad).t() @ fill_tiles(rows) if len(rows) else torch.zeros_like(weight)
 
 
 def _add_weight_gradient(weight: Tensor, product: _WeightGradient) -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.kernels import grouped_products
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, torch_grouped_mm
 from megatron.core.kernels.registry import Kernel
 from megatron.core.parameters.initialization import canonical_names
@@ -18,7 +20,7 @@ from megatron.core.transformer.moe.load_balancing import LoadSummary, finish_rou
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training.metrics.expert_load import first_bad_router
 from tests.harness.groups import fake_groups
-from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
+from tests.harness.tolerances import BF16_REORDERED_SUM, FP32_REORDERED_SUM, assert_close
 from tests.unit.transformer.moe.small_layer import E, H, K, layer, tokens
 
 
@@ -250,6 +252,43 @@ def test_inputs_padded_to_the_capacity_have_one_length_and_change_nothing(groupe
     assert_close(y.grad, x.grad, FP32_REORDERED_SUM, "gradient of the input")
     for p, q in zip(pad_to_capacity.parameters(), plain.parameters(), strict=True):
         assert_close(p.grad, q.grad, FP32_REORDERED_SUM, "gradient")
+
+
+class _Products(TorchDispatchMode):
+    """Notes the shapes of the operands of products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes.add(tuple(x.shape for x in args if isinstance(x, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_products_of_16_bits_have_few_shapes_however_many_rows_an_expert_gets(grouped, dtype):
+    """A CPU compiles each shape anew."""
+    one, other = (layer(moe_grouped_gemm=grouped).to(dtype).experts for _ in range(2))
+    source = torch.Generator().manual_seed(11)
+    x = torch.randn(480, H, generator=source).to(dtype)
+    probs = torch.rand(480, generator=source)
+    draws = [torch.randint(0, 120, (E,), generator=source).tolist() for _ in range(6)]
+    filled, as_they_are = _Products(), _Products()
+    for counts in draws:
+        rows, shares = (y[: sum(counts)] for y in (x, probs))
+        with filled:
+            output = one(rows, counts, shares)[0]
+            output.square().mean().backward()
+        with as_they_are, mock.patch.object(grouped_products, "ROWS_OF_A_TILE", 1):
+            expected = other(rows, counts, shares)[0]
+            expected.square().mean().backward()
+        assert_close(output, expected, BF16_REORDERED_SUM, "output")
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(p.grad, q.grad, BF16_REORDERED_SUM, "gradient")
+    assert len(filled.shapes) < len(as_they_are.shapes) / 3
 
 
 def test_megatrons_scaler_gives_an_attached_loss_its_scale():
