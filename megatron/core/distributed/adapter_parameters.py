@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.transformer.low_rank_adapter import LowRankAdapter, magnitude_adapters
@@ -26,6 +25,9 @@ def frozen_row_norms(layer: Any, adapter: LowRankAdapter) -> Tensor:
 
     Communication: a gather of the weight where torch shards it, and that of `row_norms`.
     """
+    # Imported only for adapters with magnitudes: it takes half as long as `import torch`.
+    from torch.distributed.tensor import DTensor
+
     weight: Any = layer.weight
     return adapter.row_norms(weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
