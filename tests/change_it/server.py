@@ -20,6 +20,10 @@ import socket
 import sys
 import traceback
 
+import torch._dynamo
+import torch.distributed.tensor
+import torch.utils.data  # noqa: F401
+
 LIMIT_S = 300
 """After which a rank that hangs is killed."""
 
