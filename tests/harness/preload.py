@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch._dynamo  # every torch optimizer imports the compiler when it is made: 1.5 s
+import torch.distributed.fsdp
 from _pytest.config import _prepareconfig
 
 import tests.harness.worker
