@@ -1,4 +1,4 @@
-"""Ask scripts for --help, or a flag they lack, in forks of one process that has imported torch.
+"""Ask scripts for --help, or a flag they lack, in forks of one process that has imported libraries.
 
 Tools and examples are files, as in `python tools/doctor.py`, and must find their imports where the
 package is installed and their own folder is all that is on the path. Benchmarks and the long
@@ -8,6 +8,7 @@ comparisons are modules: `python -m benchmarks.data`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -15,7 +16,9 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch  # noqa: F401
+import peft  # noqa: F401
+import torch._dynamo
+import torch.distributed.fsdp  # noqa: F401
 import transformers  # noqa: F401
 
 import megatron.training.training  # noqa: F401
@@ -96,6 +99,7 @@ def answer(script: Path, word: str) -> tuple[int, str]:
 
 if __name__ == "__main__":
     build_parser()  # the table of flags is made once for all forks
+    gc.freeze()  # what is imported stays: forks need not look at it
     asked = [(script, "--help") for script in scripts()]
     asked += [(ROOT / "tools" / f"{name}.py", "--no-such-flag") for name in sys.argv[1:]]
     answers = [(str(one.relative_to(ROOT)), word, *answer(one, word)) for one, word in asked]
