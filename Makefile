@@ -9,6 +9,8 @@ TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without
 RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*)) \
                $(addprefix tests/distributed/pipeline_parallel/,test_executor.py test_p2p_communication.py) \
                tests/parity
+# Files go to whichever of two workers is free, the longest first: `tests/harness/order.py`.
+TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_ARGS ?=
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
@@ -22,9 +24,10 @@ quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minu
 	@examples/quickstart/run.sh
 
 test: venv ## the checks and the whole CPU suite
-	@status=0; \
-	$(MAKE) --no-print-directory checks || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile $(RANKS_TWICE) $(PYTEST_ARGS) || status=1; \
+	@status=0; lint=$$(mktemp); \
+	$(MAKE) --no-print-directory lint >"$$lint" 2>&1 & linter=$$!; \
+	$(PYTHON_OF_VENV) -m pytest -q $(TWICE) $(TWO_AT_A_TIME) $(RANKS_TWICE) $(PYTEST_ARGS) || status=1; \
+	wait $$linter || status=1; cat "$$lint"; rm "$$lint"; \
 	$(PYTHON_OF_VENV) -m pytest -q $(addprefix --ignore=,$(TWO_AT_A_TIME) $(RANKS_TWICE)) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
@@ -38,7 +41,7 @@ lint: venv ## format, lint, types, architecture
 checks: venv ## lint and the tests that can run two at a time: six minutes
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
-	$(PYTHON_OF_VENV) -m pytest -q -n 2 --dist loadfile $(TWO_AT_A_TIME) $(PYTEST_ARGS) || status=1; \
+	$(PYTHON_OF_VENV) -m pytest -q $(TWICE) $(TWO_AT_A_TIME) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 parity: venv ## every layout against one process: the table of maximum errors

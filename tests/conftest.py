@@ -19,6 +19,7 @@ from hypothesis import settings
 from megatron.core.foundation import device
 from tests.harness import reaper
 from tests.harness.global_state import reset_global_state
+from tests.harness.order import longest_first
 from tests.harness.pool import POOL
 
 reaper.start()
@@ -26,6 +27,11 @@ torch.set_num_threads(1)
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with what takes longest."""
+    longest_first(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
