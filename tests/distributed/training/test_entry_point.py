@@ -110,7 +110,7 @@ def test_sigterm_to_the_process_group_saves_the_present_step_and_leaves(tmp_path
 def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
     """The killed rank is named; the next attempt continues from the newest checkpoint."""
     save = str(tmp_path / "save")
-    words = [*SMALL.split(), "--train-iters", "40", "--save", save, "--load", save]
+    words = [*SMALL.split(), "--train-iters", "20", "--save", save, "--load", save]
     words += ["--save-interval", "2", "--tensor-model-parallel-size", "2"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     log = tmp_path / "log"
@@ -137,7 +137,7 @@ def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
     assert "successfully loaded checkpoint from" in text
     record = json.loads((tmp_path / "save" / "failure.previous.json").read_text())
     assert (record["class"], record["attempt"]) == ("PEER_LOST", 0)
-    assert (tmp_path / "save" / "iter_0000040").exists()
+    assert (tmp_path / "save" / "iter_0000020").exists()
 
 
 def test_a_bad_command_line_ends_with_one_line_and_no_traceback(tmp_path):
