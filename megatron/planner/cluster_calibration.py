@@ -18,6 +18,7 @@ from megatron.planner.hardware import Gpu, Prior
 from megatron.planner.machine_time import MachineTime, fit_machine_time, work_of_step
 from megatron.planner.measured_run import MeasuredRun
 from megatron.planner.predictor import NINE_TENTHS, Predictor
+from megatron.planner.program_memory import work_of_ranks
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import ModelScript
@@ -70,7 +71,9 @@ def calibrate_to_machine(
     Raises:
         TopologyError: this process is a rank of a run.
     """
-    works = [work_of_step(each.run, script, cores, times) for each in measured]
+    works = [
+        work_of_step(each.run, work_of_ranks(each.run, script), cores, times) for each in measured
+    ]
     seconds = [each.step_s for each in measured]
     found = fit_machine_time(works, seconds)
     residuals = np.log([found.seconds(work) for work in works]) - np.log(seconds)

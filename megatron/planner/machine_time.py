@@ -18,9 +18,7 @@ from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.planner.predictor import NINE_TENTHS
-from megatron.planner.program_memory import work_of_rank
 from megatron.planner.tracing.operation_time import OperationTimes
-from megatron.planner.tracing.rank_step import ModelScript
 from megatron.planner.tracing.work import WorkOfRank
 from megatron.planner.workload import FloatArray
 from megatron.training.config.resolved import ResolvedRun
@@ -66,18 +64,16 @@ class StepWork:
 
 
 def work_of_step(
-    run: ResolvedRun, script: ModelScript, cores: int, times: OperationTimes
+    run: ResolvedRun, works: Sequence[WorkOfRank], cores: int, times: OperationTimes
 ) -> StepWork:
-    """Count the work of all ranks of a run.
+    """Return the work of a step of a run.
 
     Args:
+        works: of all ranks, from `work_of_ranks`.
         times: of the operations of this machine, of earlier runs as well.
-    Raises:
-        TopologyError: this process is a rank of a run.
     """
-    world, sizes = run.topology.world_size, run.parallelism
-    ranks = [_terms(work_of_rank(run, script, rank), times) for rank in range(world)]
-    return StepWork(np.array(ranks), _stretch(run, sizes.pipeline_model_parallel_size), cores)
+    terms = np.array([_terms(work, times) for work in works])
+    return StepWork(terms, _stretch(run, run.parallelism.pipeline_model_parallel_size), cores)
 
 
 def _terms(work: WorkOfRank, times: OperationTimes) -> tuple[float, ...]:

@@ -87,3 +87,8 @@ def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank
         with ledger.counting() as work:
             under_test.step(None)
         return work
+
+
+def work_of_ranks(run: ResolvedRun, script: ModelScript) -> list[WorkOfRank]:
+    """Return `work_of_rank` of all ranks."""
+    return [work_of_rank(run, script, rank) for rank in range(run.topology.world_size)]

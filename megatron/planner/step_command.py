@@ -17,6 +17,7 @@ from megatron.planner.machine_time import work_of_step
 from megatron.planner.measured_run import MeasuredRun, measured_runs
 from megatron.planner.memory import predict_memory
 from megatron.planner.predictor import load_predictor
+from megatron.planner.program_memory import work_of_ranks
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
 from megatron.planner.step_time import Parts, predict_step
@@ -136,7 +137,7 @@ def predicted_step_of_machine(
         )
     times = OperationTimes()
     machine = calibrate_to_machine(measured, script, cores, times)
-    work = work_of_step(run, script, cores, times)
+    work = work_of_step(run, work_of_ranks(run, script), cores, times)
     low, high = machine.interval(work)
     return StepPrediction(
         seconds=machine.seconds(work),

@@ -2,9 +2,9 @@
 
     python -m tests.parity.planned_time --layouts 30 --calibration 12 --seed 1
 
-Some drawn layouts calibrate what a unit of work takes here, the others are predicted. Measured and
-predicted steps alternate over the whole run, so that what else the machine does disturbs both; the
-time of a step is the fastest of several, which it disturbs least.
+Some drawn layouts calibrate what a unit of work takes here, the others are predicted. Their steps,
+and the operations that predict them, are measured in turns over the whole run, so that what else
+the machine does disturbs all of them; the fastest counts, which it disturbs least.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
-from megatron.planner.machine_time import StepWork, fit_machine_time, work_of_step
+from megatron.planner.machine_time import fit_machine_time, work_of_step
+from megatron.planner.program_memory import work_of_ranks
 from megatron.planner.tracing.operation_time import OperationTimes
 from megatron.planner.tracing.rank_step import RankUnderTest
 from tests.harness.distributed import run_distributed
 from tests.harness.resolved_run import run_of
-from tests.parity.planned_memory import Layout, drawn
+from tests.parity.planned_memory import drawn
 from tests.parity.planned_memory_case import SCRIPT
 
 GOAL = 0.10
@@ -42,7 +43,7 @@ class Flags:
     layouts: int = 30
     calibration: int = 12
     steps: int = 12
-    rounds: int = 2
+    rounds: int = 3
     seed: int = 1
 
 
@@ -68,11 +69,16 @@ def main() -> int:
     """Calibrate, predict, and print a line for each layout; return whether the goal is met."""
     flags = read_command_line(Flags, description=__doc__)
     layouts = drawn(flags.layouts + flags.calibration, flags.seed)
+    runs = [run_of(layout.words, layout.world_size) for layout in layouts]
+    counted = [work_of_ranks(run, SCRIPT) for run in runs]
     torch.set_num_threads(1)
-    times = OperationTimes()
-    works = [_work(layout, times) for layout in layouts]
+    times, cores = OperationTimes(), os.cpu_count() or 1
     seconds = [float("inf")] * len(layouts)
     for _ in range(flags.rounds):
+        times.measure_again()
+        works = [
+            work_of_step(run, ranks, cores, times) for run, ranks in zip(runs, counted, strict=True)
+        ]
         for index, layout in enumerate(layouts):
             found = run_distributed(
                 measure, layout.world_size, layout.words, flags.steps, timeout_s=300.0
@@ -100,11 +106,6 @@ def main() -> int:
         f" {100 * GOAL:.0f} %; calibrated with {len(chosen)} others"
     )
     return int(np.median(sizes) > GOAL)
-
-
-def _work(layout: Layout, times: OperationTimes) -> StepWork:
-    run = run_of(layout.words, layout.world_size)
-    return work_of_step(run, SCRIPT, os.cpu_count() or 1, times)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_the_work_is_that_of_the_program() -> None:
     assert sys.getprofile() is None
 
     times = OperationTimes()
-    steps = [work_of_step(run, SCRIPT, 2, times) for run in (one, two)]
+    steps = [work_of_step(run, works, 2, times) for run, works in ((one, [whole]), (two, stages))]
     # (m + p - 1) / m of one stage.
     assert [step.stretch for step in steps] == [1.0, 1.25]
     seconds = [n * times.seconds(operation) for operation, n in whole.operations.items()]
@@ -107,6 +107,10 @@ def flops(work: WorkOfRank) -> int:
 def test_an_operation_takes_longer_the_more_it_does() -> None:
     times = OperationTimes()
     matmul = torch.ops.aten.mm.default
+    square = Operation.of(matmul, [torch.ones(64, 64)] * 2, {})
+    first = times.seconds(square)
+    times.measure_again()
+    assert 0 < times.seconds(square) <= first
     small, large = (Operation.of(matmul, [torch.ones(n, n)] * 2, {}) for n in (64, 512))
     assert times.seconds(large) > 20 * times.seconds(small) > 0
     assert times.seconds(small) == times.seconds(
