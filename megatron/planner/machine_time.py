@@ -30,6 +30,10 @@ _SHARING = np.linspace(1.0, 1.6, 25)
 _USUAL_SHARING, _SHARING_WIDTH = 1.15, 0.15
 """What is expected before a run was measured, and how far from it a machine may well be."""
 TERMS = ("operation_seconds", "num_calls", "num_messages", "message_bytes")
+_USUAL = np.array([1.5, 3.2e-7, 2.5e-4, 6e-10])
+"""Seconds of one unit of each term on a core of a server of 2023."""
+_USUAL_WIDTH = 0.5
+"""How far from it a machine may well be, over it: few runs do not tell the terms apart."""
 _SLOWED = np.array([True, True, False, False])
 """The terms that take longer beside other ranks."""
 
@@ -152,6 +156,8 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
     updates (Lee and Seung, "Learning the parts of objects by non-negative matrix factorization",
     Nature 401, 1999), from equal shares of each kind of work on.
 
+    Each factor is drawn towards what is usual as if one more run had measured it.
+
     Args:
         terms: [runs, terms].
         measured: [runs], in seconds.
@@ -159,13 +165,15 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
     relative = terms / measured[:, None]
     scale = np.maximum(relative.mean(axis=0), 1e-300)
     scaled = relative / scale
+    # Of work that no run has done nothing is said: it keeps the price 0.
+    usual = np.where(relative.any(axis=0), scale * _USUAL, np.inf)
+    drawn = (_DISTURBED / _USUAL_WIDTH) ** 2 / usual
     factors = np.full(len(scale), 1 / len(scale))
     ones = np.ones(len(measured))
     for _ in range(_NUM_ROUNDS):
         predicted = scaled @ factors
         # Robust: a step that was disturbed counts less.
         weight = 1 / (1 + ((predicted - 1) / _DISTURBED) ** 2)
-        # Of work that no run has done nothing is known: it keeps the price 0.
-        wanted = np.maximum(scaled.T @ (weight * predicted), 1e-300)
-        factors *= (scaled.T @ (weight * ones)) / wanted
+        wanted = scaled.T @ (weight * predicted) + drawn * factors / usual
+        factors *= (scaled.T @ (weight * ones) + drawn) / np.maximum(wanted, 1e-300)
     return factors / scale

@@ -47,6 +47,14 @@ def test_what_a_unit_of_work_takes_is_found_from_steps() -> None:
     assert found.sharing == pytest.approx(true.sharing, abs=0.08)
 
 
+def test_two_runs_are_enough_where_a_machine_is_a_usual_one() -> None:
+    true = MachineTime(np.array([1.2, 4e-7, 2e-4, 8e-10]), sharing=1.15, deviation=0.0)
+    works = random_works(40, seed=5)
+    found = fit_machine_time(works[1:3], [true.seconds(work) for work in works[1:3]])
+    errors = [found.seconds(work) / true.seconds(work) - 1 for work in works]
+    assert np.median(np.abs(errors)) < 0.1
+
+
 def test_what_sharing_a_machine_costs_is_expected_where_no_run_has_shared_it() -> None:
     alone = [work for work in random_works(30, seed=4) if len(work.terms) == 1]
     machine = fit_machine_time(alone, [1e-6 * work.terms[0, 1] for work in alone])
