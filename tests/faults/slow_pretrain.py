@@ -10,6 +10,7 @@
     --mismatch KIND RANK N     change the N-th collective of a rank
     --slow-rank R --slow-factor F --slow-from STEP
                            that rank computes F times as long as it has to
+    --on-core N            all ranks run on that core, once they are started
 
 It prints when it builds and when an evaluation begins.
 """
@@ -49,6 +50,7 @@ class SlowFlags:
     slow_factor: float = 1.0
     slow_from: int = 1
     """First slow step."""
+    on_core: int = -1
 
 
 def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
@@ -72,6 +74,9 @@ def plant_faults() -> None:
             planted.Mismatch(kind, int(after)).plant()
     if args.long_save and args.rank == 1:
         planted.make_saves_long(args.long_save)
+    if args.on_core >= 0:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {args.on_core})
 
 
 def model_with_faults(*arguments: Any, **named: Any) -> Any:

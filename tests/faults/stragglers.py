@@ -1,7 +1,12 @@
-"""Ranks that compute longer than their peers, which --log-straggler has to name; and clean runs."""
+"""Ranks that compute longer than their peers, which --log-straggler has to name; and clean runs.
+
+All ranks of a run share one core: of the cores of a virtual machine one may be a third slower than
+the other for some seconds, and its ranks are, too.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -41,6 +46,7 @@ def run_straggler(case: Straggler, folder: Path, references: References) -> Resu
     """Train, and compare who is named with who is slow."""
     began = time.monotonic()
     words = [*MODEL.split(), "--metrics-jsonl", str(folder / "metrics.jsonl")]
+    words += ["--on-core", str(random.choice(sorted(os.sched_getaffinity(0))))]
     if case.rank is not None:
         words += ["--slow-rank", str(case.rank), "--slow-factor", str(FACTOR)]
         words += ["--slow-from", str(case.begin)]

@@ -30,7 +30,7 @@ CHECKS_IN_A_ROW = 3
 is slow in about sixteen of them, and names one that stays so within twenty."""
 TRIMMED_SHARE = 0.25
 """Of the steps of the window, the fastest and the slowest, which do not count."""
-SLOW_RATIO = 1.12
+SLOW_RATIO = 1.15
 """Of the time that a rank computes to that of its peers. The times of equal ranks differ by a few
 percent."""
 STALLED_SHARE = 0.4
