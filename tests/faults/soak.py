@@ -34,8 +34,8 @@ from tests.faults.result import Result
 
 LAYOUT = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
 NUM_RANKS, SAVE_INTERVAL, NUM_KEPT = 4, 100, 2
-STEP_S = 1.0
-"""Of a step that nothing disturbs, nearly all of it asleep."""
+STEP_S, MEAN_STEP_S = 1.0, 1.5
+"""Of a step that nothing disturbs, nearly all of it asleep; and with what losses cost."""
 SETTLED = 0.25
 """After this share of the run the figures are compared with those at its end."""
 MAX_GROWTH = 1.05
@@ -71,7 +71,7 @@ def run_soak(
     """Train for so long; every `interval_s` on average, a rank is killed or stopped."""
     source = random.Random(seed)
     # The last step is saved by its number, before the evaluation at the end, in the reference too.
-    num_steps = round(minutes * 60 / STEP_S / SAVE_INTERVAL) * SAVE_INTERVAL
+    num_steps = round(minutes * 60 / MEAN_STEP_S / SAVE_INTERVAL) * SAVE_INTERVAL
     folder.mkdir(parents=True)
     with CaseRun(f"soak/{minutes:g}-minutes") as run:
         words = [*MODEL.split(), *LAYOUT.split(), "--train-iters", str(num_steps)]
@@ -95,7 +95,6 @@ def run_soak(
             act = signal.SIGSTOP if len(returned) % 3 == 2 else signal.SIGKILL
             others = [r for r, p in members(job).items() if p.environment[PROCESS] != kept]
             returned.append(lose_a_rank(job, act, source.choice(others)))
-        # What the losses cost is made up at the end.
         left = job.wait_until_gone(COME_BACK_S + minutes * 60)
         if left or job.process.returncode:
             run.result.problems.append(f"exit status {job.process.returncode}, there: {left}")
