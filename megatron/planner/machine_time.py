@@ -156,7 +156,8 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
     updates (Lee and Seung, "Learning the parts of objects by non-negative matrix factorization",
     Nature 401, 1999), from equal shares of each kind of work on.
 
-    Each factor is drawn towards what is usual as if one more run had measured it.
+    Each factor is drawn towards what is usual as if one more run had measured it; then all of them
+    are scaled, so that a machine that is slower than usual is not taken for one that is less so.
 
     Args:
         terms: [runs, terms].
@@ -176,4 +177,6 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
         weight = 1 / (1 + ((predicted - 1) / _DISTURBED) ** 2)
         wanted = scaled.T @ (weight * predicted) + drawn * factors / usual
         factors *= (scaled.T @ (weight * ones) + drawn) / np.maximum(wanted, 1e-300)
-    return factors / scale
+    predicted = scaled @ factors
+    weight = 1 / (1 + ((predicted / np.median(predicted) - 1) / _DISTURBED) ** 2)
+    return factors / scale * (weight @ predicted) / (weight @ predicted**2)

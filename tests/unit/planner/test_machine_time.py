@@ -55,6 +55,13 @@ def test_two_runs_are_enough_where_a_machine_is_a_usual_one() -> None:
     assert np.median(np.abs(errors)) < 0.1
 
 
+@pytest.mark.parametrize("times_usual", [0.3, 1.0, 5.0])
+def test_the_one_run_that_was_measured_is_predicted_as_it_was(times_usual: float) -> None:
+    [work] = random_works(1, seed=6)
+    seconds = times_usual * MachineTime(np.array([1.5, 3e-7, 2e-4, 1e-9]), 1.15, 0.0).seconds(work)
+    assert fit_machine_time([work], [seconds]).seconds(work) == pytest.approx(seconds)
+
+
 def test_what_sharing_a_machine_costs_is_expected_where_no_run_has_shared_it() -> None:
     alone = [work for work in random_works(30, seed=4) if len(work.terms) == 1]
     machine = fit_machine_time(alone, [1e-6 * work.terms[0, 1] for work in alone])
