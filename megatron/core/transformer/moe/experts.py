@@ -137,7 +137,7 @@ class SequentialMLP(_Experts):
             strict=True,
         ):
             filled = fill_tiles(rows)
-            shares = F.pad(probs, (0, len(filled) - len(rows)))
+            shares = probs if filled is rows else F.pad(probs, (0, len(filled) - len(rows)))
             output, bias = expert(filled, shares)
             if bias is not None:
                 if not self.adds_bias:
