@@ -37,6 +37,7 @@ from megatron.planner.validation import (
     cross_validated,
     family_folds,
     family_of,
+    group_names,
     measured_rows,
     memory_figures,
     random_folds,
@@ -124,7 +125,7 @@ def evaluate(flags: EvaluateFlags) -> int:
     rows, predictor = [row for table in tables for row in table], load_predictor()
     measured = measured_rows(rows)
     families = [family_of(row) for row in rows]
-    groups = [row.get("rank_group") or "" for row in rows]
+    groups = group_names(rows)
     within = cross_validated(measured, predictor.hardware, random_folds(families))
     whole = cross_validated(measured, predictor.hardware, family_folds(families))
     predictions = {

@@ -67,18 +67,21 @@ def figures(
     )
 
 
-def _ranking(
-    predicted: FloatArray, measured: FloatArray, groups: Sequence[str]
-) -> tuple[list[float], list[float]]:
+def rows_that_compete(groups: Sequence[str]) -> list[list[int]]:
+    """Return the rows of each group that has several; rows without a group compete with none."""
     members: dict[str, list[int]] = defaultdict(list)
     for index, group in enumerate(groups):
         if group:
             members[group].append(index)
+    return [rows for rows in members.values() if len(rows) > 1]
+
+
+def _ranking(
+    predicted: FloatArray, measured: FloatArray, groups: Sequence[str]
+) -> tuple[list[float], list[float]]:
     order: list[float] = []
     regrets: list[float] = []
-    for rows in members.values():
-        if len(rows) < 2:
-            continue
+    for rows in rows_that_compete(groups):
         for position, i in enumerate(rows):
             for j in rows[position + 1 :]:
                 ratio = measured[i] / measured[j]

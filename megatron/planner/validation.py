@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.planner.blanks import fill_blanks, fits
 from megatron.planner.calibrate import Measured, balanced_weights
-from megatron.planner.figures import DISTINGUISHABLE
+from megatron.planner.figures import DISTINGUISHABLE, rows_that_compete
 from megatron.planner.hardware import Hardware
 from megatron.planner.layout_search import search_layouts
 from megatron.planner.layout_space import Choices
@@ -28,6 +28,11 @@ SEED = 8
 def family_of(row: Mapping[str, str]) -> str:
     """Return the family of a row's source: the first word of its name."""
     return (row.get("source") or "").split(" ")[0]
+
+
+def group_names(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the name of each row's group: the same model, GPUs and batch in other layouts."""
+    return [row.get("rank_group") or "" for row in rows]
 
 
 def measured_rows(rows: Sequence[Mapping[str, str]]) -> Measured:
@@ -113,17 +118,14 @@ class ChoiceFigures:
 
 def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> ChoiceFigures:
     """Search a layout for each group of published ones, and compare."""
-    groups: dict[str, list[Mapping[str, str]]] = {}
-    for row in rows:
-        if row.get("rank_group"):
-            groups.setdefault(row["rank_group"], []).append(row)
-    compared = [members for members in groups.values() if len(members) > 1]
+    groups = rows_that_compete(group_names(rows))
     num_fast = num_near = 0
-    for members in compared:
+    for indices in groups:
+        members = [rows[index] for index in indices]
         published = from_rows(members)
         predicted = predictor.seconds(published)
         found = search_layouts(published.take(np.array([0])), Choices(), predictor)
         num_fast += bool(found.seconds.min() <= predicted.min() * (1 + 1e-9))
         measured = np.array([float(row[MEASURED]) for row in members])
         num_near += bool(measured[predicted.argmin()] <= measured.min() * (1 + DISTINGUISHABLE))
-    return ChoiceFigures(len(compared), num_fast, num_near)
+    return ChoiceFigures(len(groups), num_fast, num_near)

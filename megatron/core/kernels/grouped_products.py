@@ -24,16 +24,21 @@ def torch_grouped_mm(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor
 ROWS_OF_A_TILE = 32
 
 
+def missing_rows(count: int) -> int:
+    """Return how many rows `count` are from the next multiple of a tile."""
+    return -count % ROWS_OF_A_TILE
+
+
 def fill_tiles(rows: Tensor) -> Tensor:
     """Append zeros to rows [n, i] that a CPU multiplies in 16 bits: to a multiple of a tile.
 
     oneDNN compiles such a product for each shape, for one to six milliseconds, and the number of
     rows of an expert is another one in each micro batch: most shapes were new.
     """
-    missing = -len(rows) % ROWS_OF_A_TILE
-    if not missing or rows.element_size() != 2 or rows.device.type != "cpu":
+    if rows.element_size() != 2 or rows.device.type != "cpu":
         return rows
-    return F.pad(rows, (0, 0, 0, missing))
+    missing = missing_rows(len(rows))
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def loop(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor]) -> Tensor:

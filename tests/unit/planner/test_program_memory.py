@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.foundation.exit_status import ExitStatus
+from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE, fill_tiles
 from megatron.planner.program_memory import first_rank_of_stages, trace_rank
 from megatron.planner.stage_memory import memory_of_stages
 from megatron.planner.tracing.imaginary import imaginary_rank
@@ -121,6 +122,17 @@ def test_experts_get_even_shares_of_tokens():
         routed = torch.zeros(6, 8, dtype=torch.bool)
         assert routed.nonzero().shape == (12, 2)
         assert routed.sum(0).view(1, -1).tolist() == [[1, 2, 1, 2, 1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize(("backend", "filled"), [("gloo", ROWS_OF_A_TILE // 2), ("nccl", 0)])
+def test_rows_of_an_expert_are_filled_as_they_are_on_average_where_a_cpu_multiplies(
+    backend: str, filled: int
+) -> None:
+    with imaginary_rank(0, 1, backend=backend):
+        for count in (1, 3 * ROWS_OF_A_TILE, 100):
+            rows = torch.empty(count, 8, dtype=torch.bfloat16)
+            assert len(fill_tiles(rows)) == count + filled
+            assert len(fill_tiles(rows.float())) == count
 
 
 def test_a_ledger_counts_each_storage_until_it_is_freed():
