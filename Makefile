@@ -12,6 +12,12 @@ RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wil
 # Files go to whichever of two workers is free, the longest first: `tests/harness/order.py`.
 TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_ARGS ?=
+# No target calls make again: `make -n` would run that line.
+LINT = (status=0; \
+	for check in "ruff format --check --quiet ." "ruff check --quiet ." "mypy" \
+	             "lint-imports --no-logo"; do \
+	    echo "== $$check"; $$check || status=1; \
+	done; exit $$status)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
@@ -25,22 +31,18 @@ quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minu
 
 test: venv ## the checks and the whole CPU suite
 	@status=0; lint=$$(mktemp); \
-	$(MAKE) --no-print-directory lint >"$$lint" 2>&1 & linter=$$!; \
+	$(LINT) >"$$lint" 2>&1 & linter=$$!; \
 	$(PYTHON_OF_VENV) -m pytest -q $(TWICE) $(TWO_AT_A_TIME) $(RANKS_TWICE) $(PYTEST_ARGS) || status=1; \
 	wait $$linter || status=1; cat "$$lint"; rm "$$lint"; \
 	$(PYTHON_OF_VENV) -m pytest -q $(addprefix --ignore=,$(TWO_AT_A_TIME) $(RANKS_TWICE)) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 
 lint: venv ## format, lint, types, architecture
-	@status=0; \
-	for check in "ruff format --check --quiet ." "ruff check --quiet ." "mypy" \
-	             "lint-imports --no-logo"; do \
-	    echo "== $$check"; $$check || status=1; \
-	done; exit $$status
+	@$(LINT)
 
 checks: venv ## lint and the tests that can run two at a time: six minutes
 	@status=0; \
-	$(MAKE) --no-print-directory lint || status=1; \
+	$(LINT) || status=1; \
 	$(PYTHON_OF_VENV) -m pytest -q $(TWICE) $(TWO_AT_A_TIME) $(PYTEST_ARGS) || status=1; \
 	exit $$status
 

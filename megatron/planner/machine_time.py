@@ -30,7 +30,7 @@ _SHARING = np.linspace(1.0, 1.6, 25)
 _USUAL_SHARING, _SHARING_WIDTH = 1.15, 0.15
 """What is expected before a run was measured, and how far from it a machine may well be."""
 TERMS = ("operation_seconds", "num_calls", "num_messages", "message_bytes")
-_USUAL = np.array([1.5, 3.2e-7, 2.5e-4, 6e-10])
+_USUAL = np.array([1.2, 6.5e-7, 3e-4, 6.5e-10])
 """Seconds of one unit of each term on a core of a server of 2023."""
 _USUAL_WIDTH = 0.5
 """How far from it a machine may well be, over it: few runs do not tell the terms apart."""

@@ -31,7 +31,9 @@ from megatron.core import parallel_state
 from megatron.core.foundation.errors import TopologyError
 from megatron.core.kernels.block_mask import MaskSpec, Tile, tiles
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE
+from megatron.core.kernels.vocab_softmax import row_blocks
 from megatron.core.parameters.rng import SequenceShard
+from megatron.planner.tracing.ledger import device_of
 
 _SIMPLE = {
     torch.ops.aten.slice.Tensor,
@@ -39,8 +41,6 @@ _SIMPLE = {
     torch.ops.aten.detach.default,
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.select.int,
-    torch.ops.aten.linalg_vector_norm.default,
-    torch.ops.aten.pow_.Scalar,
     torch.ops.aten.mul_.Tensor,
     torch.ops.aten.copy_.default,
     torch.ops.aten.segment_reduce.default,
@@ -61,8 +61,31 @@ _SIMPLE = {
 """Operations whose result is on the device of their tensors, and follows from shapes alone. For
 others a look at what `FakeTensorMode` has cached takes less time."""
 
+
 _MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 """Those of them that may read another device."""
+
+
+def _norm(
+    x: Tensor,
+    _order: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    removed = {d % x.dim() for d in dim} if dim else set(range(x.dim()))
+    sizes = [
+        1 if d in removed else size for d, size in enumerate(x.shape) if keepdim or d not in removed
+    ]
+    return torch.empty(sizes, dtype=dtype or x.dtype, device="meta")
+
+
+_SHAPES: Mapping[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.linalg_vector_norm.default: _norm,
+    torch.ops.aten.pow_.Scalar: lambda x, _: x,
+}
+"""What torch's own shape functions say in a millisecond, of hundreds of gradient buffers."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):
@@ -71,6 +94,11 @@ class QuickFakeTensorMode(FakeTensorMode):
     A step of a large model is mostly views of gradient buffers at ever other offsets, for each of
     which `FakeTensorMode` looks for a decomposition and a cached result first.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `StorageLedger`."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -81,24 +109,27 @@ class QuickFakeTensorMode(FakeTensorMode):
     ) -> Any:
         """Return the result [...] of one operation."""
         options = dict(kwargs or {})
-        place = getattr(args[0], "fake_device", None) if func in _SIMPLE else None
+        if func.namespace == "c10d":
+            with in_kernel_invocation_manager(self):
+                return func(*args, **options)
+        shape_of = _SHAPES.get(func, func if func in _SIMPLE else None)
+        place = getattr(args[0], "fake_device", None) if shape_of else None
         if (
-            place is None
+            shape_of is None
+            or place is None
             or options.pop("device", place) != place
             or (func not in _MOVES and any(_device_of(x) not in (None, place) for x in args[1:]))
         ):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
-            made = func(*args, **options)
+            made = shape_of(*args, **options)
         # What works in place returns its argument.
         return made if isinstance(made, FakeTensor) else FakeTensor(self, made, place)
 
 
 def _device_of(argument: Any) -> torch.device | None:
     """Return the device of a tensor; None of anything else."""
-    if isinstance(argument, FakeTensor):
-        return argument.fake_device
-    return argument.device if isinstance(argument, Tensor) else None
+    return device_of(argument) if isinstance(argument, Tensor) else None
 
 
 class HostAnswers:
@@ -236,6 +267,11 @@ def _found_tile(*args: Any) -> Tile | None:
     )
 
 
+def _first_block(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Yield the first block of rows: none of the others has more."""
+    yield from itertools.islice(row_blocks(rows, columns, device), 1)
+
+
 def _rows_of(rows: slice) -> int:
     return rows.stop - rows.start
 
@@ -246,10 +282,14 @@ _WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
         "megatron.core.transformer.add_adapters.refuse_missing_targets",
         lambda *_, **__: None,
     ),
-    ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
 )
-"""Functions that only write values, compare what different ranks hold, or repeat for the rest of a
-tensor what they did for a part."""
+"""Functions that only write values, or compare what different ranks hold."""
+
+_PARTS: Sequence[tuple[str, Callable[..., Any]]] = (
+    ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
+    ("megatron.core.kernels.vocab_softmax.row_blocks", _first_block),
+)
+"""Functions that repeat for the rest of a tensor what they did for a part."""
 
 _MISSING_ROWS = "megatron.core.kernels.grouped_products.missing_rows"
 
@@ -290,7 +330,7 @@ def imaginary_rank(
             for name, answer in _answers_of_others(backend).items():
                 stack.enter_context(mock.patch.object(dist, name, answer))
             stack.enter_context(mock.patch(_MISSING_ROWS, return_value=_rows_that_miss(backend)))
-            for function, without_values in _WITHOUT_VALUES[: -1 if repeats else None]:
+            for function, without_values in (*_WITHOUT_VALUES, *(() if repeats else _PARTS)):
                 stack.enter_context(mock.patch(function, without_values))
             # What `Module.to` does with real tensors.
             stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,11 @@ class Peak:
     layer: str = ""
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor; to ask one without values for it is an operation."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 class StorageLedger(TorchDispatchMode):
     """A dispatch mode under which every new storage is counted until it is freed."""
 
@@ -64,6 +70,11 @@ class StorageLedger(TorchDispatchMode):
         self.peak = Peak()
         self._alive: dict[int, _Alive] = {}
         self._resize: Callable[..., Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here: the compiler need not be switched off for each operation."""
+        return False
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
@@ -91,7 +102,7 @@ class StorageLedger(TorchDispatchMode):
     ) -> Any:
         """Run the operation and count what it has made."""
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
+            return device_of(args[0])
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             for tensor in tensors_in((args, kwargs)):
@@ -102,7 +113,7 @@ class StorageLedger(TorchDispatchMode):
         return result
 
     def _counts(self, tensor: Tensor) -> bool:
-        return tensor.device.type != self.ignored_device
+        return device_of(tensor).type != self.ignored_device
 
     def _take(self, storage: torch.UntypedStorage, cause: object) -> None:
         known, num_bytes = self._alive.get(id(storage)), storage.nbytes()

@@ -1,7 +1,12 @@
-"""Seconds that operations take on this machine, each by itself on tensors of the same form."""
+"""Seconds that operations take on this machine, each by itself on tensors of the same form.
+
+One that is called again and again finds its tensors in the core's cache. In a step it reads what
+other operations have written long before: that is added, by what a byte takes to be read.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +18,8 @@ from megatron.planner.tracing.work import Operation, WorkOfRank
 _ENOUGH_S = 4e-3
 """What measuring an operation may take, but for its first call."""
 _MAX_CALLS = 30
+_BEYOND_CACHES = 2**24
+"""Bytes that no core's own cache holds."""
 
 
 class OperationTimes:
@@ -23,10 +30,21 @@ class OperationTimes:
 
     def __init__(self) -> None:
         self._found: dict[Operation, float] = {}
+        self._seconds_to_read = float("inf")
 
     def seconds_of_work(self, work: WorkOfRank) -> float:
-        """Return the seconds of all operations of a rank, one after the other."""
-        return sum(self.seconds(each) * number for each, number in work.operations.items())
+        """Return the seconds of all operations of a rank, and of reading what they read."""
+        return sum(
+            (self.seconds(each) + each.num_bytes * self.seconds_to_read) * number
+            for each, number in work.operations.items()
+        )
+
+    @property
+    def seconds_to_read(self) -> float:
+        """Seconds to read a byte that is not in the core's cache."""
+        if not math.isfinite(self._seconds_to_read):
+            self._measure_reading()
+        return self._seconds_to_read
 
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of one call.
@@ -42,6 +60,12 @@ class OperationTimes:
         """Measure all of them once more: something else may have slowed the machine before."""
         for operation, least in self._found.items():
             self._found[operation] = min(least, _measured(operation))
+        self._measure_reading()
+
+    def _measure_reading(self) -> None:
+        long = torch.ones(_BEYOND_CACHES // 4)
+        seconds = _least_seconds(long.sum) / _BEYOND_CACHES
+        self._seconds_to_read = min(self._seconds_to_read, seconds)
 
 
 def _measured(operation: Operation) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,12 @@ class TensorForm:
         """Return the form of a tensor [...]."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements; what is repeated by a stride of zero counts once."""
+        sizes = (size for size, step in zip(self.shape, self.stride, strict=True) if step)
+        return math.prod(sizes) * self.dtype.itemsize
+
     def made(self) -> Tensor:
         """Return a tensor [...] of this form: ones, and zeros where values may be indices."""
         extents = ((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -55,6 +62,11 @@ class Operation:
         leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
         forms = (TensorForm.of(x) if isinstance(x, Tensor) else x for x in leaves)
         return cls(function, tuple(forms), tree)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(x.num_bytes for x in self.leaves if isinstance(x, TensorForm))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with tensors of these forms, by position and by name."""
@@ -106,8 +118,9 @@ class WorkLedger(StorageLedger):
             self._profile = None
             sys.setprofile(before)
 
-    def _count_call(self, _frame: FrameType, event: str, _argument: object) -> None:
-        self.work.num_calls += event in ("call", "c_call")
+    def _count_call(self, frame: FrameType, event: str, _argument: object) -> None:
+        is_ours = frame.f_code is WorkLedger.__torch_dispatch__.__code__
+        self.work.num_calls += event in ("call", "c_call") and not is_ours
 
     def __torch_dispatch__(
         self,

@@ -84,6 +84,13 @@ def test_ranks_share_the_cores_and_stages_wait() -> None:
     assert StepWork(terms[:1], 1.0, 8).waited_for(1.3) == pytest.approx(1.0)
 
 
+def test_the_bytes_of_a_tensor_are_those_of_its_elements_repeated_ones_once() -> None:
+    x = torch.empty(3, 4, dtype=torch.float16)
+    for each, count in ((x, 12), (x[:2], 8), (x[:, :1].expand(3, 9), 3), (x[0, 0], 1), (x[:0], 0)):
+        assert TensorForm.of(each).num_bytes == 2 * count
+    assert Operation.of(torch.add, (x, x[:1]), {"out": x}).num_bytes == 2 * (12 + 4 + 12)
+
+
 def test_the_work_is_that_of_the_program() -> None:
     one = run_of(f"{SMALL} --global-batch-size 4", 1)
     two = run_of(f"{SMALL} --global-batch-size 4 --pipeline-model-parallel-size 2", 2)
@@ -103,7 +110,10 @@ def test_the_work_is_that_of_the_program() -> None:
     steps = [work_of_step(run, works, 2, times) for run, works in ((one, [whole]), (two, stages))]
     # (m + p - 1) / m of one stage.
     assert [step.stretch for step in steps] == [1.0, 1.25]
-    seconds = [n * times.seconds(operation) for operation, n in whole.operations.items()]
+    seconds = [
+        n * (times.seconds(operation) + operation.num_bytes * times.seconds_to_read)
+        for operation, n in whole.operations.items()
+    ]
     assert steps[0].terms[0, 0] == pytest.approx(sum(seconds))
 
 
