@@ -1,9 +1,10 @@
-"""No process of a test run outlives it, also when the run itself is killed.
+"""No process and no temporary file of a test run outlives it, also when the run itself is killed.
 
 Ranks of the pool watch their parent themselves, but tests also start torchrun, shells and whole
 commands, in sessions of their own, and a SIGKILL leaves nobody to stop them. So a small process,
 started first, waits for the run to end and then kills what carries the run's mark: an environment
-variable, which every descendant inherits.
+variable, which every descendant inherits. Then it removes the folder that is TMPDIR to all of
+them: torchrun and multiprocessing leave theirs, and so does what is killed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 
 MARK = "LATTICE_TEST_RUNS"
 """Holds the marks of all runs around a process: a test may itself start a run."""
 
 _WATCH = """
-import os, signal, sys, time
-mark = sys.argv[1].encode()
+import os, shutil, signal, sys, time
+mark, folder = sys.argv[1].encode(), sys.argv[2]
 while os.read(0, 1):
     pass
 time.sleep(0.5)  # what ends by itself, and cleans up, may
@@ -36,20 +38,31 @@ for _ in range(20):
     if not found:
         break
     time.sleep(0.1)
+if folder:
+    shutil.rmtree(folder, ignore_errors=True)
 """
 
 
 def start() -> None:
-    """Mark this process' descendants and watch over them until it ends. Needs /proc."""
+    """Mark this process' descendants and watch over them until it ends. Needs /proc.
+
+    The environment changes: the mark, TMPDIR and, for pytest's own folders, PYTEST_DEBUG_TEMPROOT.
+    """
     if not os.path.isdir("/proc/self"):
         return
-    mark = uuid.uuid4().hex
+    mark, folder = uuid.uuid4().hex, ""
+    if MARK not in os.environ:  # a run inside another one has its folder
+        # What a failed test wrote stays where pytest puts it.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        folder = tempfile.mkdtemp(prefix="lattice-tests-")
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     reading, writing = os.pipe()  # `writing` closes with this process, however it ends
     with open(os.devnull, "w") as nowhere:
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _WATCH, mark],
+        watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _WATCH, mark, folder],
             stdin=reading, stdout=nowhere, stderr=nowhere, env=environment, start_new_session=True,
         )  # fmt: skip
     os.close(reading)
+    watcher.returncode = 0  # it outlives this process, which need not warn that it still runs
     os.environ[MARK] = f"{os.environ.get(MARK, '')} {mark}"

@@ -1,4 +1,4 @@
-"""A killed test run takes its processes with it."""
+"""A killed test run takes its processes and temporary files with it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.reaper import MARK
+
 ROOT = Path(__file__).resolve().parents[3]
 
 A_SHELL_IN_ITS_OWN_SESSION = """
@@ -19,6 +21,14 @@ from tests.harness import reaper
 reaper.start()
 command = "sleep 600 & echo $$ $!; wait"
 subprocess.Popen(["sh", "-c", command], start_new_session=True)
+time.sleep(600)
+"""
+
+A_FOLDER_THAT_STAYS = """
+import tempfile, time
+from tests.harness import reaper
+reaper.start()
+print(tempfile.mkdtemp(), flush=True)
 time.sleep(600)
 """
 
@@ -61,4 +71,21 @@ def test_a_killed_run_leaves_no_process(code, number):
     deadline = time.monotonic() + 20
     while any(map(is_running, children)):
         assert time.monotonic() < deadline, children
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_leaves_no_temporary_file(number, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    del environment[MARK]
+    command = [sys.executable, "-c", A_FOLDER_THAT_STAYS]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as run:
+        assert run.stdout is not None
+        assert Path(run.stdout.readline().strip()).is_relative_to(tmp_path)
+        run.send_signal(number)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
