@@ -179,7 +179,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(name for name, _ in tasks))
         return 0
-    reaper.start()
+    reaper.start(keeps_files=True)  # of a case that fails
     take_signals()
     if not can_have_its_own_shared_memory():
         print("without root and unshare what is left in /dev/shm is not seen", flush=True)

@@ -1,9 +1,9 @@
-"""No process and no temporary file of a test run outlives it, also when the run itself is killed.
+"""No process of a test run outlives it, nor a temporary file, also when the run itself is killed.
 
 Ranks of the pool watch their parent themselves, but tests also start torchrun, shells and whole
 commands, in sessions of their own, and a SIGKILL leaves nobody to stop them. So a small process,
 started first, waits for the run to end and then kills what carries the run's mark: an environment
-variable, which every descendant inherits. Then it removes the folder that is TMPDIR to all of
+variable, which every descendant inherits. Then it may remove a folder that is TMPDIR to all of
 them: torchrun and multiprocessing leave theirs, and so does what is killed.
 """
 
@@ -43,15 +43,17 @@ if folder:
 """
 
 
-def start() -> None:
+def start(*, keeps_files: bool = False) -> None:
     """Mark this process' descendants and watch over them until it ends. Needs /proc.
 
-    The environment changes: the mark, TMPDIR and, for pytest's own folders, PYTEST_DEBUG_TEMPROOT.
+    Args:
+        keeps_files: temporary files stay where they are. Otherwise TMPDIR becomes a folder that is
+            removed, and PYTEST_DEBUG_TEMPROOT what it was, for pytest's own folders.
     """
     if not os.path.isdir("/proc/self"):
         return
     mark, folder = uuid.uuid4().hex, ""
-    if MARK not in os.environ:  # a run inside another one has its folder
+    if not keeps_files and MARK not in os.environ:  # a run inside another one has its folder
         # What a failed test wrote stays where pytest puts it.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.mkdtemp(prefix="lattice-tests-")
