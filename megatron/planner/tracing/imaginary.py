@@ -61,7 +61,6 @@ _SIMPLE = {
 """Operations whose result is on the device of their tensors, and follows from shapes alone. For
 others a look at what `FakeTensorMode` has cached takes less time."""
 
-
 _MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 """Those of them that may read another device."""
 
@@ -74,6 +73,7 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    """Return a tensor of the shape and dtype of `vector_norm` with these arguments."""
     removed = {d % x.dim() for d in dim} if dim else set(range(x.dim()))
     sizes = [
         1 if d in removed else size for d, size in enumerate(x.shape) if keepdim or d not in removed
@@ -85,7 +85,7 @@ _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.linalg_vector_norm.default: _norm,
     torch.ops.aten.pow_.Scalar: lambda x, _: x,
 }
-"""What torch's own shape functions say in a millisecond, of hundreds of gradient buffers."""
+"""Shape functions in place of torch's own: those take a millisecond, for hundreds of buffers."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):
