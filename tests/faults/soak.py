@@ -7,11 +7,13 @@ step, save, evaluation or new generation adds up. The checkpoints that are kept 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -36,8 +38,9 @@ LAYOUT = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
 NUM_RANKS, SAVE_INTERVAL, NUM_KEPT = 4, 100, 2
 STEP_S, MEAN_STEP_S = 1.0, 1.3
 """Of a step that nothing disturbs, nearly all of it asleep; and with what losses cost."""
-SETTLED = 0.25
-"""After this share of the run the figures are compared with those at its end."""
+SETTLED, SETTLED_STEPS = 0.25, 3 * SAVE_INTERVAL
+"""What a run holds is looked at after this share of it, when all that recurs has been met once."""
+MIN_LOOKS = 12
 MAX_GROWTH = 1.05
 """Of memory: Python's and libc's heaps breathe by a few percent."""
 
@@ -72,8 +75,27 @@ def run_soak(
     source = random.Random(seed)
     # The last step is saved by its number, before the evaluation at the end, in the reference too.
     num_steps = round(minutes * 60 / MEAN_STEP_S / SAVE_INTERVAL) * SAVE_INTERVAL
+    settled = max(SETTLED_STEPS, round(SETTLED * num_steps))
+    # The last losses are followed by steps: a run that had ended could not lose a rank.
+    last_lost = num_steps - round(3 * interval_s / STEP_S)
+    shortest_s = settled * MEAN_STEP_S + (MIN_LOOKS + 3) * interval_s * MEAN_STEP_S
+    if minutes * 60 < shortest_s:
+        raise ValueError(
+            f"--minutes {minutes:g} with --interval-s {interval_s:g} is too short to tell growth: "
+            f"take {math.ceil(shortest_s / 60)} minutes or lose ranks more often"
+        )
     folder.mkdir(parents=True)
-    with CaseRun(f"soak/{minutes:g}-minutes") as run:
+    with (
+        ThreadPoolExecutor(1) as beside,
+        CaseRun(f"soak/{minutes:g}-minutes") as run,
+    ):
+        # The run is nearly always asleep, so that the undisturbed one goes with it.
+        undisturbed = beside.submit(
+            references.curve,
+            NUM_RANKS,
+            num_steps,
+            f"{LAYOUT} --eval-interval 200 --log-interval 10",
+        )
         words = [*MODEL.split(), *LAYOUT.split(), "--train-iters", str(num_steps)]
         words += ["--num-workers", "1", "--slow-step", str(STEP_S / 2), "--log-interval", "10"]
         words += ["--save", str(folder / "save"), "--load", str(folder / "save")]
@@ -88,11 +110,10 @@ def run_soak(
         kept = members(job)[0].environment[PROCESS]
         returned: list[float] = []
         held: dict[str, list[Held]] = {"launcher": [], "rank": []}
-        # The last losses are followed by steps: a run that had ended could not lose a rank.
-        last_lost = num_steps - round(3 * interval_s / STEP_S)
         while not job.is_over() and job.iterations()[-1] < last_lost:
             time.sleep(source.uniform(0.5, 1.5) * interval_s)
-            note(held, job, kept, folder)
+            if job.iterations()[-1] >= settled:
+                note(held, job, kept, folder)
             act = signal.SIGSTOP if len(returned) % 3 == 2 else signal.SIGKILL
             others = [r for r, p in members(job).items() if p.environment[PROCESS] != kept]
             returned.append(lose_a_rank(job, act, source.choice(others)))
@@ -109,10 +130,7 @@ def run_soak(
             ]
             + [f"{name}: {shown(found)}" for name, found in held.items()]
         )
-        reference = references.curve(
-            NUM_RANKS, num_steps, f"{LAYOUT} --eval-interval 200 --log-interval 10"
-        )
-        run.result.problems += check_curve(folder, reference, num_steps)
+        run.result.problems += check_curve(folder, undisturbed.result(), num_steps)
     return run.result
 
 
@@ -131,6 +149,9 @@ def growth(held: dict[str, list[Held]]) -> list[str]:
     """Say which figure was higher at the end than after the run had settled."""
     problems = []
     for name, found in held.items():
+        if len(found) < MIN_LOOKS:
+            problems.append(f"{name}: looked at {len(found)} times, {MIN_LOOKS} are needed")
+            continue
         first, last = _windows(found)
         problems += [
             f"{name}: {what} grew from {before:.1f} to {after:.1f}"
@@ -148,9 +169,8 @@ def shown(found: Sequence[Held]) -> str:
 
 
 def _windows(found: Sequence[Held]) -> tuple[list[float], list[float]]:
-    """Return the most of each figure in a few looks after settling, and of the last few."""
-    first = int(len(found) * SETTLED)
-    width = max(1, (len(found) - first) // 4)
-    parts = (found[first : first + width], found[-width:])
+    """Return the most of each figure in the first and in the last quarter of the looks."""
+    width = max(1, len(found) // 4)
+    parts = (found[:width], found[-width:])
     early, late = ([max(c) for c in zip(*map(astuple, p), strict=True)] for p in parts)
     return early, late

@@ -37,9 +37,10 @@ def test_what_grows_over_a_long_run_is_told_and_what_breathes_is_not():
     steady = [Held(100.0 + i % 3, 20, 5, 8 + 4 * (i % 2)) for i in range(40)]
     assert not growth({"rank": steady})
     leaking = [Held(100.0, 20 + i // 10, 5, 8) for i in range(40)]
-    assert growth({"rank": leaking}) == ["rank: descriptors grew from 21.0 to 23.0"]
+    assert growth({"rank": leaking}) == ["rank: descriptors grew from 20.0 to 23.0"]
     swelling = [Held(100.0 + i, 20, 5, 8) for i in range(40)]
     assert "memory_mib" in growth({"rank": swelling})[0]
+    assert "looked at 3 times" in growth({"rank": steady[:3]})[0]
 
 
 def test_random_hangs_meet_every_layout_in_every_way():
