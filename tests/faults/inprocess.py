@@ -7,10 +7,12 @@ sums.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -225,8 +227,12 @@ def hold_until_ready(job: Job, hold: Path, number: int) -> None:
 
 
 def port_of(source: random.Random) -> tuple[str, ...]:
-    """Return flags for a port that nobody is likely to use."""
-    return ("--master-port", str(source.randrange(20000, 28000)))
+    """Return flags for a port that nobody uses, nor is given to a connection."""
+    while True:
+        port = source.randrange(20000, 28000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return ("--master-port", str(port))
 
 
 def describe(returned: list[float], job: Job) -> str:
