@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.chunk_updates import OTHER_UPDATE
+from megatron.core.optimizer.eager import EagerOptimizer
 
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
@@ -131,7 +132,7 @@ class OptimizerDefinition:
         return found if self.kind is None else replace(found, kind=self.kind(config))
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(EagerOptimizer):
     """Runs an elementwise update on full tensors, or on any shards of them."""
 
     def __init__(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
+from megatron.core.optimizer.eager import EagerOptimizer
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon_redistribute import MuonRedistribute
 from megatron.core.optimizer.newton_schulz import orthogonalize, update_scale
@@ -50,7 +51,7 @@ def is_muon_matrix(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 2 and not get_param_meta(parameter).is_embedding_or_output
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(EagerOptimizer):
     """Updates matrices, or the shards of them that this rank owns."""
 
     def __init__(

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import async_save, save_lock
@@ -47,9 +46,6 @@ def run_with_restarts(
         store_slot: receives the store of the generation, for the report of a failure.
     """
     copies = MemoryCopies()
-    # The first optimizer of a process imports torch's compiler: a second that a spare has spent
-    # before it is needed.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     while True:
         status.activity = "waiting for the other ranks"
         place = membership.join()

@@ -90,6 +90,22 @@ def test_public_names_exist():
     assert not missing
 
 
+def test_a_run_brings_in_neither_the_compiler_nor_tensors_of_torch(tmp_path):
+    flags = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16
+        --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 1 --train-iters 2
+        --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --optimizer muon
+        --eval-interval 1 --eval-iters 1"""
+    code = f"""
+import sys, pretrain_gpt
+sys.argv = ["pretrain_gpt.py", *{flags.split()!r}, "--save", {str(tmp_path / "save")!r}]
+pretrain_gpt.main()
+print(sorted({{"torch._dynamo", "torch._inductor", "torch.distributed.tensor"}} & set(sys.modules)))
+"""
+    said = run_python(code)
+    assert "successfully saved checkpoint from iteration       2" in said
+    assert said.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("script", ["pretrain_gpt.py", "tools/preprocess_data.py"])
 def test_entry_points_answer_help_in_few_processor_seconds(script):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -20,9 +20,12 @@ from megatron.core.optimizer.definition import (
     Pieces,
     has_fused_kernel,
 )
+from megatron.core.optimizer.eager import eager
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+_Adam, _AdamW = eager(torch.optim.Adam), eager(torch.optim.AdamW)
 
 
 def update_adam(pieces: Pieces, *, decouples_decay: bool) -> None:
@@ -53,8 +56,7 @@ def _constants(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    return kind(
+    return (_AdamW if config.decoupled_weight_decay else _Adam)(
         param_groups,
         lr=config.lr or 0.0,
         weight_decay=config.weight_decay,

@@ -13,9 +13,12 @@ from megatron.core.optimizer.definition import (
     Pieces,
     has_fused_kernel,
 )
+from megatron.core.optimizer.eager import eager
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+_SGD = eager(torch.optim.SGD)
 
 
 def update_sgd(pieces: Pieces) -> None:
@@ -36,7 +39,7 @@ def update_sgd(pieces: Pieces) -> None:
 
 
 def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
-    return torch.optim.SGD(
+    return _SGD(
         param_groups,
         lr=config.lr or 0.0,
         momentum=config.sgd_momentum,
