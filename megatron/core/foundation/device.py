@@ -182,9 +182,18 @@ def seed_default_generator(seed: int) -> None:
 
 @contextmanager
 def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's default generators for the block and restore their states afterwards."""
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    """Seed torch's default generators for the block and restore their states afterwards.
+
+    The numbers of a kernel that takes no generator belong to the seed, but their places to this
+    rank's tensors.
+    """
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            # `torch.manual_seed` would note a stack for each kind of device that there is not.
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    with torch.random.fork_rng([device], device_type=device.type):
         torch.manual_seed(seed)
         yield
 

@@ -14,9 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import seeded_generators
 from megatron.core.kernels.block_mask import MaskSpec, masked_keys
 from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask
-from megatron.core.parameters.rng import rng_state, seeded_default_generator
+from megatron.core.parameters.rng import derive_seed, rng_state
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class AttentionOptions:
             return
         state = rng_state()
         key = (*state.next_key(), state.first_sample, self.first_head)
-        with seeded_default_generator(query.device, *key):
+        with seeded_generators(query.device, derive_seed(*key)):
             yield
 
     def masked_keys(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:

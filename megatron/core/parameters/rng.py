@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -228,15 +227,3 @@ class SeededGenerators:
         for part in rest:
             key_hash.update(b"\x1fi%d" % part)
         return self._generator.manual_seed(_seed(key_hash))
-
-
-@contextmanager
-def seeded_default_generator(device: torch.device, *key: int | str) -> Iterator[None]:
-    """Seed the generator from which kernels draw that take none; it has its state back afterwards.
-
-    The numbers of such a kernel belong to `key`, but their places to this rank's tensors.
-    """
-    devices = [] if device.index is None else [device.index]
-    with torch.random.fork_rng(devices, device_type=device.type):
-        torch.manual_seed(derive_seed(*key))
-        yield
