@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import re
 import signal
 import threading
@@ -169,7 +168,8 @@ def _begin_work(_number: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    if os.getppid() == parent.pid:  # not the server that forks for `forkserver`
+    # A server that forks ends with the training process, and torch's worker sees that it has.
+    if multiprocessing.get_start_method() != "forkserver":
         die_with_parent(parent.pid)
     ignore_stop_signals_except_from(parent.pid)
 
