@@ -34,7 +34,11 @@ from tests.faults.inprocess import (
 from tests.faults.job import MODEL, Job
 from tests.faults.result import Result
 
-LAYOUT = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
+SHARED_FLAGS = (
+    "--tensor-model-parallel-size 2 --use-distributed-optimizer --eval-interval 200"
+    " --log-interval 10"
+)
+"""Of the run and of the undisturbed one."""
 NUM_RANKS, SAVE_INTERVAL, NUM_KEPT = 4, 100, 2
 STEP_S, MEAN_STEP_S = 1.0, 1.3
 """Of a step that nothing disturbs, nearly all of it asleep; and with what losses cost."""
@@ -85,22 +89,13 @@ def run_soak(
             f"take {math.ceil(shortest_s / 60)} minutes or lose ranks more often"
         )
     folder.mkdir(parents=True)
-    with (
-        ThreadPoolExecutor(1) as beside,
-        CaseRun(f"soak/{minutes:g}-minutes") as run,
-    ):
+    with ThreadPoolExecutor(1) as beside, CaseRun(f"soak/{minutes:g}-minutes") as run:
         # The run is nearly always asleep, so that the undisturbed one goes with it.
-        undisturbed = beside.submit(
-            references.curve,
-            NUM_RANKS,
-            num_steps,
-            f"{LAYOUT} --eval-interval 200 --log-interval 10",
-        )
-        words = [*MODEL.split(), *LAYOUT.split(), "--train-iters", str(num_steps)]
-        words += ["--num-workers", "1", "--slow-step", str(STEP_S / 2), "--log-interval", "10"]
+        undisturbed = beside.submit(references.curve, NUM_RANKS, num_steps, SHARED_FLAGS)
+        words = [*MODEL.split(), *SHARED_FLAGS.split(), "--train-iters", str(num_steps)]
+        words += ["--num-workers", "1", "--slow-step", str(STEP_S / 2)]
         words += ["--save", str(folder / "save"), "--load", str(folder / "save")]
         words += ["--save-interval", str(SAVE_INTERVAL), "--most-recent-k", str(NUM_KEPT)]
-        words += ["--eval-interval", "200"]
         words += ["--metrics-jsonl", str(folder / "metrics")]
         job = run.start(
             folder / "job", words, num_ranks=NUM_RANKS, launcher=LAUNCHER,

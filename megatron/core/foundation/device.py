@@ -187,14 +187,11 @@ def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
     The numbers of a kernel that takes no generator belong to the seed, but their places to this
     rank's tensors.
     """
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would note a stack for each kind of device that there is not.
-            torch.default_generator.manual_seed(seed)
-            yield
-        return
-    with torch.random.fork_rng([device], device_type=device.type):
-        torch.manual_seed(seed)
+    devices = [device] if device.type != "cpu" else []
+    # `torch.manual_seed` notes a stack for each kind of device that there is not.
+    set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        set_seed(seed)
         yield
 
 
