@@ -29,7 +29,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -49,21 +48,14 @@ from benchmarks.checkpoint_candidates import (
     busy_step,
     free_memory,
     make_state,
-    resident_bytes,
 )
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
+from tests.harness.machine import free_port, memory_bytes
 
 Way = Callable[[], Any]
 FILES = ("raw", "safetensors", "torch", "ours")
 PARTS = ("save", "load", "pause", "steps", "memory")
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def spread(values: Sequence[float]) -> str:
@@ -238,13 +230,13 @@ def watch_memory(candidates: Candidates, num_saves: int) -> None:
     for _ in range(700):  # three collectives each, or more
         dist.all_gather_object([None] * candidates.size, None)
     candidates.begin_clean()
-    base, sizes = resident_bytes(), []
+    base, sizes = memory_bytes("VmRSS"), []
     for _ in range(num_saves):
         candidates.begin_clean()
         handle = candidates.begin_ours()
-        peak = resident_bytes()
+        peak = memory_bytes("VmRSS")
         while not handle.is_written:
-            peak = max(peak, resident_bytes())
+            peak = max(peak, memory_bytes("VmRSS"))
             time.sleep(0.01)
         handle.finish()
         sizes.append(peak)

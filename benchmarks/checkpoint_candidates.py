@@ -40,12 +40,6 @@ def make_state(million_parameters: int, num_ranks: int) -> dict[str, Tensor]:
     }
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def free_memory(num_bytes: int) -> None:
     """Let the machine have so much memory at hand, whoever comes first."""
     torch.empty(num_bytes, dtype=torch.uint8).fill_(1)

@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peak_memory import status_mib
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron.hugging_face import open_model, write_model
 from megatron.hugging_face.model_directory import CONFIG_NAME, SINGLE_NAME
 from megatron.hugging_face.writing import write_tensors
+from tests.harness.machine import memory_bytes
 
 COPY_BYTES = 8 << 20
 HIDDEN, FFN, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
@@ -92,7 +92,7 @@ def convert(source: Path, target: Path | None) -> dict[str, float]:
     started = time.perf_counter()
     if target is not None:
         write_model(contents, target)
-    return {"seconds": time.perf_counter() - started, "peak": status_mib("VmHWM")}
+    return {"seconds": time.perf_counter() - started, "peak": memory_bytes("VmHWM") / (1 << 20)}
 
 
 def in_fresh_process(source: Path, target: Path | None) -> dict[str, float]:

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_parallel import CONFIG, Workload, backward, build_model, micro_batches
-from benchmarks.peak_memory import status_mib
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -45,6 +44,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag, no_flag
+from tests.harness.machine import memory_bytes
 
 PLACES = ("device", "host memory", "file", "file, weights too")
 KILLED = -9
@@ -104,7 +104,7 @@ def train(options: Flags) -> dict[str, Any]:
         finalize_model_grads([ddp], pg_collection=groups)
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
-    peak = status_mib("VmHWM") - status_mib("RssFile")
+    peak = (memory_bytes("VmHWM") - memory_bytes("RssFile")) / (1 << 20)
     digest = hashlib.sha256()
     with ddp.summon_full_params():
         for parameter in ddp.parameters():

@@ -25,6 +25,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
+from tests.harness.machine import memory_bytes
 
 MIB = 2**20
 COMPACT = {"use_precision_aware_optimizer": True}
@@ -48,12 +49,6 @@ WAYS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def status_bytes(name: str) -> int:
-    """Return a line of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
 def measure(
     connection: Any, dtype: torch.dtype, settings: dict[str, Any], num_weights: int, directory: str
 ) -> None:
@@ -69,11 +64,11 @@ def measure(
     buffer.owned_gradients()[0].normal_()
     importlib.import_module("torch._dynamo")  # torch's own optimizers load it in their first step
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
-    before = status_bytes("VmRSS")
+    before = memory_bytes("VmRSS")
     config = OptimizerConfig(lr=1e-4, bf16=dtype == torch.bfloat16, **settings)
     optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
     optimizer.step()
-    connection.send(status_bytes("VmHWM") - before)
+    connection.send(memory_bytes("VmHWM") - before)
     while connection.recv():
         began = time.perf_counter()
         optimizer.step()

@@ -23,18 +23,11 @@ import torch.multiprocessing as mp
 from benchmarks.data_parallel import Workload, become_rank, step_of
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import no_flag
+from tests.harness.machine import memory_bytes
 
 CANDIDATES = (
     "imported", "torch DDP", "torch FSDP2", "stage 0", "stage 1", "stage 2", "stage 3",
 )  # fmt: skip
-
-
-def status_mib(name: str) -> float:
-    """Return a size that /proc tells of this process, in MiB: "VmHWM" is the largest so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {name}: this benchmark needs Linux")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +51,7 @@ def train(rank: int, directory: str, name: str, options: Flags) -> None:
         for _ in range(options.steps):
             step()
     dist.barrier()
-    Path(directory, f"peak{rank}").write_text(str(status_mib("VmHWM")))
+    Path(directory, f"peak{rank}").write_text(str(memory_bytes("VmHWM") / (1 << 20)))
     dist.destroy_process_group()
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.core.foundation.process_identity import stat_of
+
 MARK = "LATTICE_FAULTS_JOB"
 """An environment variable that every process of a job inherits."""
 
@@ -44,15 +46,17 @@ def read_process(pid: int) -> Process | None:
     place = Path(f"/proc/{pid}")
     try:
         environment = (place / "environ").read_bytes()
-        state, parent = (place / "stat").read_text().rpartition(")")[2].split()[:2]
+        stat = stat_of(pid)
         command = (place / "cmdline").read_bytes()
     except OSError:
         return None
-    if state in "ZX":
+    if stat.has_ended:
         return None
     pairs = (item.partition("=") for item in environment.decode(errors="replace").split("\0"))
     words = command.decode(errors="replace").split("\0")
-    return Process(pid, int(parent), state, tuple(words), {name: value for name, _, value in pairs})
+    return Process(
+        pid, stat.parent, stat.letter, tuple(words), {name: value for name, _, value in pairs}
+    )
 
 
 def processes_of(mark: str) -> list[Process]:

@@ -1,6 +1,7 @@
 """What tests ask the machine, and what they take away from it."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,17 +9,24 @@ from pathlib import Path
 from megatron.core.transport.shm.shm_collectives import OFF
 
 
-def resident_bytes(name: str) -> int:
-    """Return a memory figure of this process: VmRSS now, or VmHWM, its peak."""
+def memory_bytes(name: str) -> int:
+    """Return a memory figure of this process: VmRSS, VmHWM (its peak) or RssFile (of files)."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
+        if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"no {name} in /proc/self/status")
 
 
 def resident_mib() -> float:
     """Return what of this process is in memory now, in MiB."""
-    return resident_bytes("VmRSS") / (1 << 20)
+    return memory_bytes("VmRSS") / (1 << 20)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.settings.command_line import read_command_line
+from tests.harness.machine import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = [
@@ -114,9 +114,7 @@ def token_outside(tp: int) -> Callable[[Path], str]:
 
 def different_flags(directory: Path) -> str:
     """Start two ranks by hand, as two nodes would be, with different learning rates."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "pretrain_gpt.py", *MOCK, "--lr", lr],

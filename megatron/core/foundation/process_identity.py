@@ -37,7 +37,7 @@ class ProcessIdentity(NamedTuple):
         return cls(
             os.getpid(),
             os.stat("/proc/self/ns/pid").st_ino,
-            _start_of("self"),
+            stat_of("self").start,
             hashlib.sha256(boot).digest()[:16],
         )
 
@@ -64,7 +64,7 @@ class ProcessIdentity(NamedTuple):
         descriptor = os.pidfd_open(self.number)
         try:
             # After opening: the descriptor holds on to whichever process has the number now.
-            if _start_of(self.number) != self.start:
+            if stat_of(self.number).start != self.start:
                 raise ProcessLookupError(f"process {self.number} has ended")
         except OSError:
             os.close(descriptor)
@@ -75,7 +75,34 @@ class ProcessIdentity(NamedTuple):
 SIZE = _FORM.size
 
 
-def _start_of(process: int | str) -> int:
-    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    # The second field, a name in parentheses, may hold anything; the start time is the 22nd.
-    return int(text.rpartition(")")[2].split()[19])
+class ProcessStat(NamedTuple):
+    """What /proc/PID/stat says of a process (man 5 proc)."""
+
+    letter: str
+    """Of its state: R, S, D, T and t (stopped), Z and X (ended)."""
+    parent: int
+    start: int
+    """As in `ProcessIdentity`."""
+    wait_status: int
+    """How it ended, as long as its parent has not taken note of it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it will not run again."""
+        return self.letter in "ZX"
+
+
+def stat_of(process: int | str) -> ProcessStat:
+    """Return the state of a process of this PID namespace.
+
+    Raises:
+        OSError: there is none, or it is not to be seen.
+    """
+    file = os.open(f"/proc/{process}/stat", os.O_RDONLY)  # a watchdog reads it four times a second
+    try:
+        text = os.read(file, 4096)
+    finally:
+        os.close(file)
+    # The second field, a name in parentheses, may hold anything.
+    fields = text.rpartition(b")")[2].split()
+    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[19]), int(fields[49]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.foundation import device, optional_imports
+from megatron.core.foundation.process_identity import stat_of
 from megatron.core.foundation.rendezvous import rendezvous
 from megatron.training.config.resolved import Machine
 
@@ -92,8 +93,7 @@ def _first_ancestor_without_the_mark_of_this_rank() -> int | None:
     process = os.getppid()
     try:
         while process > 1 and wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-            stat = Path(f"/proc/{process}/stat").read_text()
-            process = int(stat.rpartition(")")[2].split()[1])
+            process = stat_of(process).parent
     except OSError:  # not ours to look into
         return None
     return process

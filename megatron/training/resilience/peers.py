@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
 from megatron.core.foundation.processes import describe_exit, num_killed_for_memory
 from megatron.training.launch.rank_info import RankInfo
 
@@ -29,17 +28,16 @@ class Peer:
         The exit code is there to read from the end of a process until its parent takes note.
         """
         try:
-            text = Path(f"/proc/{self.identity.number}/stat").read_text(errors="replace")
+            stat = stat_of(self.identity.number)
         except OSError:
             self._has_ended = True
             return None
-        fields = text.rpartition(")")[2].split()
-        if int(fields[19]) != self.identity.start:
+        if stat.start != self.identity.start:
             self._has_ended = True
-        elif fields[0] in "ZX":
+        elif stat.has_ended:
             self._has_ended = True
-            self._ended_with = os.waitstatus_to_exitcode(int(fields[49]))
-        return None if self._has_ended else fields[0]
+            self._ended_with = os.waitstatus_to_exitcode(stat.wait_status)
+        return None if self._has_ended else stat.letter
 
     def was_lost(self) -> bool:
         """Return whether it ended otherwise than a whole job does: on its own."""

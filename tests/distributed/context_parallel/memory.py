@@ -28,7 +28,7 @@ from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from tests.harness.distributed import run_distributed
-from tests.harness.machine import resident_bytes
+from tests.harness.machine import memory_bytes
 
 HEADS, KEY_HEADS, WIDTH = 2, 1, 16
 ALLOWED_GROWTH = 2.2
@@ -43,7 +43,7 @@ def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
     gc.collect()
     return_free_pages()  # what an earlier measurement has left would serve this one unseen
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident_bytes("VmRSS")
+    before = memory_bytes("VmRSS")
     out = context_parallel_attention(
         *inputs,
         AttentionOptions(0.25, MaskSpec((-1, 0))),
@@ -51,7 +51,7 @@ def peak_of_attention(groups, cp_comm_type: str, length: int) -> int:
         groups=ContextParallelGroups(groups.cp, groups.hcp),
     )
     out.backward(torch.ones_like(out))
-    return resident_bytes("VmHWM") - before
+    return memory_bytes("VmHWM") - before
 
 
 NAMES = tuple(cp_comm_type for cp_comm_type, _ in KINDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import sys
 import time
 
@@ -12,6 +11,7 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import launcher
+from tests.harness.machine import free_port
 from tests.harness.pool import REPOSITORY
 
 HOSTS = "# two machines\na slots=4\nb  slots=2   # the small one\n\n"
@@ -41,12 +41,6 @@ def hosts(tmp_path, monkeypatch):
 
 def planned(*words):
     return launcher.plan(launcher.read_flags([*words, "train.py", "--lr", "1"]))
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,7 @@ def test_two_machines_are_started_by_ssh_and_meet(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("NCCL_X", "y")
     words = ["--hostfile", "hosts", "--include", "one@two:1", "--launcher", "ssh"]
-    words += ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    words += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     assert launcher.main([*words, "train.py", "--deepspeed"]) == 0
     assert (tmp_path / "rank0").read_text() == "['2', 'y', None] 0 True"
     assert (tmp_path / "rank1").read_text() == "['2', 'y', '1'] 0 True"

@@ -1,11 +1,14 @@
 """From notes of ranks to who holds up the others."""
 
+import os
+
 import pytest
 
+from megatron.core.foundation.heartbeat import place
 from megatron.core.foundation.heartbeat.diagnosis import RankView, diagnose
-from megatron.core.foundation.heartbeat.layout import Word
+from megatron.core.foundation.heartbeat.layout import NUM_RECORDS, Word
 from megatron.core.foundation.heartbeat.place import Place
-from megatron.core.foundation.heartbeat.reading import Channel, Notes, Record
+from megatron.core.foundation.heartbeat.reading import Channel, Heartbeat, Notes, Record
 
 TP, DP = Channel((0, 1), 0, name="tp"), Channel((0, 1), 7, name="dp")
 RECV = Channel((0, 1), -1 - 0 * 2 - 1, name="pp")  # from rank 0 to rank 1
@@ -15,15 +18,18 @@ SECONDS = 7.0
 
 def rank(number, *operations, waits=False, letter="S", quiet=0.0, activity="training", **seen):
     """Return a view; operations are (channel, operation, elements)."""
-    counts, records = {}, {}
+    of_channel, records = {}, {}
     for at, (channel, operation, size) in enumerate(operations):
-        counts[channel] = counts.get(channel, 0) + 1
-        records[at] = Record(at, channel, operation, counts[channel], size, 0)
+        same = of_channel.setdefault(channel, {})
+        records[at] = Record(at, channel, operation, len(same) + 1, size, 0)
+        same[len(same) + 1] = records[at]
     words = [0] * len(Word)
     words[Word.NUM_RECORDS] = len(records)
     words[Word.WAITS_IN] = len(records) if waits else 0
     words[Word.IS_TRAINING], words[Word.NUM_STEPS] = int(activity == "training"), 3
-    return RankView(number, Notes(tuple(words), activity, records, counts), letter, quiet, **seen)
+    return RankView(
+        number, Notes(tuple(words), activity, records, of_channel), letter, quiet, **seen
+    )
 
 
 def found(*views, sees_all=True):
@@ -101,3 +107,26 @@ def test_both_sides_of_a_mismatch_are_named():
     finding = diagnose([rank(0, REDUCE), rank(1, GATHER)], SECONDS, NAMES, sees_all=True)
     assert "rank 0 is in all_reduce of 8 elements, number 1 on tp [0, 1]" in finding.text
     assert "rank 1 is in all_gather of 8 elements, number 1 on tp [0, 1]" in finding.text
+
+
+class Group:
+    """Stands for a process group of two ranks."""
+
+
+@pytest.mark.parametrize("num_operations", [0, 5, NUM_RECORDS, 3 * NUM_RECORDS + 7])
+def test_the_newest_operations_are_read_in_their_order(num_operations, monkeypatch):
+    monkeypatch.setattr(place, "describe_group", lambda group: ((0, 1), "tp"))
+    here, groups = Place(), [Group(), Group()]
+    reader = Heartbeat(os.getpid(), here.share())
+    for number in range(num_operations):
+        if number == num_operations // 2:
+            reader.notes()  # a table that grows later
+        here.enter("all_reduce", groups[number % 2 if number > 2 else 0], number)
+    notes = reader.notes()
+    assert list(notes.records) == list(range(num_operations))[-NUM_RECORDS:]
+    assert all(record.num_elements == number for number, record in notes.records.items())
+    channels = [Channel((0, 1), 0), Channel((0, 1), 0, occurrence=1)]
+    for channel, group in zip(channels, groups, strict=True):
+        assert notes.count(channel) == here.count(group)
+        same = [r for r in notes.records.values() if r.channel == channel]
+        assert list(notes.of_channel.get(channel, {}).values()) == same

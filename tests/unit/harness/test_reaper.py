@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.foundation.process_identity import stat_of
 from tests.harness.reaper import MARK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,10 +45,9 @@ run_distributed(hang_on_rank_one, 2)
 
 def is_running(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return not stat_of(pid).has_ended
     except OSError:
         return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from megatron.core.foundation.errors import (
     raise_together,
 )
 from megatron.core.foundation.failure_file import UNFINISHED
-from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
 from megatron.training.launch import rank_info
 from megatron.training.launch.rank_info import RankInfo
 from megatron.training.resilience import failure
@@ -265,8 +264,7 @@ def test_a_lost_rank_is_named_where_it_can_be(capsys):
 
 def identity_of(process: int) -> ProcessIdentity:
     own = ProcessIdentity.own()
-    start = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-    return own._replace(number=process, start=start)
+    return own._replace(number=process, start=stat_of(process).start)
 
 
 def wait_for(is_so) -> None:

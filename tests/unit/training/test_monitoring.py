@@ -16,15 +16,10 @@ from megatron.training.hooks.monitoring import (
     PrometheusSink,
     monitoring_sinks,
 )
+from tests.harness.machine import free_port
 
 SCALARS = {"lm loss": 4.5, "compute-share": 0.75}
 LINE = re.compile(r"# TYPE [a-z_]+ gauge|lattice_[a-z_]+ [-+.\de]+")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(port):

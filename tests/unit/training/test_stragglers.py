@@ -23,6 +23,7 @@ from megatron.training.metrics.stragglers import (
 )
 from megatron.training.metrics.time_account import StepTimes
 from megatron.training.run.state import TrainState
+from tests.harness.machine import free_port
 from tools import plot_ranks
 
 NUM_RANKS, BLOCK = 8, 5
@@ -177,12 +178,6 @@ def test_links_are_compared_with_links_of_the_same_kind_and_stage():
     assert groups_by_stage(grid, ("tp",)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert groups_by_stage(grid, ("dp", "cp")) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
     assert groups_by_stage(grid, ("cp",)) == []
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def ask(port):

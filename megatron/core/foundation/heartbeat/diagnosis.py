@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -88,13 +88,9 @@ def mismatch(views: Sequence[RankView], instructions: Mapping[int, str]) -> Find
     """Return two ranks whose operations of one channel are not the same, with both sides."""
     found = None
     for one, two in combinations(views, 2):
-        for mine, theirs in _pairs(one.notes, two.notes):
-            is_other = mine.operation != theirs.operation
-            is_size = mine.operation in SAME_SIZE and mine.num_elements != theirs.num_elements
-            if is_other or is_size:
-                if found is None or mine.count < found[0]:
-                    found = (mine.count, one.rank, mine, two.rank, theirs)
-                break
+        pair = _first_pair(one.notes, two.notes, _do_not_match)
+        if pair is not None and (found is None or pair[0].count < found[0]):
+            found = (pair[0].count, one.rank, pair[0], two.rank, pair[1])
     if found is None:
         return None
     _, first, mine, second, theirs = found
@@ -106,15 +102,25 @@ def mismatch(views: Sequence[RankView], instructions: Mapping[int, str]) -> Find
     )
 
 
-def _pairs(one: Notes, two: Notes) -> Iterator[tuple[Record, Record]]:
-    """Yield the operations that both ranks have entered, where they must be the same."""
-    if not one.counts or not two.counts:
-        return
-    theirs = {(r.channel, r.count): r for r in two.records.values() if r.channel.tag >= 0}
-    for record in one.records.values():
-        other = theirs.get((record.channel, record.count))
-        if other is not None:
-            yield record, other
+def _do_not_match(mine: Record, theirs: Record) -> bool:
+    """Return whether a collective cannot be both operations."""
+    is_size = mine.operation in SAME_SIZE and mine.num_elements != theirs.num_elements
+    return is_size or mine.operation != theirs.operation
+
+
+def _first_pair(
+    one: Notes, two: Notes, differ: Callable[[Record, Record], bool]
+) -> tuple[Record, Record] | None:
+    """Return the first operation of a rank that differs from another's of the same collective."""
+    pairs = []
+    for channel, records in one.of_channel.items():
+        if channel.tag >= 0 and (theirs := two.of_channel.get(channel)):
+            for count, mine in records.items():
+                other = theirs.get(count)
+                if other is not None and differ(mine, other):
+                    pairs.append((mine, other))
+                    break
+    return min(pairs, default=None, key=lambda pair: pair[0].number)
 
 
 def _stopped_or_locked(
@@ -168,7 +174,7 @@ def awaited(view: RankView, others: Mapping[int, RankView]) -> list[int]:
 
 def _count(view: RankView | None, channel: Channel) -> float:
     """Return how many operations of a channel a rank has entered; of an unknown one enough."""
-    return float("inf") if view is None else view.notes.counts.get(channel, 0)
+    return float("inf") if view is None else view.notes.count(channel)
 
 
 def waiting_chain(
@@ -216,12 +222,12 @@ def _deadlock(
 def _first_difference(views: Sequence[RankView], instructions: Mapping[int, str]) -> str:
     """Return where the ranks first did not do the same, which tells of an operation left out."""
     for one, two in combinations(views, 2):
-        for mine, theirs in _pairs(one.notes, two.notes):
-            if mine.instruction != theirs.instruction:
-                return (
-                    f"; they part at rank {one.rank}: {mine.describe(instructions)}, "
-                    f"rank {two.rank}: {theirs.describe(instructions)}"
-                )
+        pair = _first_pair(one.notes, two.notes, lambda a, b: a.instruction != b.instruction)
+        if pair is not None:
+            return (
+                f"; they part at rank {one.rank}: {pair[0].describe(instructions)}, "
+                f"rank {two.rank}: {pair[1].describe(instructions)}"
+            )
     return ""
 
 

@@ -38,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBER = {name: number for number, name in enumerate(OPERATIONS)}
 # Constants of the module: a member of an enumeration costs as much as the store.
 _RECORDS, _WAITS, _INSTRUCTION = int(Word.NUM_RECORDS), int(Word.WAITS_IN), int(Word.INSTRUCTION)
-_BLOCKED = int(Word.BLOCKED_ON)
+_BLOCKED, _RECORD_BYTES = int(Word.BLOCKED_ON), RECORD.size
 
 
 class Place:
@@ -104,21 +104,21 @@ class Place:
         channel = self._channels.get((id(group), tag))
         if channel is None:
             channel = self._open_channel(group, tag)
-        number = self._num_records
-        channel[1] += 1
+        number, words = self._num_records, self.words
+        at = number % NUM_RECORDS
+        name, channel[1] = channel[0], channel[1] + 1
         RECORD.pack_into(
             self.memory,
-            RING_OFFSET + number % NUM_RECORDS * RECORD.size,
+            RING_OFFSET + at * _RECORD_BYTES,
             number + 1,
-            channel[0],
+            name,
             _NUMBER[operation],
             channel[1],
             num_elements,
-            self.words[_INSTRUCTION],
+            words[_INSTRUCTION],
         )
-        self._channel_of[number % NUM_RECORDS] = channel[0]
-        self._num_records = number + 1
-        self.words[_RECORDS] = number + 1
+        self._channel_of[at] = name
+        self._num_records = words[_RECORDS] = number + 1
         if self.log is not None:
             self.log.enter(number + 1, operation, channel[0], channel[1], num_elements)
         return number + 1

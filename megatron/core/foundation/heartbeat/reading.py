@@ -47,7 +47,7 @@ class Channel:
         return self.ranks[source], self.ranks[target]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen, the thousand that each look makes would take three times as long
 class Record:
     """An operation that a rank has entered."""
 
@@ -87,19 +87,16 @@ class Notes:
     activity: str
     records: Mapping[int, Record] = field(default_factory=dict)
     """Those that are still in the ring, by number."""
-    counts: Mapping[Channel, int] = field(default_factory=dict)
-    """How many operations of each channel were entered, as far as the ring tells."""
+    of_channel: Mapping[Channel, Mapping[int, Record]] = field(default_factory=dict)
+    """The same by channel, and by their count there; the newest is the last."""
 
     def word(self, word: Word) -> int:
         """Return one of the words."""
         return self.words[word]
 
-    @property
-    def progress(self) -> tuple[int, ...]:
-        """What changes whenever the training thread goes on."""
-        moving = (Word.NUM_RECORDS, Word.WAITS_IN, Word.INSTRUCTION, Word.ITERATION,
-                  Word.BLOCKED_ON, Word.NUM_STEPS, Word.IS_TRAINING)  # fmt: skip
-        return tuple(self.words[word] for word in moving)
+    def count(self, channel: Channel) -> int:
+        """Return how many operations of a channel were entered, as far as the ring tells."""
+        return max(self.of_channel.get(channel, ()), default=0)
 
     @property
     def waits_in(self) -> Record | None:
@@ -133,6 +130,7 @@ class Heartbeat:
             self._memory = mmap.mmap(descriptor, NUM_BYTES)
         finally:
             os.close(descriptor)
+        self._table_length, self._table = 0, list[Channel]()
 
     def words(self) -> tuple[int, ...]:
         """Return the words alone."""
@@ -144,18 +142,28 @@ class Heartbeat:
         text = self._memory[TEXT_OFFSET : TEXT_OFFSET + TEXT_BYTES].rstrip(b"\0")
         channels = self._channels(words[Word.TABLE_LENGTH])
         records: dict[int, Record] = {}
-        counts: dict[Channel, int] = {}
+        by_count: list[dict[int, Record]] = [{} for _ in channels]
         last = words[Word.NUM_RECORDS]
-        for number in range(max(0, last - NUM_RECORDS), last):
-            start = RING_OFFSET + number % NUM_RECORDS * RECORD.size
-            mark, channel, operation, count, size, code = RECORD.unpack_from(self._memory, start)
-            if mark == number + 1 and channel < len(channels) and operation < len(OPERATIONS):
-                where = channels[channel]
-                records[number] = Record(number, where, OPERATIONS[operation], count, size, code)
-                counts[where] = count
-        return Notes(words, text.decode(errors="replace"), records, counts)
+        ring = self._memory[RING_OFFSET:TABLE_OFFSET]
+        oldest = last % NUM_RECORDS * RECORD.size
+        for mark, channel, operation, count, size, code in RECORD.iter_unpack(
+            ring[oldest:] + ring[:oldest]
+        ):
+            number = mark - 1
+            is_there = 0 <= number < last and number >= last - NUM_RECORDS
+            if is_there and channel < len(channels) and operation < len(OPERATIONS):
+                name = OPERATIONS[operation]
+                record = Record(number, channels[channel], name, count, size, code)
+                records[number] = by_count[channel][count] = record
+        of_channel = dict(zip(channels, by_count, strict=True))
+        return Notes(words, text.decode(errors="replace"), records, of_channel)
 
     def _channels(self, length: int) -> list[Channel]:
+        if length != self._table_length:
+            self._table_length, self._table = length, self._read_table(length)
+        return self._table
+
+    def _read_table(self, length: int) -> list[Channel]:
         found: list[Channel] = []
         text = self._memory[TABLE_OFFSET : TABLE_OFFSET + length].decode(errors="replace")
         for line in text.splitlines():

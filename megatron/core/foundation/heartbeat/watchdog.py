@@ -17,16 +17,16 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from megatron.core.foundation.failure_file import write_failure
 from megatron.core.foundation.heartbeat.diagnosis import Finding, RankView, describe_place, diagnose
 from megatron.core.foundation.heartbeat.layout import MESSAGE_BYTES, MESSAGE_OFFSET, Word
-from megatron.core.foundation.heartbeat.reading import Heartbeat, Notes
+from megatron.core.foundation.heartbeat.reading import Heartbeat
 from megatron.core.foundation.heartbeat.stacks import StackRequest, kernel_state, python_stacks
-from megatron.core.foundation.process_identity import ProcessIdentity
+from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
 from megatron.core.foundation.processes import STOP_SIGNALS
 
 POLL_S = 0.25
@@ -86,13 +86,11 @@ class _Watched:
     stacks: int
     generation: int
     words: tuple[int, ...] = ()
-    progress: tuple[int, ...] = ()
     letter: str = "S"
     moved_at: float = 0.0
     beaten_at: float = 0.0
     ran_at: float = 0.0
     has_ended: bool = False
-    notes: Notes = field(default_factory=lambda: Notes((), ""))
 
     @staticmethod
     def open(said: WatchedRank) -> _Watched:
@@ -105,28 +103,27 @@ class _Watched:
     def look(self, now: float) -> None:
         """Note what has changed."""
         words = self.memory.words()
-        letter = self._state()
+        has_beaten = not self.words or words[Word.BEATS] != self.words[Word.BEATS]
+        letter = "S" if has_beaten else self._state()
         if letter is None:
             self.has_ended, self.words = True, words
             return
         self.letter = letter
-        progress = Notes(words, "").progress
-        if not self.words or words[Word.BEATS] != self.words[Word.BEATS]:
+        if has_beaten:
             self.beaten_at = now
-        if not self.words or progress != self.progress:
+        if not self.words or _progress(words) != _progress(self.words):
             self.moved_at = now
         if self.letter not in "Tt":
             self.ran_at = now
-        self.words, self.progress = words, progress
+        self.words = words
 
     def _state(self) -> str | None:
         """Return the letter of the process' state; None if it has ended."""
         try:
-            stat = Path(f"/proc/{self.process}/stat").read_text(errors="replace")
+            stat = stat_of(self.process)
         except OSError:
             return None
-        fields = stat.rpartition(")")[2].split()
-        return None if int(fields[19]) != self.start or fields[0] in "ZX" else fields[0]
+        return None if stat.start != self.start or stat.has_ended else stat.letter
 
     def view(self, now: float) -> RankView:
         """Return what is seen of it, all notes included."""
@@ -149,6 +146,13 @@ class _Watched:
         """Send a signal, if it is there to take it."""
         with contextlib.suppress(OSError):
             os.kill(self.process, number)
+
+
+_progress = itemgetter(
+    Word.NUM_RECORDS, Word.WAITS_IN, Word.INSTRUCTION, Word.ITERATION, Word.BLOCKED_ON,
+    Word.NUM_STEPS, Word.IS_TRAINING,
+)  # fmt: skip
+"""Of the words those of which one changes whenever the training thread goes on."""
 
 
 class Watchdog:
