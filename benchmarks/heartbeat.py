@@ -199,7 +199,7 @@ class Measured:
 def run_job(layout: str, *flags: str, counts: bool = False) -> Measured:
     """Train under torchrun and return what the ranks have measured."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, REPORT: folder, "OMP_NUM_THREADS": "1",
+        environment = {**os.environ, REPORT: folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1",
                        "LATTICE_DEVICE": "cpu", **({COUNTS: "1"} if counts else {})}  # fmt: skip
         words = [*MODEL.split(), *LAYOUTS[layout].split(), *flags]
         job = subprocess.Popen(

@@ -22,8 +22,10 @@ touch "$environment/.made-by-lattice"
 "$python" -m pip install --quiet kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4 \
     'ray[train]==2.60.0' skypilot==0.14.1
 export PYTHONPATH=$PWD RAY_USAGE_STATS_ENABLED=0
-former=$(mktemp)
-trap 'rm -f "$former"' EXIT
+TMPDIR=$(mktemp -d) # Ray and torchrun leave logs where they are told to put them
+export TMPDIR
+trap 'rm -rf "$TMPDIR"' EXIT
+former=$TMPDIR/schemas.json
 cp tests/cluster_schemas/schemas.json "$former"
 "$python" -m tests.cluster_schemas.derive
 "$python" -m tests.cluster_schemas.against_packages
