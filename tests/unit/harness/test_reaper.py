@@ -26,8 +26,9 @@ time.sleep(600)
 """
 
 A_FOLDER_THAT_STAYS = """
-import tempfile, time
+import signal, tempfile, time
 from tests.harness import reaper
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 reaper.start()
 print(tempfile.mkdtemp(), flush=True)
 time.sleep(600)
@@ -85,6 +86,7 @@ def test_a_killed_run_leaves_no_temporary_file(number, tmp_path):
         assert run.stdout is not None
         assert Path(run.stdout.readline().strip()).is_relative_to(tmp_path)
         run.send_signal(number)
+        run.wait(timeout=10)
     deadline = time.monotonic() + 20
     while list(tmp_path.iterdir()):
         assert time.monotonic() < deadline
