@@ -163,7 +163,8 @@ class GPTDataset(MegatronDataset):
             "seed": config.random_seed,
             "sequence_length": config.sequence_length,
             "extra_token": self._extra_token,
-            "corpus": getattr(self.dataset, "fingerprint", lambda: "")(),
+            "corpus": getattr(self.dataset, "shape_digest", lambda: "")(),
+            **self.contents_identity(),
             "documents": self.documents_identity(),
         }
         if config.sample_order == "megatron":

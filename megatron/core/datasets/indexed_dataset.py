@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.datasets.corpus.contents import ChangeWatch, sampled_digest
 from megatron.core.datasets.corpus.index_file import (
     DType,
     IndexArrays,
@@ -97,6 +98,9 @@ class IndexedDataset:
         self._tokens: TokenReader = (
             open_tokens(bin_path, mmap=mmap) if stored is None else StoredTokens(stored)
         )
+        self._watch = (
+            ChangeWatch([*token_files(bin_path), idx_path], self._state) if stored is None else None
+        )
 
     def check(self) -> None:
         """Prove that both files belong together, by one pass over the index (`check_index`)."""
@@ -149,6 +153,8 @@ class IndexedDataset:
         return tokens if modes is None else (tokens, modes[idx])
 
     def _read(self, idx: int | np.integer, offset: int, length: int | None) -> np.ndarray:
+        if self._watch is not None:
+            self._watch.look()
         available = int(self._index.sequence_lengths[idx])
         if length is None:
             length = available - offset
@@ -170,6 +176,8 @@ class IndexedDataset:
 
     def read_tokens(self, first: int, count: int) -> np.ndarray:
         """Return `count` tokens from number `first` of the token file, whatever sequences."""
+        if self._watch is not None:
+            self._watch.look()
         return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
 
     @property
@@ -206,17 +214,27 @@ class IndexedDataset:
         """Return `document_indices`."""
         return self._index.document_indices
 
-    def fingerprint(self) -> str:
-        """Return a digest that changes when the corpus is made again with other contents.
+    def shape_digest(self) -> str:
+        """Return a digest of type, sizes and up to 8,192 sequence lengths spread over the index.
 
-        Covers type, sizes and up to 8,192 sequence lengths spread over the index, so it costs
-        microseconds at any size; it is not a checksum of the tokens.
+        Index arrays depend on nothing else, so it names their cache files. It costs microseconds.
         """
         stride = max(1, len(self) // 8192)
         sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
         sizes = f"{np.dtype(self.dtype).name} {len(self)} {len(self.document_indices)} "
         sizes += str(self._num_bytes)
         return hashlib.blake2b(sizes.encode() + sampled.tobytes(), digest_size=16).hexdigest()
+
+    def contents_digest(self) -> str:
+        """Return a digest of 64 pages of tokens, or of 2 pages of an object in a store."""
+        return sampled_digest(
+            lambda count, offset: self._tokens.read(np.uint8, count, offset),
+            self._num_bytes,
+            **({"num_pages": 2} if self._watch is None else {}),
+        )
+
+    def _state(self) -> str:
+        return self.shape_digest() + self.contents_digest()
 
     @staticmethod
     def exists(path_prefix: str) -> bool:

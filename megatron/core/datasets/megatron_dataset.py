@@ -61,9 +61,9 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
         for name in self._key_config_attributes():
             identifiers[name] = getattr(self.config, name)
         # A corpus that was written again under the same name must not find the old index.
-        fingerprint = getattr(self.dataset, "fingerprint", None)
-        if fingerprint is not None:
-            identifiers["corpus"] = fingerprint()
+        shape_digest = getattr(self.dataset, "shape_digest", None)
+        if shape_digest is not None:
+            identifiers["corpus"] = shape_digest()
         return identifiers
 
     def cache_directory(self, class_name: str) -> str | None:
@@ -77,7 +77,12 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
 
     def order_identity(self) -> dict[str, Any]:
         """Return what the order of the samples follows from, as plain values."""
-        return {"described": self.unique_description_hash}
+        return {"described": self.unique_description_hash, **self.contents_identity()}
+
+    def contents_identity(self) -> dict[str, str]:
+        """Return a digest of sampled contents of the corpus, where it has files."""
+        digest = getattr(self.dataset, "contents_digest", None)
+        return {} if digest is None else {"contents": digest()}
 
     def documents_identity(self) -> list[int]:
         """Return which documents these are, as plain values: first, last, number."""

@@ -49,9 +49,13 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.tokens.document_indices) - 1
 
-    def fingerprint(self) -> str:
-        """Return a digest of both, see `IndexedDataset.fingerprint`."""
-        return f"{self.tokens.fingerprint()} {self.mask.fingerprint()}"
+    def shape_digest(self) -> str:
+        """Return the digests of both corpora, see `IndexedDataset.shape_digest`."""
+        return f"{self.tokens.shape_digest()} {self.mask.shape_digest()}"
+
+    def contents_digest(self) -> str:
+        """Return the digests of both corpora, see `IndexedDataset.contents_digest`."""
+        return f"{self.tokens.contents_digest()} {self.mask.contents_digest()}"
 
 
 class SFTDataset(MegatronDataset):
@@ -100,7 +104,8 @@ class SFTDataset(MegatronDataset):
         return {
             "sample_order": "packs",
             "seed": self.config.random_seed,
-            "corpus": self.dataset.fingerprint(),
+            "corpus": self.dataset.shape_digest(),
+            **self.contents_identity(),
             "documents": self.documents_identity(),
         }
 

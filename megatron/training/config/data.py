@@ -55,15 +55,18 @@ class DataSettings:
     """Processes that prepare batches; 0 prepares them in the training process."""
     dataloader_type: str = flag(
         None,
-        choices=("single", "cyclic", "external"),
+        choices=("single", "cyclic", "cyclic-megatron", "external"),
         refuse_values={"external": "use single, or pass your iterators to pretrain()"},
     )
-    """Order of samples: one pass (single) or reshuffled epochs (cyclic). Default single."""
+    """Order of samples: one pass (single), reshuffled epochs that are equal in every layout
+    (cyclic), or the reshuffled epochs of Megatron-LM, which depend on the number of replicas and
+    the micro batch size (cyclic-megatron). Default single."""
     sample_order: str = flag("megatron", choices=("megatron", "native"))
     """Shuffle documents and samples by index arrays equal to Megatron-LM's, or compute windows of
     the corpus in a keyed order: opens at once at any size, reads each sample in one piece."""
     data_sharding: bool = flag(True, "--no-data-sharding")
-    """Cyclic order: mix the samples of all replicas instead of giving each its own part."""
+    """Order cyclic-megatron: shuffle the samples of all replicas together instead of giving each
+    replica its own part. Order cyclic always does."""
     num_dataset_builder_threads: int = 1
     """Threads that build index files."""
     reset_position_ids: bool = False

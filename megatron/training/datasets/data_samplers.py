@@ -8,15 +8,17 @@ A row is the samples that all ranks take for one micro batch: micro_batch_size *
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
 
+from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError, DataError
 
 
-class _RowSampler(ABC):
+class RowSampler(ABC):
     """Common part: sizes, and the check that something is left."""
 
     def __init__(
@@ -53,7 +55,7 @@ class _RowSampler(ABC):
         """Yield the sample numbers of one micro batch after the other."""
 
 
-class MegatronPretrainingSampler(_RowSampler):
+class MegatronPretrainingSampler(RowSampler):
     """`single`: samples in order; rank r takes the r-th slice of each row.
 
     Args:
@@ -106,24 +108,46 @@ class MegatronPretrainingSampler(_RowSampler):
             yield [number if number < self.total_samples else None for number in numbers]
 
 
-class MegatronPretrainingRandomSampler(_RowSampler):
-    """`cyclic`: a fresh order in every epoch, without end.
+class CyclicSampler(RowSampler):
+    """`cyclic`: every epoch reshuffles the whole dataset, without end.
 
-    The order of an epoch depends on its number alone. The samples that do not fill a row are left
-    out of each epoch.
+    The shuffle depends on the number of the epoch alone, and rows continue from one epoch into the
+    next. So global batches hold the same samples for every number of replicas and every micro
+    batch size, and a run can resume with other numbers.
+    """
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Yield the sample numbers of one micro batch after the other."""
+        epoch, order = -1, KeyedPermutation(self.total_samples)
+        first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+        for begin in itertools.count(first, self.row_size):
+            batch: list[int | None] = []
+            for number in range(begin, begin + self.micro_batch_size):
+                if number // self.total_samples != epoch:
+                    epoch = number // self.total_samples
+                    order = KeyedPermutation(self.total_samples, "cyclic", epoch)
+                batch.append(order[number % self.total_samples])
+            yield batch
+
+
+class MegatronPretrainingRandomSampler(RowSampler):
+    """`cyclic-megatron`: the reshuffled epochs of Megatron-LM.
+
+    The order depends on the number of replicas and on the micro batch size. An epoch leaves out
+    the samples that do not fill a row.
 
     Args:
-        dataset: not used; the place it has in the signature that callers know.
-        total_samples: of the dataset.
+        dataset: not used; it has its place in the signature that callers know.
+        total_samples: samples of the dataset.
         consumed_samples: where to begin, over all epochs.
         micro_batch_size: samples of one rank in one micro batch.
         data_parallel_rank: this rank.
-        data_parallel_size: ranks.
-        data_sharding: True gives every rank its own contiguous part of the dataset, shuffled in
-            itself; False deals one order of the whole dataset out to the ranks, a micro batch to
-            each in turn, so that micro batches hold the same samples with any number of ranks.
+        data_parallel_size: number of ranks.
+        data_sharding: True gives each rank its own contiguous part of the dataset and shuffles
+            the part; False shuffles the dataset and gives each rank every `data_parallel_size`-th
+            sample.
     Raises:
-        DataError: less than one row, or a start within a row.
+        DataError: the dataset is smaller than one row, or the start is inside a row.
     """
 
     def __init__(
@@ -152,15 +176,16 @@ class MegatronPretrainingRandomSampler(_RowSampler):
                 f"{data_parallel_size} data-parallel ranks, {self.row_size} samples.",
                 rule="an epoch holds at least one micro batch for every rank",
                 flags=["--micro-batch-size", "--data-path"],
-                fix="use a smaller micro batch, fewer ranks or more data",
+                fix="use --dataloader-type cyclic, a smaller micro batch, fewer ranks or more data",
             )
         if consumed_samples % self.samples_per_epoch % self.row_size:
             raise DataError(
                 f"{consumed_samples} consumed samples end within a row of {self.row_size}.",
-                rule="a cyclic order continues at a whole micro batch of all ranks",
+                rule="the cyclic order of Megatron-LM continues at a whole micro batch of all "
+                "ranks",
                 flags=["--micro-batch-size", "--dataloader-type"],
                 fix="resume with the micro batch size and data-parallel size of the saved run, or "
-                "use --dataloader-type single",
+                "use --dataloader-type cyclic",
             )
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -168,20 +193,18 @@ class MegatronPretrainingRandomSampler(_RowSampler):
         epoch, begun = divmod(self.consumed_samples, self.samples_per_epoch)
         while True:
             order = self._order_of(epoch, begun)
-            for at in range(0, len(order), self.micro_batch_size):
+            for at in range(0, len(order) - self.micro_batch_size + 1, self.micro_batch_size):
                 yield [*order[at : at + self.micro_batch_size]]
             epoch, begun = epoch + 1, 0
 
     def _order_of(self, epoch: int, begun: int) -> list[int]:
-        """Return what this rank takes in an epoch of which `begun` samples are consumed."""
+        """Return the samples of this rank in an epoch of which `begun` samples are consumed."""
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
             per_rank = self.samples_per_epoch // self.data_parallel_size
             order = torch.randperm(per_rank, generator=generator)
             order += self.data_parallel_rank * per_rank
             return order[begun // self.data_parallel_size :].tolist()
-        # Whole micro batches of one rank are shuffled, whole rows of all ranks are used.
         shuffled = self.total_samples - self.total_samples % self.micro_batch_size
         order = torch.randperm(shuffled, generator=generator)[begun : self.samples_per_epoch]
-        rows = order.view(-1, self.data_parallel_size, self.micro_batch_size)
-        return rows[:, self.data_parallel_rank].flatten().tolist()
+        return order[self.data_parallel_rank :: self.data_parallel_size].tolist()

@@ -34,12 +34,14 @@ from megatron.core.foundation.processes import (
 )
 from megatron.core.parameters.rng import derive_seed
 from megatron.training.datasets.data_samplers import (
+    CyclicSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
+    RowSampler,
 )
 from megatron.training.datasets.packed_rows import PackedRows, PackedRowSampler, Packing
 
-DATALOADER_TYPES = ("single", "cyclic", "external")
+DATALOADER_TYPES = ("single", "cyclic", "cyclic-megatron", "external")
 
 
 def collate_in_memory(samples: Sequence[object]) -> Any:
@@ -77,8 +79,9 @@ def build_pretraining_data_loader(
         micro_batch_size: samples in each batch.
         dp_rank: rank in the data-parallel group.
         dp_size: its size.
-        dataloader_type: `single` in order, `cyclic` in epochs without end, `external` if `dataset`
-            is a loader already.
+        dataloader_type: `single` in order, `cyclic` in reshuffled epochs without end,
+            `cyclic-megatron` in the epochs of Megatron-LM, whose order depends on `dp_size` and
+            `micro_batch_size`, `external` if `dataset` is a loader already.
         num_workers: processes that make samples; 0 makes them here. Not seen in the order.
         seed: of the workers' own random state.
         data_sharding: see `MegatronPretrainingRandomSampler`.
@@ -94,13 +97,15 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
-    sampler: PackedRowSampler | MegatronPretrainingSampler | MegatronPretrainingRandomSampler
+    sampler: PackedRowSampler | RowSampler
     sizes = (consumed_samples, micro_batch_size, dp_rank, dp_size)
     if packing is not None:
         dataset, sampler = PackedRows(packing), PackedRowSampler(packing, consumed_samples)
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(len(dataset), *sizes, drop_last=drop_last)
     elif dataloader_type == "cyclic":
+        sampler = CyclicSampler(len(dataset), *sizes)
+    elif dataloader_type == "cyclic-megatron":
         sampler = MegatronPretrainingRandomSampler(
             dataset, len(dataset), *sizes, data_sharding=data_sharding
         )

@@ -152,6 +152,11 @@ def _chunk_data(
     consumed = state.consumed_train_samples
     begin = phase_of(run, consumed).begin
     train, valid, test = provider(list(sample_counts(run, consumed)), **options)
+    if run.data.dataloader_type == "cyclic-megatron":
+        print_rank_0(
+            " > warning: --dataloader-type cyclic-megatron: the order of the samples depends on the"
+            " number of replicas and the micro batch size; cyclic is equal in every layout"
+        )
     if is_rank_0() and vp_stage in (None, 0):
         describe_blend(train, begin, run.data.data_audit_path)
     row = run.schedule.eval_batch[1] * run.topology.data_parallel_size
@@ -279,14 +284,14 @@ def _open(
     """Return an iterator of micro batches that continues after `consumed_samples`.
 
     Args:
-        repeats: it is for evaluations: begin again at the end, as their number may grow after a
-            resume, and in micro batches of their own size.
+        repeats: for evaluations: begin again at the end, because a resumed run may evaluate more
+            often, in micro batches of the evaluation's size.
         packing: how batches become rows, where ranks share them.
         consumed_before: samples of earlier phases, which come before the first of this dataset.
     """
     if dataset is None:
         return None
-    if repeats and len(dataset) > 0:
+    if repeats and len(dataset) > 0 and run.data.dataloader_type == "single":
         consumed_samples %= len(dataset)
     loader = build_pretraining_data_loader(
         dataset,

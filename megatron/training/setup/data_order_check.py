@@ -19,10 +19,12 @@ _MEANING = {
     "seed": ("--seed", "the seed of the shuffles"),
     "sequence_length": ("--seq-length", "the length of a sample"),
     "corpus": ("--data-path", "the contents of a corpus"),
+    "contents": ("--data-path", "the contents of a corpus"),
     "documents": ("--split", "the documents of the training part"),
     "epochs": ("--train-iters", "how often the documents are repeated"),
     "weights": ("--data-path", "the weights of the blend"),
     "members": ("--data-path", "the corpora of the blend"),
+    "sampler": ("--dataloader-type", "the order in which ranks take samples"),
 }
 
 
@@ -41,6 +43,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     before = state.data_order
     if order is None:
         return state
+    order = {**order, **_sampler_identity(run)}
     consumed = state.consumed_train_samples
     begins_phase = bool(transitions_of(run)) and phase_of(run, consumed).begin == consumed
     if before is not None and consumed > 0 and not begins_phase and not run.schedule.skip_train:
@@ -52,12 +55,23 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     return dataclasses.replace(state, data_order=order)
 
 
+def _sampler_identity(run: ResolvedRun) -> dict[str, str]:
+    """Return a description of a sampler that reorders samples; nothing for one that does not."""
+    kind = run.data.dataloader_type
+    if kind == "cyclic-megatron":
+        replicas, size = run.topology.data_parallel_size, run.schedule.micro_batch_size
+        sharded = "sharded" if run.data.data_sharding else "not sharded"
+        kind += f", {sharded}, {replicas} replicas, micro batch size {size}"
+    return {"sampler": kind} if kind.startswith("cyclic") else {}
+
+
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
     """Return name -> what was and what is, of everything that differs."""
     found: dict[str, str] = {}
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
-        if old == new:
+        # Earlier checkpoints have no digest of contents.
+        if old == new or (name == "contents" and old is None):
             continue
         if isinstance(old, list) and isinstance(new, list) and name == "members":
             if len(old) != len(new):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -183,10 +184,17 @@ def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(corpora
     save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--split", "1"]
     blend = ["--data-path", "1", corpora[0], "3", corpora[1]]
     train(tmp_path, *save, *blend, "--exit-interval", "2", world_size=world_size)
+    # The same type, sizes and lengths, and other tokens.
+    rewritten = str(tmp_path / "rewritten")
+    shutil.copy(corpora[1] + ".idx", rewritten + ".idx")
+    tokens = np.fromfile(corpora[1] + ".bin", np.uint16)
+    np.where(tokens < 200, tokens + 1, tokens).tofile(rewritten + ".bin")
     for changed, told in (
         (["--data-path", "1", corpora[0], "2", corpora[1]], "the weights of the blend"),
         (["--data-path", "1", corpora[0], "3", corpora[2]], "the contents of a corpus"),
+        (["--data-path", "1", corpora[0], "3", rewritten], "the contents of a corpus"),
         ([*blend, "--sample-order", "native"], "the kind of order (megatron, now native)"),
+        ([*blend, "--dataloader-type", "cyclic"], "in which ranks take samples (None, now cyclic)"),
         ([*blend, "--seed", "5"], "the seed of the shuffles (1234, now 5)"),
     ):
         with pytest.raises(DistributedFailure) as caught:
@@ -201,3 +209,30 @@ def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(corpora
     assert len(losses(train(tmp_path, *save, *same, "--exit-interval", "4"))) == 2
     other = ["--data-path", corpora[2], "--allow-changed-data"]
     assert len(losses(train(tmp_path, *save, *other))) == 2
+
+
+def test_a_cyclic_order_is_equal_in_every_layout_and_after_a_resume_in_another(corpora, tmp_path):
+    """The corpus has fewer samples than the run takes: epochs end within batches."""
+    flags = ["--data-path", corpora[2], "--split", "1", "--dataloader-type", "cyclic"]
+    flags += ["--train-iters", "8", "--global-batch-size", "12", "--num-workers", "1"]
+    flags += ["--eval-interval", "4", "--eval-iters", "2"]
+    whole = losses(train(tmp_path, *flags))
+    small = losses(train(tmp_path, *flags, "--micro-batch-size", "3"))
+    assert small == pytest.approx(whole, rel=1e-5)
+    replicas = losses(train(tmp_path, *flags, world_size=2))
+    assert replicas == pytest.approx(whole, rel=1e-5)
+    save = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    begun = losses(train(tmp_path, *flags, *save, "--exit-interval", "3", world_size=2))
+    ended = losses(train(tmp_path, *flags, *save, "--micro-batch-size", "1"))
+    assert begun + ended == pytest.approx(whole, rel=1e-5)
+
+
+def test_megatrons_cyclic_order_warns_and_its_resume_with_other_replicas_is_refused(
+    corpora, tmp_path
+):
+    flags = ["--data-path", corpora[0], "--split", "1", "--dataloader-type", "cyclic-megatron"]
+    flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    printed = run_distributed(train_with_flags, 1, [*SMALL, *flags, "--exit-interval", "2"])
+    assert "cyclic is equal in every layout" in printed[0]
+    with pytest.raises(DistributedFailure, match="1 replicas, micro batch size 2, now cyclic"):
+        train(tmp_path, *flags, world_size=2)

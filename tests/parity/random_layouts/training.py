@@ -60,7 +60,6 @@ BATCHES = (
     Option("fim-suffix-token", {3: 1}, given("fim-data")),
     switch("mock-data", 1.0, without("data-path")),
     Option("dataloader-type", {None: 9, "cyclic": 1}),
-    switch("no-data-sharding", 1.0, given("dataloader-type")),
     switch("calculate-per-token-loss", 0.25),
     Option("hidden-dropout", {0: 2, 0.1: 1}),
     Option("attention-dropout", {0: 2, 0.1: 1}),

@@ -48,7 +48,8 @@ def test_a_corpus_in_a_store_reads_as_the_file_does_and_each_block_is_fetched_on
     assert len(blocks) == len(set(blocks)) <= -(-2 * int(file.sequence_lengths.sum()) // 64)
     store.clear()
     again = pickle.loads(pickle.dumps(opened(tmp_path)))
-    assert again.fingerprint() == file.fingerprint()
+    assert again.shape_digest() == file.shape_digest()
+    assert again.contents_digest() == opened(tmp_path).contents_digest()
     assert all(np.array_equal(again[n], file[n]) for n in range(40))
     assert store == [], "the second run reads the local copies"
 

@@ -320,9 +320,9 @@ def test_a_pickled_dataset_is_a_name_not_a_copy(tmp_path):
     assert pickle.loads(packed)[0].tolist() == [5] * 10_000
 
 
-def test_the_fingerprint_changes_with_the_contents(tmp_path):
+def test_the_digest_of_a_shape_changes_with_the_documents(tmp_path):
     prints = [
-        IndexedDataset(write(str(tmp_path / "c"), documents)).fingerprint()
+        IndexedDataset(write(str(tmp_path / "c"), documents)).shape_digest()
         for documents in (DOCUMENTS, DOCUMENTS[:-1], [*DOCUMENTS, [[1]]], DOCUMENTS)
     ]
     assert len(set(prints)) == 3

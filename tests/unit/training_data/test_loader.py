@@ -77,7 +77,7 @@ def test_single_hands_out_rows_in_order_and_ranks_take_slices():
     assert first_batches(2, rank=1, consumed=5) == [[7, 8], [11, 12]], "any start"
 
 
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("kind", ["single", "cyclic", "cyclic-megatron"])
 @pytest.mark.parametrize("sharding", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_resumed_loader_continues_where_the_first_stopped(kind, sharding, rank):
@@ -96,8 +96,43 @@ def test_workers_do_not_change_the_order(kind):
     assert first_batches(12, dataloader_type=kind, consumed=8, num_workers=2) == here
 
 
+def cyclic_samples(size, micro, begin, end, number_of_samples):
+    """The samples from number `begin` to `end` of a cyclic order, as ranks take them together."""
+    rows = (end - begin) // (micro * size)
+    settings = {"micro": micro, "size": size, "consumed": begin, "dataloader_type": "cyclic"}
+    ranks = [
+        first_batches(rows, Numbers(number_of_samples), rank=rank, **settings)
+        for rank in range(size)
+    ]
+    return [number for row in zip(*ranks, strict=True) for batch in row for number in batch]
+
+
+@pytest.mark.parametrize("number_of_samples", [1, 5, 31])
+def test_a_cyclic_order_has_every_sample_once_in_each_epoch_and_each_epoch_its_own_order(
+    number_of_samples,
+):
+    taken = cyclic_samples(1, 1, 0, 6 * number_of_samples, number_of_samples)
+    epochs = [tuple(taken[i * number_of_samples : (i + 1) * number_of_samples]) for i in range(6)]
+    assert all(sorted(epoch) == list(range(number_of_samples)) for epoch in epochs)
+    assert number_of_samples < 5 or len(set(epochs)) > 4
+
+
+@pytest.mark.parametrize("number_of_samples", [3, 31, 64])
+def test_a_cyclic_order_is_that_of_one_process_with_any_ranks_micro_batches_and_resumes(
+    number_of_samples,
+):
+    whole = cyclic_samples(1, 1, 0, 144, number_of_samples)
+    for size, micro in [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4)]:
+        row = size * micro
+        begin = 0
+        for end in (2 * row, 5 * row, 144 // row * row):
+            taken = cyclic_samples(size, micro, begin, end, number_of_samples)
+            assert taken == whole[begin:end], (size, micro)
+            begin = end
+
+
 @pytest.mark.parametrize("sharding", [True, False])
-def test_an_epoch_of_cyclic_takes_no_sample_twice_and_the_next_differs(sharding):
+def test_an_epoch_of_megatrons_order_takes_no_sample_twice_and_the_next_differs(sharding):
     epochs = []
     for epoch in range(2):
         ranks = [
@@ -106,7 +141,7 @@ def test_an_epoch_of_cyclic_takes_no_sample_twice_and_the_next_differs(sharding)
                 Numbers(31),
                 rank=rank,
                 consumed=28 * epoch,
-                dataloader_type="cyclic",
+                dataloader_type="cyclic-megatron",
                 data_sharding=sharding,
             )
             for rank in range(2)
@@ -117,23 +152,17 @@ def test_an_epoch_of_cyclic_takes_no_sample_twice_and_the_next_differs(sharding)
     assert epochs[0] != epochs[1]
 
 
-def test_cyclic_order_is_that_of_torch_under_the_epoch_number():
+def test_megatrons_order_is_torchs_permutation_under_the_epoch_number():
     consumed = 28 + 8
     shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(1)).tolist()
-    settings = {"consumed": consumed, "dataloader_type": "cyclic", "rank": 1}
+    settings = {"consumed": consumed, "dataloader_type": "cyclic-megatron", "rank": 1}
     got = first_batches(5, Numbers(31), data_sharding=False, **settings)
-    assert got == [shuffled[i : i + 2] for i in range(10, 28, 4)]
+    own = shuffled[8:28][1::2]
+    assert got == [own[i : i + 2] for i in range(0, 10, 2)]
     bucket = torch.randperm(14, generator=torch.Generator().manual_seed(1)) + 14
     own = bucket[4:].tolist()
     got = first_batches(5, Numbers(31), data_sharding=True, **settings)
     assert got == [own[i : i + 2] for i in range(0, 10, 2)]
-
-
-def test_micro_batches_of_an_unsharded_cyclic_order_do_not_depend_on_the_ranks():
-    settings = {"consumed": 8, "dataloader_type": "cyclic", "data_sharding": False}
-    alone = first_batches(10, Numbers(31), size=1, **settings)
-    ranks = [first_batches(5, Numbers(31), rank=rank, **settings) for rank in range(2)]
-    assert [batch for row in zip(*ranks, strict=True) for batch in row] == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

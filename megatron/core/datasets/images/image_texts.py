@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron.core.datasets.corpus.contents import sampled_digest_of_file
 from megatron.core.datasets.images.patches import PatchShape
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate, messages_of
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
@@ -117,9 +118,9 @@ class JsonLines:
         return f"{self.paths[self._file_of[number]]}, line {self._number_of[number]}"
 
     def identity(self) -> str:
-        """Return names, sizes and times of the files."""
-        files = [(os.path.abspath(p), os.path.getsize(p), os.path.getmtime(p)) for p in self.paths]
-        return repr((files, self.tokenizer.unique_identifiers))
+        """Return the sampled contents of the files."""
+        digests = [sampled_digest_of_file(path) for path in self.paths]
+        return repr((digests, self.tokenizer.unique_identifiers))
 
     def _document(self, number: int) -> dict[str, Any]:
         with open(self.paths[self._file_of[number]], "rb") as file:
