@@ -238,6 +238,12 @@ def run_on_two_machines(case: NodeCase, folder: Path, references: References, se
             result.ended_after_s = time.monotonic() - acted_at
             for job in jobs:
                 job.end()
+        if case.act is Act.LINK_LOST:
+            result.problems += [
+                f"machine {number} gave no warning of a wait for rank {1 - number}"
+                for number, job in enumerate(jobs)
+                if f"for ranks on other machines: {1 - number} (" not in job.text()
+            ]
         last_step, save = max(jobs[1].iterations(), default=0), folder / "save"
         for job in jobs:
             result.problems += check_remains(job, case.promise)

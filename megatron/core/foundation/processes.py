@@ -106,23 +106,29 @@ def num_killed_for_memory() -> int | None:
 
     None where the system does not tell.
     """
-    for path, found in _memory_event_files():
+    for path in control_group_files("memory", "memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
-                if line.startswith(found):
+                if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return None
 
 
-def _memory_event_files() -> Iterator[tuple[Path, str]]:
-    """Yield files that may hold the count, with the name that it has there."""
+def control_group_files(controller: str, name: str, former_name: str) -> Iterator[Path]:
+    """Yield where a file of this process' control group may be: in its group, then in the root.
+
+    Args:
+        controller: `memory`, `pids` ...
+        name: name of the file in version 2 of control groups.
+        former_name: its name in version 1.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
-            cgroup = path.lstrip("/")
-            if number == "0":
-                yield Path("/sys/fs/cgroup") / cgroup / "memory.events", "oom_kill "
-                yield Path("/sys/fs/cgroup") / "memory.events", "oom_kill "
-            elif "memory" in controllers.split(","):
-                yield Path("/sys/fs/cgroup/memory") / cgroup / "memory.oom_control", "oom_kill "
-                yield Path("/sys/fs/cgroup/memory") / "memory.oom_control", "oom_kill "
+            root, file = Path("/sys/fs/cgroup"), name
+            if number != "0":
+                if controller not in controllers.split(","):
+                    continue
+                root, file = root / controller, former_name
+            yield root / path.lstrip("/") / file
+            yield root / file

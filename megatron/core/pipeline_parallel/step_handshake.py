@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.foundation.errors import TopologyError
+from megatron.core.foundation.errors import PeerLostError, TopologyError
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.parameters.rng import derive_seed
 
@@ -54,9 +54,9 @@ def disagreement(
     )
 
 
-def lost_neighbour(rank: int, what: object, name: str, problem: RuntimeError) -> TopologyError:
-    """Return the error for something that did not pass between this rank and a neighbour."""
-    return TopologyError(
+def lost_neighbour(rank: int, what: object, name: str, problem: RuntimeError) -> PeerLostError:
+    """Return the error for a message between this rank and a neighbour that failed."""
+    return PeerLostError(
         f"pipeline rank {rank}: {what} did not pass: the connection with {name} failed or timed "
         f"out.\n  {problem}",
         rule="all ranks of a pipeline run the same program at the same time",

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ from megatron.core.foundation.failure_file import FAILURE_FILE, UNFINISHED, writ
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.foundation.rendezvous import is_store_host, launcher_is_store_host
 from megatron.training.launch import rank_info
+from megatron.training.resilience.limits import exhausted_limit, limit_of_memory
+from megatron.training.resilience.signals import interrupted_once
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch
 
@@ -83,13 +86,18 @@ CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
 
 LOST_PEER = ("PEER_LOST", 17)
 OUT_OF_MEMORY = ("OOM", 16)
+LIMIT = ("LIMIT", 26)
 CRASH = ("CRASH", 1)
 MISMATCH = ("COLLECTIVE_MISMATCH", 22)
 
 _PEER_TEXTS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed",
     "Timed out waiting", "NCCL communicator was aborted", "recvValue failed",
+    "Application timeout caused pair closure", "remote process exited", "Connection refused",
 )  # fmt: skip
+
+
+_NO_MEMORY = re.compile("can(?:no|')t allocate memory|std::bad_alloc", re.IGNORECASE)
 
 
 def classify(error: BaseException) -> tuple[str, int]:
@@ -101,8 +109,10 @@ def classify(error: BaseException) -> tuple[str, int]:
         if isinstance(error, kind):
             return name, code
     text = str(error)
-    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+    if type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text):
         return OUT_OF_MEMORY
+    if exhausted_limit(error) is not None:
+        return LIMIT
     is_communication = isinstance(error, (RuntimeError, OSError))
     if is_communication and any(part in text for part in _PEER_TEXTS):
         return LOST_PEER
@@ -128,6 +138,10 @@ def action_for(error: BaseException, name: str, status: RunStatus) -> str:
         if status.last_good_checkpoint is not None
         else "start again"
     )
+    if name == "LIMIT":
+        return f"{exhausted_limit(error)}, then {resume}"
+    if name == "OOM" and (limit := limit_of_memory()) is not None:
+        return f"{limit}, then {resume}"
     return {
         "OOM": "use a smaller --micro-batch-size, or --recompute-granularity",
         "PEER_LOST": f"look for the rank that ended first, then {resume}",
@@ -350,20 +364,21 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
         on_orphaned=lambda: _end_orphaned(status, store()),
         before_end=lambda: _report_lost_peer(status, store()),
     )
-    try:
-        if rank_info.has_lost_its_launcher():
-            raise _launcher_lost()
-        yield
-    except (SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        code = report(standard_output.cause_of(error), status, store())
-        raise SystemExit(code) from None
-    finally:
-        if status.heart is not None:
-            status.heart.close()
-        if watch is not None:
-            watch.close()
+    with interrupted_once():
+        try:
+            if rank_info.has_lost_its_launcher():
+                raise _launcher_lost()
+            yield
+        except (SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            code = report(standard_output.cause_of(error), status, store())
+            raise SystemExit(code) from None
+        finally:
+            if status.heart is not None:
+                status.heart.close()
+            if watch is not None:
+                watch.close()
 
 
 def end_by_verdict(code: int, text: str, store: Any) -> None:

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ ANSWER_S = 4.0
 """Longer than a watchdog takes that has to wait for stacks."""
 WATCHDOG = "megatron.core.foundation.heartbeat.watchdog"
 _MEETING_TIMEOUT = timedelta(seconds=60)
+_MOST_MACHINES = 512
+"""With more machines, warnings have no host names: each machine would read all names."""
 
 
 class Heart:
@@ -108,6 +111,7 @@ def start_heart(
     store.set(f"heartbeat/{info.rank}", json.dumps(mine))
     if info.local_rank == 0:
         first = info.rank
+        store.set(f"host/{first}", socket.gethostname())
         keys = [f"heartbeat/{first + i}" for i in range(info.local_world_size)]
         with contextlib.suppress(RuntimeError, OSError):
             store.wait(keys, _MEETING_TIMEOUT)
@@ -120,9 +124,23 @@ def start_heart(
                     "stack_signal": _stack_signal(),
                     "instructions": {int(op): op.name.lower() for op in Op},
                     "save_directory": save_directory,
+                    "hosts": _hosts(store, info),
+                    "ranks_of_machine": info.local_world_size,
                 }
             )
     return Heart(on_verdict).start()
+
+
+def _hosts(store: Any, info: RankInfo) -> dict[int, str]:
+    """Return first global rank -> host of each machine; nothing if a machine is missing."""
+    firsts = range(0, info.world_size, info.local_world_size)
+    if info.world_size % info.local_world_size or len(firsts) > _MOST_MACHINES:
+        return {}
+    keys = [f"host/{rank}" for rank in firsts]
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, _MEETING_TIMEOUT)
+        return {rank: store.get(key).decode() for rank, key in zip(firsts, keys, strict=True)}
+    return {}
 
 
 def _stack_signal() -> int:

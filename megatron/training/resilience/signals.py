@@ -1,12 +1,49 @@
-"""Remember a signal until the step is over."""
+"""Remember a signal until the step is over; end an interrupted run in one piece."""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from megatron.training.resilience.watch import end_by
+
+PATIENCE_S = 5.0
+"""Time that an interrupted run has to report and to stop its workers."""
+
+
+def interrupt_once(number: int, _frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, and ignore further signals of this kind for `PATIENCE_S`.
+
+    People press Ctrl-C twice, and launchers repeat it. A second KeyboardInterrupt would break into
+    the clean-up that the first one has begun. A signal after that time ends the process.
+    """
+    began = time.monotonic()
+
+    def again(number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() - began > PATIENCE_S:
+            end_by(number)
+
+    signal.signal(number, again)
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupted_once() -> Iterator[None]:
+    """Handle SIGINT by `interrupt_once` in this block, if Python's own handler does so outside."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt_once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class SignalFlag:
@@ -29,7 +66,7 @@ class SignalFlag:
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         if self.is_set and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            interrupt_once(number, _frame)
         self.is_set = True
 
     @contextmanager
@@ -41,7 +78,7 @@ class SignalFlag:
         """
         for number in self._former:
             is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+            signal.signal(number, interrupt_once if is_interrupt else signal.SIG_DFL)
         try:
             yield
         finally:

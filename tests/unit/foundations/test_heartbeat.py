@@ -1,6 +1,7 @@
 """From notes of ranks to who holds up the others."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -80,6 +81,55 @@ WAITING = {"waits": True, "quiet": 9.0}
 )
 def test_the_cause_is_told_from_those_who_wait(views, expected):
     assert found(*views) == expected
+
+
+def blocked_on(view, peer):
+    """Return a view of a rank that waits for another one within an operation."""
+    words = list(view.notes.words)
+    words[Word.BLOCKED_ON] = peer + 1
+    return replace(view, notes=replace(view.notes, words=tuple(words)))
+
+
+def test_a_rank_that_has_gone_on_to_a_later_operation_is_no_part_of_a_circle():
+    late = rank(0, REDUCE, **WAITING)
+    ahead = rank(1, REDUCE, REDUCE, **WAITING)
+    assert found(blocked_on(late, 1), ahead) is None
+    assert found(blocked_on(late, 1), rank(1, (DP, "all_reduce", 8), **WAITING)) == (
+        "DEADLOCK",
+        (0, 1),
+    )
+
+
+def test_no_circle_is_reported_while_a_rank_may_be_about_to_be_found_locked():
+    views = rank(0, REDUCE, **WAITING), rank(1, (DP, "all_reduce", 8), **WAITING, beatless_s=6.0)
+    assert found(*views) is None
+    locked = rank(1, (DP, "all_reduce", 8), waits=True, quiet=9.5, beatless_s=9.5)
+    assert found(views[0], locked) == ("HANG", (1,))
+
+
+@pytest.mark.parametrize("activity", ["saving a checkpoint", "evaluating", "loading"])
+def test_a_rank_that_is_stuck_outside_training_is_a_warning_after_a_longer_time(activity):
+    for quiet, expected in ((9.0, None), (40.0, ("WAITING", (1,)))):
+        waiting = rank(0, REDUCE, REDUCE, waits=True, quiet=quiet)
+        assert found(waiting, rank(1, REDUCE, quiet=quiet, activity=activity)) == expected
+        locked = {"waits": True, "beatless_s": quiet}
+        stuck = rank(1, REDUCE, quiet=quiet, activity=activity, **locked)
+        assert found(waiting, stuck) == expected
+
+
+@pytest.mark.parametrize(
+    ("quiet", "longest", "expected"), [(9.0, 0.5, True), (9.0, 5.0, False), (3.0, 0.1, False)]
+)
+def test_a_wait_for_another_machine_far_beyond_the_usual_names_global_rank_and_host(
+    quiet, longest, expected
+):
+    view = rank(0, REDUCE, waits=True, quiet=quiet, longest_s=longest)
+    finding = diagnose([view], SECONDS, NAMES, sees_all=False, hosts={0: "node-a", 1: "node-b"})
+    assert (finding is not None) == expected
+    if finding is not None:
+        assert (finding.kind, finding.ranks) == ("WAITING", (1,))
+        assert "for ranks on other machines: 1 (node-b)" in finding.text
+        assert "all_reduce of 8 elements, number 1 on tp [0, 1]" in finding.text
 
 
 def test_an_evaluation_is_watched_for_a_held_lock_from_the_second_one_on():

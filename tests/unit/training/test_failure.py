@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -32,9 +34,10 @@ from megatron.core.foundation.errors import (
 )
 from megatron.core.foundation.failure_file import UNFINISHED
 from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
+from megatron.core.pipeline_parallel.step_handshake import lost_neighbour
 from megatron.training.launch import rank_info
 from megatron.training.launch.rank_info import RankInfo
-from megatron.training.resilience import failure
+from megatron.training.resilience import failure, signals
 from megatron.training.resilience.failure import (
     LauncherLostError,
     classify,
@@ -83,6 +86,15 @@ def fail(error: BaseException, status: RunStatus, store=None) -> int:
         (torch.OutOfMemoryError("CUDA out of memory"), "OOM", 16),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "OOM", 16),
         (RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1"), "PEER_LOST", 17),
+        (RuntimeError("std::bad_alloc"), "OOM", 16),
+        (RuntimeError("can't start new thread"), "LIMIT", 26),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "LIMIT", 26),
+        (OSError(errno.EMFILE, "Too many open files"), "LIMIT", 26),
+        (
+            lost_neighbour(0, "the activations", "pipeline rank 1", RuntimeError("reset")),
+            "PEER_LOST",
+            17,
+        ),
         (KeyboardInterrupt(), "INTERRUPTED", 130),
         (ZeroDivisionError("x"), "CRASH", 1),
     ],
@@ -96,6 +108,78 @@ def test_every_failure_has_a_class_and_an_exit_code(error, kind, code, capsys):
     assert (found["kind"], found["iter"], found["rank"]) == (kind, "7", "3")
     assert (found["where"], found["last"]) == ("training", "none")
     assert found["action"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "soft", "error", "told"),
+    [
+        ("RLIMIT_AS", 8 << 40, RuntimeError("can't start new thread"), "(ulimit -v)"),
+        ("RLIMIT_AS", 8 << 40, MemoryError(), "the address space, now 8,388,608 MiB (ulimit -v)"),
+        ("RLIMIT_NPROC", 9000, RuntimeError("can't start new thread"), "9000 (ulimit -u)"),
+        ("RLIMIT_NOFILE", 900, OSError(errno.EMFILE, "x"), "open files, now 900 (ulimit -n)"),
+    ],
+)
+def test_a_refused_thread_or_file_is_answered_with_the_limit_that_refused_it(
+    limit, soft, error, told, capsys
+):
+    number = getattr(resource, limit)
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, (soft, before[1]))
+    try:
+        fail(error, RunStatus(has_begun=True))
+    finally:
+        resource.setrlimit(number, before)
+    action = FATAL.search(capsys.readouterr().err)["action"]
+    assert action.startswith("raise the limit of")
+    assert told in action
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.01])
+def test_a_second_interrupt_does_not_break_into_the_report_of_the_first(gap_s):
+    """The body cleans up for a while, as loader workers are joined; then the report is written."""
+    code = """
+import contextlib, sys, time
+from megatron.training.resilience.failure import failures_reported
+from megatron.training.resilience.status import RunStatus
+with failures_reported(RunStatus(activity="training"), []):
+    try:
+        print("ready", flush=True)
+        time.sleep(30)
+    finally:
+        time.sleep(0.3)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap_s)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert FATAL.search(err)["kind"] == "INTERRUPTED"
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_after_the_patience_of_a_run_that_does_not_end_is_obeyed(monkeypatch):
+    ended = []
+    monkeypatch.setattr(signals, "end_by", ended.append)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.2)
+    with pytest.raises(KeyboardInterrupt), signals.interrupted_once():
+        signal.raise_signal(signal.SIGINT)
+    former = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signals.interrupt_once)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert ended == []
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_a_users_error_has_no_traceback(capsys):

@@ -9,6 +9,10 @@ from itertools import combinations
 from megatron.core.foundation.heartbeat.layout import SAME_SIZE, Word
 from megatron.core.foundation.heartbeat.reading import Channel, Notes, Record, show_instruction
 
+_PATIENCE = 4
+_LONG_WAIT_S = 5.0
+"""A shorter wait for another machine is no warning, whatever is usual."""
+
 
 @dataclass(frozen=True)
 class RankView:
@@ -23,6 +27,8 @@ class RankView:
     beatless_s: float = 0.0
     """Since when its other threads have not run."""
     stopped_s: float = 0.0
+    longest_s: float = 0.0
+    """The longest time in training that the training thread has waited and then gone on."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,14 @@ def diagnose(
     instructions: Mapping[int, str],
     *,
     sees_all: bool,
+    hosts: Mapping[int, str] | None = None,
 ) -> Finding | None:
     """Return what holds up the ranks, or None.
 
     Args:
         timeout_s: how long nothing may happen.
         sees_all: whether `views` are all ranks of the job.
+        hosts: global rank -> host, for messages.
     """
     found = mismatch(views, instructions)
     if any(view.letter == "X" for view in views):
@@ -65,6 +73,8 @@ def diagnose(
         found = _deadlock(views, timeout_s, instructions)
     if found is None:
         found = _slow(views, timeout_s, instructions)
+    if found is None and not sees_all:
+        found = _slow_link(views, instructions, hosts or {})
     return found
 
 
@@ -155,10 +165,15 @@ def _is_in_training(view: RankView) -> bool:
 
 
 def awaited(view: RankView, others: Mapping[int, RankView]) -> list[int]:
-    """Return the ranks without which the operation that a rank waits in cannot end."""
-    if view.notes.blocked_on is not None:
-        return [view.notes.blocked_on]
-    record = view.notes.waits_in
+    """Return the ranks without which the operation that a rank waits in cannot end.
+
+    A rank that has entered a later operation of the channel has done its part of this one.
+    """
+    record, peer = view.notes.waits_in, view.notes.blocked_on
+    if peer is not None:
+        has_done = record is not None and others.get(peer) is not None
+        has_done = has_done and record.count < _count(others[peer], record.channel)
+        return [] if has_done else [peer]
     if record is None:
         return []
     ends = record.channel.ends()
@@ -203,9 +218,14 @@ def waiting_chain(
 def _deadlock(
     views: Sequence[RankView], timeout_s: float, instructions: Mapping[int, str]
 ) -> Finding | None:
-    """Return a cycle of ranks that wait for each other."""
+    """Return a cycle of ranks that wait for each other.
+
+    A rank whose heart has not beaten lately may be about to be found locked: it is no proof.
+    """
     others = {view.rank: view for view in views}
     if not all(view.notes.waits and view.quiet_s >= timeout_s for view in views):
+        return None
+    if any(view.beatless_s >= timeout_s / 2 for view in views):
         return None
     edges = {view.rank: awaited(view, others) for view in views}
     cycle = _cycle(edges)
@@ -243,6 +263,41 @@ def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
     return ()
 
 
+def _holds_up(view: RankView, timeout_s: float) -> bool:
+    """Return whether a rank on which others wait is late enough for a warning.
+
+    A first step, a save or an evaluation may take long: it has `_PATIENCE` times as long.
+    """
+    usual = _is_in_training(view) and view.notes.activity != "evaluating"
+    patience_s = timeout_s if usual else _PATIENCE * timeout_s
+    is_stuck = not view.notes.waits or view.beatless_s >= timeout_s
+    return is_stuck and view.letter not in "Tt" and view.quiet_s >= patience_s
+
+
+def _slow_link(
+    views: Sequence[RankView], instructions: Mapping[int, str], hosts: Mapping[int, str]
+) -> Finding | None:
+    """Return a rank that waits far longer than ever before for ranks of other machines."""
+    others = {view.rank: view for view in views}
+    for view in views:
+        record = view.notes.waits_in
+        is_late = view.quiet_s >= max(_LONG_WAIT_S, _PATIENCE * view.longest_s)
+        if record is None or not is_late or not _is_in_training(view):
+            continue
+        remote = tuple(rank for rank in record.channel.ranks if rank not in others)
+        if not remote or awaited(view, others):
+            continue
+        shown = ", ".join(f"{r} ({hosts[r]})" if r in hosts else str(r) for r in remote[:8])
+        more = f" and {len(remote) - 8} more" if remote[8:] else ""
+        text = (
+            f"rank {view.rank} has waited {view.quiet_s:.0f} s in {record.describe(instructions)} "
+            f"for ranks on other machines: {shown}{more}. The longest wait so far was "
+            f"{view.longest_s:.1f} s: one of these ranks or the link to it is slow or down"
+        )
+        return Finding("WAITING", remote, text)
+    return None
+
+
 def _slow(
     views: Sequence[RankView], timeout_s: float, instructions: Mapping[int, str]
 ) -> Finding | None:
@@ -254,12 +309,7 @@ def _slow(
             for view in views
             if view.notes.waits and view.quiet_s >= timeout_s
             for rank in awaited(view, others)
-            if rank in others
-            and not others[rank].notes.waits
-            and others[rank].letter not in "Tt"
-            and others[rank].quiet_s >= timeout_s
-            and _is_in_training(others[rank])
-            and others[rank].notes.activity != "evaluating"
+            if rank in others and _holds_up(others[rank], timeout_s)
         }
     )
     if not late:

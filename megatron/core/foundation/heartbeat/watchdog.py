@@ -65,6 +65,8 @@ class Settings:
     """Whether the ranks go on without one that is stuck: then it alone is ended."""
     instructions: Mapping[int, str]
     save_directory: str | None
+    hosts: Mapping[int, str]
+    """Global rank -> host name."""
 
     @staticmethod
     def read(text: str) -> Settings:
@@ -72,7 +74,9 @@ class Settings:
         said = json.loads(text)
         ranks = tuple(WatchedRank(**rank) for rank in said.pop("ranks"))
         names = {int(number): name for number, name in said.pop("instructions").items()}
-        return Settings(ranks=ranks, instructions=names, **said)
+        size, hosts = said.pop("ranks_of_machine"), said.pop("hosts")
+        hosts = {int(r) + i: host for r, host in hosts.items() for i in range(size)}
+        return Settings(ranks=ranks, instructions=names, hosts=hosts, **said)
 
 
 @dataclass
@@ -90,6 +94,7 @@ class _Watched:
     moved_at: float = 0.0
     beaten_at: float = 0.0
     ran_at: float = 0.0
+    longest_s: float = 0.0
     has_ended: bool = False
 
     @staticmethod
@@ -112,6 +117,8 @@ class _Watched:
         if has_beaten:
             self.beaten_at = now
         if not self.words or _progress(words) != _progress(self.words):
+            if words[Word.IS_TRAINING] and words[Word.NUM_STEPS]:
+                self.longest_s = max(self.longest_s, now - self.moved_at)
             self.moved_at = now
         if self.letter not in "Tt":
             self.ran_at = now
@@ -134,6 +141,7 @@ class _Watched:
             now - self.moved_at,
             now - self.beaten_at,
             now - self.ran_at,
+            self.longest_s,
         )
 
     def tell(self, code: int, line: str) -> None:
@@ -218,13 +226,19 @@ class Watchdog:
         settings = self._settings
         views = [rank.view(self._now) for rank in ranks]
         sees_all = len(views) == settings.num_ranks
-        return diagnose(views, settings.timeout_s, settings.instructions, sees_all=sees_all)
+        return diagnose(
+            views,
+            settings.timeout_s,
+            settings.instructions,
+            sees_all=sees_all,
+            hosts=settings.hosts,
+        )
 
     def _warn(self, found: Finding) -> None:
         """Say once who is late."""
         if found.ranks != self._warned:
             self._warned = found.ranks
-            _print(f"WARNING: {found.text}; {'; '.join(found.waiting)}")
+            _print(f"WARNING: {'; '.join((found.text, *found.waiting))}")
 
     # The end --------------------------------------------------------------------------------
 
