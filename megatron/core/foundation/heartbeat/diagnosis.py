@@ -171,9 +171,12 @@ def awaited(view: RankView, others: Mapping[int, RankView]) -> list[int]:
     """
     record, peer = view.notes.waits_in, view.notes.blocked_on
     if peer is not None:
-        has_done = record is not None and others.get(peer) is not None
-        has_done = has_done and record.count < _count(others[peer], record.channel)
-        return [] if has_done else [peer]
+        is_ahead = (
+            record is not None
+            and peer in others
+            and record.count < _count(others[peer], record.channel)
+        )
+        return [] if is_ahead else [peer]
     if record is None:
         return []
     ends = record.channel.ends()
