@@ -139,13 +139,20 @@ def _block_mask_of_corners(
     )
     whole = last - first == MASK_BLOCK - 1
     full = left & right & (whole[:, None] & whole)
-    blocks = []
-    for table in (some & ~full, full):
-        order = table.int().argsort(dim=-1, descending=True, stable=True)
-        blocks += [table.sum(-1, dtype=torch.int32), order.int()]
     return BlockMask.from_kv_blocks(
-        *blocks, BLOCK_SIZE=MASK_BLOCK, mask_mod=is_seen, seq_lengths=(s, s)
-    )
+        *_in_rows(some & ~full), *_in_rows(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=is_seen,
+        seq_lengths=(s, s),
+    )  # fmt: skip
+
+
+def _in_rows(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of true columns of each row [.., rows], and columns, the true ones first.
+
+    Args:
+        table: bool, [.., rows, columns].
+    """
+    order = table.int().argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), order.int()
 
 
 @functools.cache
