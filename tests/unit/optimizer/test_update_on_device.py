@@ -53,7 +53,8 @@ def test_the_norm_is_measured_without_a_read_by_the_host(decided):
     ddp, optimizer = decided(True, clip_grad=0.05)
     accumulate(ddp, SINGLE, 0, 2)
     optimizer.step()  # makes the state, and agrees on lengths
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         report = optimizer.reader.read_on_device()
         with torch.profiler.record_function("the host reads"):
             report.total.item()
