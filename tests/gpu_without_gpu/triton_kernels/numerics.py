@@ -107,6 +107,9 @@ def test_gated_activation(act, with_terms, dtype):
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_dropout_drops_what_the_plain_form_drops(width, with_bias, residual_dtype):
     shard = SequenceShard.zigzag(16, 1, 2)
+    # Gradients that are divided by 1/2 are exact in bf16, and so are the terms of the bias's, which
+    # may cancel.
+    probability = 0.5 if residual_dtype == torch.bfloat16 else 0.3
     x = torch.randn(8, 3, width).to(residual_dtype)
     inputs = [x, torch.randn(8, 3, width).to(residual_dtype)]
     inputs += [torch.randn(width).to(residual_dtype)] * with_bias
@@ -120,8 +123,8 @@ def test_dropout_drops_what_the_plain_form_drops(width, with_bias, residual_dtyp
         return place
 
     compare(
-        at_one_place(lambda *x: bias_dropout.bias_dropout_add(*x, 0.3)),
-        at_one_place(lambda *x: fused_bias_dropout.bias_dropout_add(*x, 0.3, True)),
+        at_one_place(lambda *x: bias_dropout.bias_dropout_add(*x, probability)),
+        at_one_place(lambda *x: fused_bias_dropout.bias_dropout_add(*x, probability, True)),
         inputs,
         TOLERANCE_OF[residual_dtype],
         sums=(2,),
