@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from tests.gpu_without_gpu.triton_kernels.host_as_device import ON_DEVICE, WHERE
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     BF16_TRUNCATED,
@@ -15,10 +16,6 @@ from tests.harness.tolerances import (
     assert_close,
 )
 
-WHERE = os.environ.get("LATTICE_TEST_KERNELS_ON_DEVICE")
-"""1: the kernels are compiled and run on this machine's accelerator, as `make gpu` does; rehearsed:
-Triton's interpreter runs them on a device that the CPU poses as."""
-ON_DEVICE = WHERE in ("1", "rehearsed")
 assert WHERE == "1" or os.environ.get("TRITON_INTERPRET") == "1", "these run in the interpreter"
 TOLERANCE_OF = {torch.float32: FP32_REORDERED_SUM, torch.bfloat16: BF16_TRUNCATED}
 HALF = {torch.float16: FP16_WHOLE_MODEL, torch.bfloat16: BF16_WHOLE_MODEL}

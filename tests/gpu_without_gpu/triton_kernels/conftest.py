@@ -13,8 +13,11 @@ from torch import Tensor
 
 from megatron.core.foundation import device
 from megatron.core.parameters.rng import rng_state
-from tests.gpu_without_gpu.triton_kernels.comparing import ON_DEVICE, WHERE
-from tests.gpu_without_gpu.triton_kernels.host_as_device import host_as_device
+from tests.gpu_without_gpu.triton_kernels.host_as_device import (
+    ON_DEVICE,
+    WHERE,
+    host_as_device,
+)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ multiplies their bits and cuts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+WHERE = os.environ.get("LATTICE_TEST_KERNELS_ON_DEVICE")
+"""1: the kernels are compiled and run on this machine's accelerator, as `make gpu` does; rehearsed:
+Triton's interpreter runs them on a device that the CPU poses as."""
+ON_DEVICE = WHERE in ("1", "rehearsed")
 NAME = "meta"  # the name of a device that torch itself starts nothing for
 _MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
