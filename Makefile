@@ -21,10 +21,11 @@ LINT = (status=0; \
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest engine bridge triton gpu schemas venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine bridge triton like-the-gpu-machine gpu \
+	schemas venv clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 22
 
 quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minutes
 	@examples/quickstart/run.sh
@@ -65,6 +66,9 @@ bridge: ## weights and recipes through megatron-bridge, as it is published, on t
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
+like-the-gpu-machine: ## what a session on a GPU starts, by the packages of such a machine, on the CPU
+	@tools/like_the_gpu_machine.sh $(PYTEST_ARGS)
+
 gpu: ## tests, limits and training on the GPUs of this machine, and a report
 	@tools/test_gpu.sh $(GPU_ARGS)
 
@@ -80,6 +84,7 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove .venv-engine
 	tools/make_venv.sh --remove .venv-bridge
 	tools/make_venv.sh --remove .venv-triton
+	tools/make_venv.sh --remove .venv-like-gpu
 	tools/make_venv.sh --remove .venv-gpu
 	tools/make_venv.sh --remove .venv-schemas
 	rm -rf quickstart gpu_report build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \

@@ -19,6 +19,8 @@ from megatron.core.foundation.optional_imports import has, require
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.metrics.flops import training_flops
+from megatron.training.metrics.model_size import ModelSize
 
 Step = Callable[[], float]
 """Runs forward and backward (and the optimizer, if asked) once and returns the loss."""
@@ -37,13 +39,13 @@ def model_flops(family: str, z: Sizes, batch: int) -> float:
 
     Causal attention counts the half of its matrix that is needed.
     """
-    h, tokens = z.hidden_size, batch * z.sequence
-    d = h // z.num_heads
-    matrices = h * (z.num_heads + 2 * z.num_kv_heads) * d + h * h
-    matrices += h * z.ffn_size * (3 if family == "llama" else 2)
-    attention = 2 * 2 * z.sequence * h / 2  # two products, per token
-    per_token = z.num_layers * (2 * matrices + attention) + 2 * h * z.vocab_size
-    return 3.0 * tokens * per_token
+    size = ModelSize(
+        num_layers=z.num_layers, hidden_size=z.hidden_size, num_attention_heads=z.num_heads,
+        num_query_groups=z.num_kv_heads, kv_channels=z.hidden_size // z.num_heads,
+        ffn_hidden_size=z.ffn_size, vocab_size=z.vocab_size, seq_length=z.sequence,
+        is_gated=family == "llama",
+    )  # fmt: skip
+    return training_flops(size, batch)
 
 
 def make_batch(z: Sizes, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

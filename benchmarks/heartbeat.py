@@ -203,8 +203,9 @@ def run_job(layout: str, *flags: str, counts: bool = False) -> Measured:
                        "LATTICE_DEVICE": "cpu", **({COUNTS: "1"} if counts else {})}  # fmt: skip
         words = [*MODEL.split(), *LAYOUTS[layout].split(), *flags]
         job = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "-m", "benchmarks.heartbeat", *words],
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m", "benchmarks.heartbeat",
+             *words],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         seen: list[tuple[float, float]] = []

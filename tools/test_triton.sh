@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compute our Triton kernels by Triton's interpreter on the CPU, against the plain formulas, and
-# compile them for four generations of NVIDIA GPUs. No GPU is needed.
+# compile them for four generations of NVIDIA GPUs. The interpreter also rehearses the comparisons as
+# they are made on a device, which the CPU poses as. No GPU is needed.
 #
 #   tools/test_triton.sh [options of pytest]
 #
@@ -15,9 +16,11 @@ tools/make_venv.sh "$environment" dev
 PATH=$PWD/$environment/bin:$PATH
 export PATH
 folder=tests/gpu_without_gpu/triton_kernels
-# Two processes: the interpreter takes the place of the compiler when a kernel is declared.
+# A process each: the interpreter takes the place of the compiler when a kernel is declared.
 status=0
-TRITON_INTERPRET=1 python -m pytest -q -p no:cacheprovider -W default "$folder"/numerics*.py "$@" ||
-    status=1
+for where in 0 rehearsed; do
+    TRITON_INTERPRET=1 LATTICE_TEST_KERNELS_ON_DEVICE=$where \
+        python -m pytest -q -p no:cacheprovider -W default "$folder"/numerics*.py "$@" || status=1
+done
 python -m pytest -q -p no:cacheprovider -W default "$folder/compiling.py" "$@" || status=1
 exit $status

@@ -15,7 +15,7 @@ else
 fi
 
 # shellcheck disable=SC2086
-exec "${TORCHRUN:-torchrun}" --standalone --nproc-per-node 4 pretrain_gpt.py \
+exec "${TORCHRUN:-torchrun}" --standalone --local-addr 127.0.0.1 --nproc-per-node 4 pretrain_gpt.py \
     --tensor-model-parallel-size 2 --sequence-parallel \
     --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
     $MODEL --train-iters 20 --lr 1e-3 --lr-decay-style cosine --min-lr 1e-4 \

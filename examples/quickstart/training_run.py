@@ -110,6 +110,8 @@ def torchrun(layout: Layout, script: str, arguments: Sequence[str]) -> list[str]
     return [
         "torchrun",
         "--standalone",
+        "--local-addr",  # else torchrun asks for the full name of this machine
+        "127.0.0.1",
         "--nproc-per-node",
         str(layout.num_processes),
         script,

@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 train() {
     # shellcheck disable=SC2086
-    "${TORCHRUN:-torchrun}" --standalone --nproc-per-node 4 pretrain_gpt.py \
+    "${TORCHRUN:-torchrun}" --standalone --local-addr 127.0.0.1 --nproc-per-node 4 pretrain_gpt.py \
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 \
         --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3 --log-interval 1 \
         --num-workers 0 --save "$SAVE" $DATA "$@"

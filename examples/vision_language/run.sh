@@ -9,7 +9,7 @@ WORK=${WORK:-$(mktemp -d)}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 "${PYTHON:-python}" examples/vision_language/make_digits.py "$WORK/digits" --count "${COUNT:-1797}"
-"${TORCHRUN:-torchrun}" --standalone --nproc-per-node "${RANKS:-1}" pretrain_vlm.py \
+"${TORCHRUN:-torchrun}" --standalone --local-addr 127.0.0.1 --nproc-per-node "${RANKS:-1}" pretrain_vlm.py \
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu \
     --normalization RMSNorm --disable-bias-linear --add-qkv-bias --position-embedding-type mrope \
     --mrope-section 4 2 2 --seq-length 64 --hidden-dropout 0 --attention-dropout 0 \

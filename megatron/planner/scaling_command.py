@@ -25,7 +25,7 @@ from megatron.planner.search_command import WITHOUT_A_RUN, model_of_command
 from megatron.planner.search_report import layout_text
 from megatron.planner.training_cost import HOUR, TrainingCost, training_cost
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 
 
@@ -101,7 +101,7 @@ def _scaled(name: str, words: Sequence[str], gpu: str) -> ScaledModel:
     defaults = {**WITHOUT_A_RUN, "global_batch_size": 1}
     command = parse_command_line(list(words), args_defaults=defaults)
     run, row = model_of_command(command, gpu_named(gpu, load_predictor().hardware), 1)
-    flops = training_flops(ModelSize.from_settings(run), 1, FlopConvention.CAUSAL)
+    flops = training_flops(ModelSize.from_settings(run), 1)
     return ScaledModel(name, row, flops)
 
 

@@ -40,7 +40,7 @@ from megatron.training.config.run import (
     plain,
 )
 from megatron.training.config.vocabulary import resolve_vocabulary
-from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
 
@@ -123,9 +123,7 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Se
     if not chosen:
         raise broken[0]
     best = chosen[0]
-    flops = training_flops(
-        ModelSize.from_settings(run), int(model.global_batch_size[0]), FlopConvention.CAUSAL
-    )
+    flops = training_flops(ModelSize.from_settings(run), int(model.global_batch_size[0]))
     line = command_line(words, command, best.settings, cluster.world_size, gpu, script)
     text = report(found, chosen, predictor, flops=flops, refused=len(broken), line=line)
     missing = [all_flags()[name].flag for name in _without_length(command)]

@@ -22,6 +22,7 @@ from tests.faults.processes import (
     processes_of,
     read_process,
 )
+from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
 
 NUM_STEPS, SAVE_INTERVAL, EVALUATION_INTERVAL = 24, 6, 10
@@ -84,7 +85,7 @@ class Job:
         words: Sequence[str],
         *,
         num_ranks: int,
-        launcher_flags: Sequence[str] | None = ("--standalone",),
+        launcher_flags: Sequence[str] | None = ONE_MACHINE,
         launcher: str = "torch.distributed.run",
         prefix: Sequence[str] = (),
         interface: str = "lo",

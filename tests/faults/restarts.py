@@ -15,6 +15,7 @@ from tests.faults.job import FATAL, POLL_S, SHARED_ROWS, TIMEOUT_SCALE, Job, mod
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
+from tests.harness.machine import ONE_MACHINE
 from tests.parity.shared_rows_case import write_conversations
 
 SAVE_INTERVAL = 2
@@ -110,7 +111,7 @@ def run_restarts(
     words += ["--save-interval", str(SAVE_INTERVAL), "--most-recent-k", "4"]
     words += ["--save", str(folder / "save"), "--load", str(folder / "save")]
     words += ["--metrics-jsonl", str(folder / "metrics"), "--slow-step", "0.02"]
-    launcher_flags = ("--standalone", "--max-restarts", "100")
+    launcher_flags = (*ONE_MACHINE, "--max-restarts", "100")
     job = Job(folder / "job", words, num_ranks=2, launcher_flags=launcher_flags)
     try:
         returns = kill_again_and_again(job, num_kills, random.Random(seed))

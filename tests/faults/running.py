@@ -22,6 +22,7 @@ from tests.faults.moments import MissedMomentError, wait_for
 from tests.faults.plan import Case, Fault, Moment, Target
 from tests.faults.promises import Kept, Promise, promise_for
 from tests.faults.result import Result
+from tests.harness.machine import ONE_MACHINE
 
 PAUSE_S = 1.0
 
@@ -78,7 +79,7 @@ def run_case(case: Case, folder: Path, references: References, seed: str) -> Res
     folder.mkdir(parents=True)
     if case.moments & {Moment.IMPORT, Moment.START} and not case.is_pause:
         references.copy_of_a_begun_run(case.num_ranks, folder)
-    launcher_flags = ("--standalone",) if case.num_ranks > 1 else None
+    launcher_flags = ONE_MACHINE if case.num_ranks > 1 else None
     job = Job(
         folder / "job",
         words_of(case, folder),

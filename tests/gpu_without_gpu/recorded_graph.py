@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from megatron.core.foundation import device_graph
+from megatron.core.foundation import device, device_graph
 
 GRAPHS: list[RecordedGraph] = []
 """Those of this process, in the order of their captures."""
@@ -48,7 +48,7 @@ def graphs_on_cpu():
     """Let layers be captured here."""
     GRAPHS.clear()
     with (
-        mock.patch.object(device_graph, "captures_graphs", return_value=True),
+        mock.patch.object(device, "records_graphs", return_value=True),
         mock.patch.object(device_graph, "new_graph", RecordedGraph),
     ):
         yield

@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.foundation import device, device_graph
+from megatron.core.foundation.device_graph import MemoryPool
 from megatron.core.foundation.errors import ConfigError, ScheduleError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import captured_layer
@@ -183,3 +185,48 @@ def test_what_a_replay_would_not_repeat_is_not_captured(options):
 def test_passes_before_a_capture_are_at_least_one():
     with pytest.raises(ConfigError, match="cuda_graph_warmup_steps=0"):
         TransformerConfig(**SHAPE | {"cuda_graph_warmup_steps": 0})
+
+
+@pytest.fixture
+def older_cuda():
+    """A torch without `torch.accelerator.Graph`; its calls for CUDA keep their signatures."""
+    cuda = torch.cuda  # noqa: TID251 (it is what is replaced)
+    accelerator = mock.Mock(spec=["current_device_index"])
+    accelerator.current_device_index.return_value = 0
+    stream = mock.MagicMock()
+    with (
+        mock.patch.object(device, "device_type", return_value="cuda"),
+        mock.patch.object(device, "current_stream", return_value=mock.Mock()),
+        mock.patch.object(device_graph, "_side_stream", return_value=stream),
+        mock.patch.object(torch, "accelerator", accelerator),
+        mock.patch.object(cuda, "CUDAGraph") as graphs,
+        mock.patch.object(cuda, "current_stream", return_value=stream),
+        mock.patch.object(cuda, "graph", autospec=True) as recordings,
+    ):
+        graphs.side_effect = lambda: mock.Mock(pool=lambda: (0, 7))
+        yield recordings
+
+
+def test_an_older_torch_records_graphs_of_cuda(older_cuda):
+    assert device.records_graphs()
+    pool = MemoryPool()
+    first, second = device_graph.new_graph(pool), device_graph.new_graph(pool)
+    assert first.capture(lambda: (None,)) == second.capture(lambda: (None,)) == (None,)
+    stream = device_graph._side_stream(None)
+    assert [call.kwargs for call in older_cuda.call_args_list] == [
+        {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        for pool in (None, (0, 7))
+    ]
+    assert first._graph is older_cuda.call_args_list[0].args[0]
+    second.replay()
+    second._graph.replay.assert_called_once()
+    first._graph.replay.assert_not_called()
+
+
+def test_graphs_are_refused_on_a_device_that_records_none(older_cuda):
+    device.device_type.return_value = "xpu"
+    with pytest.raises(ConfigError, match="records no graphs on xpu"):
+        TransformerConfig(**SHAPE, cuda_graph_impl="local")
+    TransformerConfig(**SHAPE)
+    device.device_type.return_value = "cpu"  # where steps run eagerly, and the run says so
+    TransformerConfig(**SHAPE, cuda_graph_impl="local")

@@ -8,6 +8,10 @@ from pathlib import Path
 
 from megatron.core.transport.shm.shm_collectives import OFF
 
+ONE_MACHINE = ("--standalone", "--local-addr", "127.0.0.1")
+"""Flags with which torchrun starts ranks on this machine. Without the address it asks for the full
+name of the machine, which takes seconds where nothing resolves names."""
+
 
 def memory_bytes(name: str) -> int:
     """Return a memory figure of this process: VmRSS, VmHWM (its peak) or RssFile (of files)."""

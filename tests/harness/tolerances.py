@@ -45,6 +45,17 @@ FP32_REORDERED_SUM = Tolerance(
     "gradients that are exactly zero in theory (the key bias of attention) and rounding in fact",
 )
 
+FP32_OTHER_DEVICE = Tolerance(
+    "FP32_OTHER_DEVICE",
+    rtol=4e-5,
+    atol=4e-7,
+    reason="as FP32_REORDERED_SUM, and functions that a GPU approximates: rsqrt, exp2, divisions "
+    "of Triton's kernels are within 2 ulp (4 u), and attention in fp32 makes a product of three "
+    "in TF32, within 2^-21 (8 u). Unlike rounding, such an error has one sign in all elements, so "
+    "those of the 10 successive functions of two layers add: 120 u forward, twice that backward, "
+    "360 u = 2e-5 beside the 1e-5 of sums. A product in TF32 alone would be 5e-4 away",
+)
+
 FP32_AFTER_OPTIMIZER = Tolerance(
     "FP32_AFTER_OPTIMIZER",
     rtol=1e-5,
@@ -125,6 +136,7 @@ TOLERANCES = {
         EXACT,
         FP32_ROUNDED_ONCE,
         FP32_REORDERED_SUM,
+        FP32_OTHER_DEVICE,
         FP32_AFTER_OPTIMIZER,
         FP32_AFTER_MUON,
         FP64_REORDERED_SUM,

@@ -20,7 +20,7 @@ import torch
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.settings.command_line import read_command_line
-from tests.harness.machine import free_port
+from tests.harness.machine import ONE_MACHINE, free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = [
@@ -74,7 +74,7 @@ def pretrain(*words: str) -> str:
 
 def pretrain_on(num_ranks: int, *words: str) -> str:
     """Run pretrain_gpt.py under torchrun."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    launcher = ("-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(num_ranks))
     return command(*launcher, "pretrain_gpt.py", *words)
 
 

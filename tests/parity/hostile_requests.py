@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from megatron.core.settings.command_line import read_command_line
+from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
 
 GOOD = {"model": "model", "prompt": [5, 17, 3], "max_tokens": 8, "temperature": 0}
@@ -246,7 +247,7 @@ def running_server(folder: Path, *flags: str, num_ranks: int = 2) -> Iterator[tu
     torch.manual_seed(3)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE,
         "--nproc-per-node", str(num_ranks), "tools/run_text_generation_server.py",
         "--load-hf", str(folder), "--tensor-model-parallel-size", str(num_ranks),
         "--tokenizer-type", "NullTokenizer",

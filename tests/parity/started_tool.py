@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
 
 
@@ -16,7 +17,7 @@ def run_tool(tool: str, num_ranks: int, *flags: str) -> str:
         SystemExit: it failed; with the end of its output.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE,
         "--nproc-per-node", str(num_ranks), f"tools/{tool}.py", "--seq-length", "64",
         "--transformer-impl", "local", *flags,
     ]  # fmt: skip

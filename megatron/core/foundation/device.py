@@ -7,7 +7,8 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,31 @@ def set_current_stream(stream: torch.Stream | None) -> None:
     """Let this thread queue its work on `stream`, and on the device of it; None on CPU."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
+
+
+def records_graphs() -> bool:
+    """Return whether torch can record this device's operations as a graph, to replay them."""
+    return device_type() == "cuda" or (
+        device_type() != "cpu" and hasattr(torch.accelerator, "Graph")
+    )
+
+
+def new_graph(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
+    """Return an empty graph, and what records into it on the current stream.
+
+    Threads beside this one (watchdogs of NCCL, loaders of data) may continue during the recording.
+
+    Args:
+        pool: `graph.pool()` of a graph that shares its memory, or None.
+    """
+    if hasattr(torch.accelerator, "Graph"):
+        graph = torch.accelerator.Graph(pool=pool, capture_error_mode="thread_local")
+        return graph, graph
+    older = torch.cuda.CUDAGraph()  # torch 2.11 and before record on CUDA alone
+    stream = torch.cuda.current_stream()
+    return older, torch.cuda.graph(
+        older, pool=pool, stream=stream, capture_error_mode="thread_local"
+    )
 
 
 def is_imaginary() -> bool:

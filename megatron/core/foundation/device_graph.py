@@ -41,15 +41,10 @@ class MemoryPool:
 
 
 class AcceleratorGraph:
-    """Torch's graph of the accelerator. See `DeviceGraph`.
-
-    Threads beside this one (watchdogs of NCCL, loaders of data) may go on during a capture.
-    """
+    """Torch's graph of the accelerator. See `DeviceGraph`."""
 
     def __init__(self, pool: MemoryPool) -> None:
-        self._graph = torch.accelerator.Graph(
-            pool=pool.identifier, capture_error_mode="thread_local"
-        )
+        self._graph: Any = None
         self._pool = pool
 
     def capture(self, call: Callable[[], Outputs]) -> Outputs:
@@ -57,8 +52,10 @@ class AcceleratorGraph:
         stream, here = _side_stream(device.current_device()), device.current_stream()
         assert here is not None, "graphs are made of the streams of an accelerator"
         stream.wait_stream(here)
-        with stream, self._graph:
-            outputs = call()
+        with stream:
+            self._graph, recording = device.new_graph(self._pool.identifier)
+            with recording:
+                outputs = call()
         here.wait_stream(stream)
         self._pool.identifier = self._graph.pool()
         return outputs
@@ -72,11 +69,6 @@ class AcceleratorGraph:
 def _side_stream(where: torch.device) -> torch.Stream:
     """Return the stream of captures: a backward pass runs on that of its forward pass."""
     return torch.Stream(where)
-
-
-def captures_graphs() -> bool:
-    """Return whether there is a device whose operations can be recorded."""
-    return device.device_type() != "cpu"
 
 
 def new_graph(pool: MemoryPool) -> DeviceGraph:

@@ -20,6 +20,8 @@ from torch import Tensor
 from megatron.core.foundation.optional_imports import has
 from megatron.core.kernels.attention_options import AttentionOptions
 
+MASK_BLOCK = 128
+"""Rows and columns of a block of torch's BlockMask, by its default."""
 KEPT_BLOCK_MASKS = 4
 """One for each window and each micro batch whose layers are in the middle of their work."""
 
@@ -94,10 +96,8 @@ def _block_mask(
 ) -> Any:
     """Return torch's BlockMask, once for all layers that share it; None where all is seen.
 
-    document_ids: [b, s]. The cache knows them by identity.
+    document_ids: [b, s], never falling along s. The cache knows them by identity.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
-
     left, right = window
     if left < 0 and right < 0 and document_ids is None:
         return None
@@ -112,8 +112,47 @@ def _block_mask(
             seen = seen & (document_ids[b, query] == document_ids[b, key])
         return seen
 
-    batch = None if document_ids is None else document_ids.shape[0]
-    return create_block_mask(is_seen, batch, None, s, s, device=device)
+    batch = 1 if document_ids is None else document_ids.shape[0]
+    return _block_mask_of_corners(is_seen, batch, s, device)
+
+
+def _block_mask_of_corners(
+    is_seen: Callable[..., Tensor], batch: int, s: int, device: torch.device
+) -> Any:
+    """Return the BlockMask of a mask [batch, 1, s, s] from what is seen at corners of its blocks.
+
+    What a query sees is one run of keys around it. So a block of the mask has something where its
+    pair of the nearest positions is seen, and is full where both pairs of the farthest are.
+    torch's `create_block_mask` computes all elements of the mask.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = torch.arange(0, s, MASK_BLOCK, device=device)
+    last = (first + MASK_BLOCK - 1).clamp(max=s - 1)
+    begin, end, first_key, last_key = first[:, None], last[:, None], first[None], last[None]
+    query = torch.maximum(begin, torch.minimum(first_key, end))
+    key = torch.maximum(first_key, torch.minimum(query, last_key))
+    sample = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    some, left, right = (
+        is_seen(sample, sample, *pair).expand(batch, 1, len(first), len(first))
+        for pair in ((query, key), (end, first_key), (begin, last_key))
+    )
+    whole = last - first == MASK_BLOCK - 1
+    full = left & right & (whole[:, None] & whole)
+    return BlockMask.from_kv_blocks(
+        *_in_rows(some & ~full), *_in_rows(full), BLOCK_SIZE=MASK_BLOCK, mask_mod=is_seen,
+        seq_lengths=(s, s),
+    )  # fmt: skip
+
+
+def _in_rows(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of true columns of each row [.., rows], and columns, the true ones first.
+
+    Args:
+        table: bool, [.., rows, columns].
+    """
+    order = table.int().argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32), order.int()
 
 
 @functools.cache

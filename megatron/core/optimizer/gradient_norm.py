@@ -126,6 +126,10 @@ class GradientReader:
             for span in self.spans
             if span.shards
         ]
+        for span in self.spans:
+            if span.shards:  # what `_segment_sums` rests on
+                assert min(span.num_blocks) >= 0
+                assert sum(span.num_blocks) * BLOCK == span.gradients.numel()
         self.groups, self._device = groups, device
         self._dense = _Part(self.shards, parameters, False, shard_groups[0], groups.mp)
         self._expert = _Part(self.shards, parameters, True, shard_groups[1], groups.tp_ep_pp)
@@ -181,7 +185,7 @@ class GradientReader:
         """Return (sums of squares, whether they are not finite), fp64 and bool [shards]."""
         occupied = (span for span in self.spans if span.shards)
         parts = [
-            torch.segment_reduce(_block_squares(span.gradients, exactly), "sum", lengths=lengths)
+            _segment_sums(_block_squares(span.gradients, exactly), lengths)
             for span, lengths in zip(occupied, self._lengths, strict=True)
         ]
         parts += [
@@ -248,11 +252,16 @@ def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     flat = gradient.detach().reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK))
-    return torch.segment_reduce(
-        _block_squares(padded, exactly),
-        "sum",
-        lengths=torch.tensor([padded.numel() // BLOCK], device=flat.device),
-    ).sum()
+    one_segment = torch.full((1,), padded.numel() // BLOCK, device=flat.device)
+    return _segment_sums(_block_squares(padded, exactly), one_segment).sum()
+
+
+def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sums of consecutive runs of `values` [n]; `lengths` [runs] add up to n.
+
+    `unsafe` leaves out torch's check of the lengths, for which the host would wait for the device.
+    """
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def _block_squares(flat: Tensor, exactly: bool) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron.core.foundation import device_graph
+from megatron.core.foundation import device, device_graph
 from megatron.core.foundation.device_graph import DeviceGraph, MemoryPool, Outputs
 from megatron.core.foundation.errors import ScheduleError
 from megatron.core.parameters.param_meta import has_main_grad
@@ -200,7 +200,7 @@ class CapturedLayer:
         """Whether this call is a step of training that a replay repeats completely."""
         step = current_step()
         return (
-            device_graph.captures_graphs()
+            device.records_graphs()
             and self._layer.training
             and torch.is_grad_enabled()
             and step.overlap is None

@@ -18,7 +18,6 @@ from megatron.training.config.run import RunConfig, all_flags, plain
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.launch import rank_info
 from megatron.training.metrics.flops import (
-    FlopConvention,
     training_flops,
     training_flops_per_token,
 )
@@ -183,12 +182,9 @@ def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     lines = [f"{size.total_parameters:,} parameters (vocabulary padded to {size.vocab_size})"]
     if size.experts is not None:
         lines.append(f"{size.active_parameters:,} of them met by one token")
-    for convention in FlopConvention:
-        per_token = training_flops_per_token(size, convention)
-        per_step = training_flops(size, run.schedule.global_batch_size, convention)
-        lines.append(
-            f"{per_token:.4g} FLOP per token, {per_step:.4g} per step ({convention.value})"
-        )
+    per_token = training_flops_per_token(size)
+    per_step = training_flops(size, run.schedule.global_batch_size)
+    lines.append(f"{per_token:.4g} FLOP per token, {per_step:.4g} per step (causal)")
     return lines
 
 

@@ -73,7 +73,7 @@ class ProgressFile(Hook):
         rate = done / (seconds * self.world_size) / 1e12
         self._append(
             state,
-            f"stopped by: {stop.value}\tElapsed: {seconds:.1f} s\tJob throughput (full square):"
+            f"stopped by: {stop.value}\tElapsed: {seconds:.1f} s\tJob throughput (causal):"
             f" {rate:.4f} TFLOP/s/GPU\tFloating-point operations so far: {state.flops_so_far:.3e}",
         )
         return state

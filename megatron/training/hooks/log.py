@@ -38,7 +38,7 @@ class IntervalMeans:
         self._steps: list[StepResult] = []
         self.seconds = 0.0
         self.num_tokens = 0
-        self.flops = self.causal_flops = 0.0
+        self.flops = 0.0
 
     def add(self, result: StepResult, seconds: float) -> None:
         """Count one step."""
@@ -46,7 +46,6 @@ class IntervalMeans:
         self.seconds += seconds
         self.num_tokens += result.num_tokens
         self.flops += result.flops
-        self.causal_flops += result.causal_flops
 
     @property
     def num_steps(self) -> int:
@@ -248,7 +247,7 @@ class LogLine(Hook):
             if run.logging.log_throughput
             else None,
             tokens_per_second_per_device=tokens_per_s,
-            mfu=means.causal_flops / per_device_s / self._peak if self._peak else None,
+            mfu=means.flops / per_device_s / self._peak if self._peak else None,
             time_shares=self.times.shares,
             prediction=self.prediction,
         )

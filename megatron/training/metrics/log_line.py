@@ -34,10 +34,10 @@ class TrainingLine:
     num_skipped: int = 0
     num_nan: int = 0
     tflops_per_device: float | None = None
-    """In the full-square convention of `metrics.flops`."""
+    """Of the operations that `metrics.flops` counts."""
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
-    """Share of the peak, in the causal convention."""
+    """Share of the peak."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
     """What the time since the last line went into, on the mean of all ranks."""
     prediction: StepPrediction | None = None
@@ -72,6 +72,8 @@ def training_line(line: TrainingLine, now: datetime | None = None) -> str:
     cells.append(f"number of nan iterations: {line.num_nan:3d}")
     if line.tokens_per_second_per_device is not None:
         cells.append(f"tokens/s/device: {line.tokens_per_second_per_device:.1f}")
+    if line.tflops_per_device is not None:
+        cells.append("FLOP count: causal")
     if line.mfu is not None:
         cells.append(f"MFU (causal): {100.0 * line.mfu:.1f}%")
     if line.prediction is not None:

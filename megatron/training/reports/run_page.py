@@ -136,7 +136,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         figures.append(("tokens/s per device", quantity(rate), f"median{remark}"))
     if THROUGHPUT in run.series:
         rate = run.series[THROUGHPUT].median()
-        figures.append(("TFLOP/s per device", f"{rate:.3g}", "median, full square"))
+        figures.append(("TFLOP/s per device", f"{rate:.3g}", "median, causal"))
     if STEP_TIME in run.series:
         step_s = run.series[STEP_TIME].median()
         figures.append(("time of a step", _seconds(step_s), "median"))

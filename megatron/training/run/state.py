@@ -56,9 +56,7 @@ class StepResult:
     num_tokens: int = 0
     """Of the global batch."""
     flops: float = 0.0
-    """Of all ranks together, in the full-square convention."""
-    causal_flops: float = 0.0
-    """The same without the scores that a causal mask hides."""
+    """Of all ranks together."""
 
     @property
     def is_read(self) -> bool:

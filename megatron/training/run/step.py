@@ -25,7 +25,7 @@ from megatron.core.transport.object_collectives import (
 )
 from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
-from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.flops import training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import LossTable, Report, UnreadLosses
 from megatron.training.run.state import StepResult, TrainState, UnreadStep
@@ -208,13 +208,9 @@ def _amount_of_work(context: TrainingContext, plan: StepPlan) -> dict[str, Any]:
     lengths = Counter(whole if plan.sample_lengths is None else plan.sample_lengths)
     sizes = {length: replace(context.size, seq_length=length) for length in lengths}
 
-    def flops(convention: FlopConvention) -> float:
-        return sum(training_flops(sizes[n], count, convention) for n, count in lengths.items())
-
     return {
         "num_tokens": sum(n * count for n, count in lengths.items()),
-        "flops": flops(FlopConvention.FULL_SQUARE),
-        "causal_flops": flops(FlopConvention.CAUSAL),
+        "flops": sum(training_flops(sizes[n], count) for n, count in lengths.items()),
     }
 
 

@@ -24,7 +24,7 @@ from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader, collate_in_memory
 from megatron.training.datasets.packed_rows import Packing, RankOfPacking
 from megatron.training.launch.printing import is_rank_0, print_rank_0
-from megatron.training.metrics.flops import FlopConvention, training_flops
+from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.context import DataIterators, ValidationSet
 from megatron.training.run.state import TrainState
@@ -266,7 +266,7 @@ def work_of_sample(run: ResolvedRun) -> Callable[[int], float]:
 
     @functools.cache
     def work_of(num_tokens: int) -> float:
-        return training_flops(replace(size, seq_length=num_tokens), 1, FlopConvention.CAUSAL)
+        return training_flops(replace(size, seq_length=num_tokens), 1)
 
     return work_of
 

@@ -19,6 +19,7 @@ from megatron.inference.session import defaults_beside
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import read_settings
+from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
 from tools.evaluate_harness import HarnessFlags
 from tools.evaluate_perplexity import PerplexityFlags
@@ -75,7 +76,7 @@ def with_inputs(words, folder):
 
 def start(words, folder):
     words = with_inputs(words, folder)
-    launcher = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE] if words[0] == "torchrun" else []
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",
                    "OMP_NUM_THREADS": "1", "LATTICE_DEVICE": "cpu"}  # fmt: skip
     return subprocess.Popen(

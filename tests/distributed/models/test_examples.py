@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.machine import ONE_MACHINE
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
@@ -21,7 +23,7 @@ def run_on_two_ranks(script: str, *arguments: str) -> str:
         "LATTICE_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE]
     command = [*launcher, "--nproc-per-node", "2", script, *arguments]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300

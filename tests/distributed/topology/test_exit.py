@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.machine import ONE_MACHINE
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 ONE_RANK = """
@@ -43,7 +45,7 @@ def test_the_last_collective_may_still_be_in_another_threads_hands(tmp_path: Pat
     script = tmp_path / "one_rank.py"
     script.write_text(ONE_RANK)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE]
     for _ in range(2):
         done = subprocess.run(
             [*command, "--nproc-per-node", "2", str(script)],

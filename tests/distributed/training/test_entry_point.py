@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.training.test_pretraining import SMALL
+from tests.harness.machine import ONE_MACHINE
 from tests.harness.save_lock_holder import held_by_another_run
 
 ROOT = Path(__file__).parents[3]
@@ -48,7 +49,7 @@ def run(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[st
 
 def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
     done = run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2",
         "pretrain_gpt.py", *SMALL.split(), "--tensor-model-parallel-size", "2",
         "--tensorboard-dir", str(tmp_path / "tb"), "--log-throughput", "--log-params-norm",
         "--log-num-zeros-in-grad", "--save", str(tmp_path / "save"), "--log-progress",
@@ -112,7 +113,7 @@ def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
     save = str(tmp_path / "save")
     words = [*SMALL.split(), "--train-iters", "20", "--save", save, "--load", save]
     words += ["--save-interval", "2", "--tensor-model-parallel-size", "2"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2"]
     log = tmp_path / "log"
     with (
         log.open("w") as file,

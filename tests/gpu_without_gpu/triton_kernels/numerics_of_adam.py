@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.kernels.registry import KernelTable
+from megatron.core.kernels.registry import OTHER_DEVICES, KernelTable
 from megatron.core.kernels.triton_kernels import adam
 from megatron.core.optimizer import chunk_updates, chunked_state
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
@@ -36,8 +36,8 @@ def optimizer_of(model, first, second, main, monkeypatch, *, stored, **settings)
         use_precision_aware_optimizer=True, exp_avg_dtype=first, exp_avg_sq_dtype=second,
         main_params_dtype=main, **settings,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(3)
-    weights = [nn.Parameter(torch.randn(size, generator=generator).to(model)) for size in SIZES]
+    torch.manual_seed(3)
+    weights = [nn.Parameter(torch.randn(size).to(model)) for size in SIZES]
     shards = []
     for index, weight in enumerate(weights):
         shard = ParameterShard(f"weight{index}", weight, 0, weight.numel(), weight, None, None)
@@ -54,7 +54,9 @@ def optimizer_of(model, first, second, main, monkeypatch, *, stored, **settings)
             optimizer.set_gradient(shard.main_param, gradient.clone())
         with monkeypatch.context() as patch:
             chosen = type(kernels["decoded"])("only", run, frozenset({update.kind}))
-            patch.setattr(chunked_state, "CHUNK_UPDATES", KernelTable("u", {"cpu": (chosen,)}))
+            patch.setattr(
+                chunked_state, "CHUNK_UPDATES", KernelTable("u", {OTHER_DEVICES: (chosen,)})
+            )
             patch.setattr(chunk_updates, "update_blocks", adam.update_blocks)
             optimizer.step(factor)
 
@@ -74,11 +76,9 @@ def test_state_is_the_same_to_the_bit_where_arithmetic_is_exact(kinds, monkeypat
     settings = dict(lr=0.0, weight_decay=0.0, adam_beta1=0.5, adam_beta2=0.75)
     found = []
     for stored in (False, True):
-        generator = torch.Generator().manual_seed(4)
         optimizer, weights, step = optimizer_of(*kinds, monkeypatch, stored=stored, **settings)
         for _ in range(2):
-            step([torch.randint(-9, 10, (size,), generator=generator) * 2.0**-6
-                  for size in SIZES], 0.25)  # fmt: skip
+            step([torch.randint(-9, 10, (size,)) * 2.0**-6 for size in SIZES], 0.25)
         found.append((columns_of(optimizer), [w.detach() for w in weights]))
     for decoded, stored in zip(*found, strict=True):
         for a, b in zip(decoded, stored, strict=True):
@@ -91,11 +91,10 @@ def test_weights_are_those_of_torch(model, decoupled, monkeypatch):
     settings = dict(lr=3e-3, weight_decay=0.1, decoupled_weight_decay=decoupled)
     found = []
     for stored in (False, True):
-        generator = torch.Generator().manual_seed(4)
         optimizer, _, step = optimizer_of(model, FP32, FP32, FP32, monkeypatch, stored=stored,
                                           **settings)  # fmt: skip
         for _ in range(5):
-            step([torch.randn(size, generator=generator) for size in SIZES], 0.7)
+            step([torch.randn(size) for size in SIZES], 0.7)
         states = [list(values.values()) for values in optimizer.state.values()]
         mains = [] if model == BF16 else [p for g in optimizer.param_groups for p in g["params"]]
         found.append([*mains, *(v for values in states for v in values)])

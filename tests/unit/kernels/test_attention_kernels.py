@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels import attention as table
@@ -12,7 +14,7 @@ from megatron.core.kernels.attention import ATTENTION, choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.kernels.flex_attention import flex_attention_with
+from megatron.core.kernels.flex_attention import MASK_BLOCK, _block_mask, flex_attention_with
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.torch_attention import sdpa_with_mask, unfused
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
@@ -176,6 +178,50 @@ def test_needs_that_no_kernel_meets_together_are_refused():
 
 def uncompiled_flex(q, k, v, options):
     return flex_attention_with(flex_attention, q, k, v, options)
+
+
+def masks_of_flex():
+    generator = torch.Generator().manual_seed(0)
+    for s in (1, 128, 300, 1024):
+        for share in (None, 0.003, 0.05, 1.0):
+            ids = None
+            if share is not None:
+                ids = (torch.rand(2, s, generator=generator) < share).int().cumsum(1)
+                ids[1] *= 3  # some number no document
+            for window in ((-1, 0), (0, 0), (5, 0), (127, 0), (400, 0), (200, 130), (-1, -1)):
+                yield s, window, ids
+
+
+def test_blocks_of_the_mask_are_those_that_torch_finds_in_the_whole_of_it():
+    for s, window, ids in masks_of_flex():
+        found = _block_mask.__wrapped__(window, ids, s, torch.device("cpu"))
+        if found is None:
+            assert (window, ids) == ((-1, -1), None)
+            continue
+        batch = None if ids is None else 2
+        wanted = create_block_mask(found.mask_mod, batch, None, s, s, device="cpu")
+        assert (found.seq_lengths, found.BLOCK_SIZE) == (wanted.seq_lengths, wanted.BLOCK_SIZE)
+        for name, tensor in vars(wanted).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(getattr(found, name), tensor), (s, window, name)
+
+
+def test_a_mask_of_blocks_takes_no_memory_of_the_order_of_the_scores():
+    s, largest = 8192, 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            nonlocal largest
+            out = operation(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            largest = max([largest, *(x.untyped_storage().nbytes() for x in tensors)])
+            return out
+
+    ids = (torch.arange(2 * s) % s // 700).view(2, s)
+    with Sizes():
+        _block_mask.__wrapped__((-1, 0), ids, s, torch.device("cpu"))
+    tables = 2 * (s // MASK_BLOCK) ** 2 * 8  # int64, for each of two samples
+    assert 0 < largest <= max(tables, ids.nbytes)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -48,6 +48,22 @@ def test_device_and_host_decide_the_same_to_the_bit(decided, settings):
         assert_close(others[name], tensor, EXACT, name)
 
 
+def test_the_norm_is_measured_without_a_read_by_the_host(decided):
+    """Not within torch's own kernels either, where no dispatch mode looks."""
+    ddp, optimizer = decided(True, clip_grad=0.05)
+    accumulate(ddp, SINGLE, 0, 2)
+    optimizer.step()  # makes the state, and agrees on lengths
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
+        report = optimizer.reader.read_on_device()
+        with torch.profiler.record_function("the host reads"):
+            report.total.item()
+    names = [event.name for event in sorted(profile.events(), key=lambda e: e.time_range.start)]
+    assert "aten::segment_reduce" in names
+    assert "aten::item" not in names[: names.index("the host reads")]
+    assert "aten::item" in names[names.index("the host reads") :]
+
+
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_bad_gradient_touches_nothing_before_the_host_hears_of_it(decided, policy):
     ddp, optimizer = decided(True, on_nonfinite_grad=policy)

@@ -38,7 +38,7 @@ def result(loss: float = 1.0, **changes) -> StepResult:
     fields = {
         "losses": {"lm loss": loss}, "grad_norm": 1.0, "num_zeros": None, "learning_rate": 0.1,
         "decoupled_learning_rate": None, "loss_scale": 1.0, "num_samples": 4, "num_tokens": 64,
-        "num_microbatches": 2, "was_skipped": False, "flops": 10.0, "causal_flops": 5.0,
+        "num_microbatches": 2, "was_skipped": False, "flops": 10.0,
     }  # fmt: skip
     return StepResult(**{**fields, **changes})
 

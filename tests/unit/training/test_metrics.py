@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import datetime
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -19,9 +21,9 @@ from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.metrics.flops import (
-    FlopConvention,
     forward_flops_per_token,
     mean_keys,
+    training_flops,
     training_flops_per_token,
 )
 from megatron.training.metrics.log_line import (
@@ -54,20 +56,22 @@ TINY = ModelSize(
 
 def test_forward_flops_of_a_tiny_model_by_hand():
     # One token, one layer: qkv 8 x 16, proj 8 x 8, fc1 8 x 16, fc2 16 x 8: 448 multiply-adds.
-    # Scores and values with all 6 keys: 2 heads * 4 wide * 6 keys * 2 products = 96.
+    # Scores and values with half of the 6 keys: 2 heads * 4 wide * 3 keys * 2 products = 48.
     # Head: 8 x 10 = 80. Each multiply-add is 2 operations.
-    assert forward_flops_per_token(TINY, FlopConvention.FULL_SQUARE) == 2 * (2 * (448 + 96) + 80)
-    assert forward_flops_per_token(TINY, FlopConvention.CAUSAL) == 2 * (2 * (448 + 48) + 80)
+    assert forward_flops_per_token(TINY) == 2 * (2 * (448 + 48) + 80)
+    assert training_flops(TINY, num_samples=5) == 3 * 5 * 6 * 2 * (2 * (448 + 48) + 80)
 
 
-@pytest.mark.parametrize(
-    ("convention", "published"),
-    [(FlopConvention.FULL_SQUARE, 4.81e11), (FlopConvention.CAUSAL, 4.49e11)],
-)
-def test_flops_of_llama3_70b_at_8k_are_the_published_ones(convention, published):
-    found = preset("llama3-70b")
-    size = size_of(found, seq_length=8192)
-    assert training_flops_per_token(size, convention) == pytest.approx(published, rel=2e-3)
+def masked_half(size):
+    """Operations per token, forward and backward, of the scores that a causal mask hides."""
+    return 6 * size.num_layers * size.seq_length * size.attention_width
+
+
+def test_flops_of_llama3_70b_at_8k_are_the_published_ones():
+    size = size_of(preset("llama3-70b"), seq_length=8192)
+    causal = training_flops_per_token(size)
+    assert causal == pytest.approx(4.49e11, rel=2e-3)
+    assert causal + masked_half(size) == pytest.approx(4.81e11, rel=2e-3)  # the full square
 
 
 def test_flops_of_gpt3_175b_follow_the_formula_of_the_paper():
@@ -79,16 +83,16 @@ def test_flops_of_gpt3_175b_follow_the_formula_of_the_paper():
         kv_channels=128, ffn_hidden_size=4 * hidden, vocab_size=vocab, seq_length=seq,
     )  # fmt: skip
     paper = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
-    assert training_flops_per_token(size, FlopConvention.FULL_SQUARE) == pytest.approx(paper)
+    assert training_flops_per_token(size) + masked_half(size) == pytest.approx(paper)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 7, 8, None])
 def test_keys_of_a_causal_window_are_counted(window):
     length = 8
     seen = sum(min(i, length if window is None else window) for i in range(length))
-    # Half of the diagonal counts: the unrestricted mean is s/2, as every convention has it.
+    # Half of the diagonal counts: the unrestricted mean is s/2.
     expected = (seen + length / 2) / length
-    assert mean_keys(length, window, FlopConvention.CAUSAL) == pytest.approx(expected)
+    assert mean_keys(length, window) == pytest.approx(expected)
 
 
 def size_of(found, *, seq_length: int) -> ModelSize:
@@ -179,6 +183,46 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     assert size.active_parameters == size.total_parameters - routed * (1 - share)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 2"
+        " --untie-embeddings-and-output-weights",
+        "--window-size 5,0",
+        "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6"
+        " --qk-pos-emb-head-dim 4 --v-head-dim 5",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --mtp-num-layers 1",
+    ],
+)
+def test_torch_counts_these_operations_and_the_scores_that_are_masked(flags):
+    """The unfused formula computes the scores of each query with all keys."""
+    words = (
+        "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --mock-data"
+        " --micro-batch-size 2 --train-iters 1 --lr 1e-3 --position-embedding-type rope"
+        f" --transformer-impl local --attention-backend unfused {flags}"
+    ).split()
+    run = resolve(parse_command_line(words).config, world_size=1)
+    config = run.transformer_config
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    model = GPTModel(
+        config, spec, vocab_size=64, max_sequence_length=24, position_embedding_type="rope",
+        share_embeddings_and_output_weights=not run.model.untie_embeddings_and_output_weights,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False),
+    )  # fmt: skip
+    tokens = torch.randint(64, (2, 24))
+    with FlopCounterMode(display=False) as forward:
+        loss = model(tokens, torch.arange(24).unsqueeze(0), None, labels=tokens).mean()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    size = ModelSize.from_settings(run, vocab_size=64)
+    masked = 24 - mean_keys(24, size.window)
+    scores = 2 * 2 * 24 * len(size.passed_kinds) * masked * size.score_width
+    assert 3 * (forward.get_total_flops() - scores) == training_flops(size, num_samples=2)
+    if size.latent is None:  # its kernel on CPUs adds products in place, which torch does not count
+        assert backward.get_total_flops() == 2 * forward.get_total_flops()
+
+
 def test_operations_of_recurrent_layers_do_not_grow_with_the_sequence():
     def flops(length, freq):
         words = (
@@ -188,7 +232,7 @@ def test_operations_of_recurrent_layers_do_not_grow_with_the_sequence():
         ).split()
         run = resolve(parse_command_line(words).config, world_size=1)
         size = ModelSize.from_settings(run, vocab_size=64)
-        return forward_flops_per_token(size, FlopConvention.CAUSAL)
+        return forward_flops_per_token(size)
 
     assert flops(64, "[1]*4") == flops(1024, "[1]*4")
     longer = 1024 - 64
@@ -224,8 +268,6 @@ def test_an_early_stage_of_prediction_has_a_copy_of_the_embedding(is_tied):
 
 
 def test_a_gpu_is_known_by_a_part_of_its_name():
-    import torch
-
     assert peak_of_gpu("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
     assert peak_of_gpu("NVIDIA GB200", torch.bfloat16) == 2450e12
     assert peak_of_gpu("Some new card", torch.bfloat16) is None
@@ -348,8 +390,8 @@ def test_the_log_line_is_megatrons_to_the_letter_and_goes_on_after_it():
         " elapsed time per iteration (ms): 123.4 | throughput per GPU (TFLOP/s/GPU): 12.3 |"
         " learning rate: 3.000000E-04 | global batch size:     8 | lm loss: 6.543210E+00 |"
         " loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   1 |"
-        " number of nan iterations:   0 | tokens/s/device: 1000.0 | MFU (causal): 40.0% |"
-        " ETA: 00:01:00 |"
+        " number of nan iterations:   0 | tokens/s/device: 1000.0 |"
+        " FLOP count: causal | MFU (causal): 40.0% | ETA: 00:01:00 |"
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag
 
@@ -34,13 +37,25 @@ class GraphConfig:
 
     def graph_problems(self) -> list[MegatronError]:
         """Return what is wrong with these settings."""
-        if self.cuda_graph_warmup_steps >= 1:
-            return []
-        return [
-            ConfigError(
-                f"cuda_graph_warmup_steps={self.cuda_graph_warmup_steps}.",
-                rule="libraries choose kernels and allocate in passes before a capture",
-                flags=["--cuda-graph-warmup-steps"],
-                fix="use --cuda-graph-warmup-steps 3",
+        problems: list[MegatronError] = []
+        if self.cuda_graph_warmup_steps < 1:
+            problems.append(
+                ConfigError(
+                    f"cuda_graph_warmup_steps={self.cuda_graph_warmup_steps}.",
+                    rule="libraries choose kernels and allocate in passes before a capture",
+                    flags=["--cuda-graph-warmup-steps"],
+                    fix="use --cuda-graph-warmup-steps 3",
+                )
             )
-        ]
+        here = device.device_type()
+        if self.captures_layers and here != "cpu" and not device.records_graphs():
+            problems.append(
+                ConfigError(
+                    f"torch {torch.__version__} records no graphs on {here}.",
+                    rule="layers are captured by torch.accelerator.Graph, or on CUDA by CUDAGraph",
+                    flags=["--cuda-graph-impl", "--enable-cuda-graph"],
+                    fix="leave out --cuda-graph-impl, or install a torch that has"
+                    " torch.accelerator.Graph",
+                )
+            )
+        return problems
