@@ -77,7 +77,7 @@ STAGES: dict[str, list[Check]] = {
               " benchmarks.gpu.probes machine {rehearse}", 15,
               rehearsal="python3 -m benchmarks.gpu.probes machine {rehearse}"),
         Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 55),
-        Check("step", "python3 -m benchmarks.gpu.step {rehearse}", 75, "right"),
+        Check("first step", "python3 -m benchmarks.gpu.first_step {rehearse}", 75, "right"),
         Check("paths", "python3 -m benchmarks.gpu.paths {rehearse}", 95, "right"),
         Check("tests", f"{_PYTEST} -n 2 tests/gpu", 95, "right",
               rehearsal=f"{_PYTEST} --collect-only tests/gpu"),
