@@ -109,7 +109,7 @@ def row_of(outcome: Outcome, kernels: str) -> dict[str, object]:
 
 
 def difference(ours: Sequence[float], torchs: Sequence[float]) -> float:
-    """Return the largest relative difference of losses, infinite if one is missing or not finite."""
+    """Return the largest relative difference of losses; infinite without six finite ones each."""
     if len(ours) != STEPS or len(torchs) != STEPS or not all(map(math.isfinite, [*ours, *torchs])):
         return math.inf
     return max(abs(a / b - 1) for a, b in zip(ours, torchs, strict=True))
