@@ -75,7 +75,7 @@ class Check:
 
 STAGES: dict[str, list[Check]] = {
     "A": [
-        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp; python3 -m"
+        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp /dev/shm; python3 -m"
               " benchmarks.gpu.probes --names machine {rehearse}", 25,
               rehearsal="python3 -m benchmarks.gpu.probes --names machine {rehearse}"),
         Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 50),

@@ -102,11 +102,12 @@ def put(packed: Path, library: Path) -> str:
         if not kept.exists():
             shutil.copy2(library, kept)
         os.replace(partial, library)
-        ask = [sys.executable, "-c", "import torch.distributed as d; print(d.is_nccl_available())"]
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=45)
-        if done.stdout.strip() == "True":
-            return "in place"
-        problem = done.stderr.strip()[-300:] or "torch has no NCCL"
+        ask = "import torch.cuda.nccl as n; print('.'.join(map(str, n.version())))"
+        done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True,
+                              timeout=45)  # fmt: skip
+        if done.returncode == 0 and done.stdout.strip():
+            return f"torch uses NCCL {done.stdout.strip()}"
+        problem = done.stderr.strip()[-300:] or "torch names no version of NCCL"
     except (OSError, EOFError, lzma.LZMAError, subprocess.SubprocessError) as error:
         problem = f"{type(error).__name__}: {error}"
     return f"not in place: {problem}; {put_back(library)}"

@@ -65,6 +65,11 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 """Name -> ranks, and flags."""
 SHORT = ("TP 2, SP", "ZeRO-1", "saved by TP 2, loaded by PP 2", "a rank killed")
 """Layouts of a rehearsal."""
+_ENVIRONMENT = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+"""All ranks are on this machine, whose own name may have no address."""
 _LIMIT_S, _FIRST_LIMIT_S = 30, 45
 """Seconds of a layout; the first compiles the kernels for all."""
 _WHOLE_S = 130
@@ -97,7 +102,7 @@ def _claim(name: str, num_ranks: int, text: str, backend: str) -> Claim:
         name=name,
         runs=tuple(Run(words=words_of(f"{given} {more}", steps), num_ranks=num_ranks)
                    for more, steps in runs),
-        environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN"},
+        environment=_ENVIRONMENT,
         loses_rank=name == "a rank killed",
     )  # fmt: skip
     dtype = "bf16" if "--bf16" in text else "fp32"
