@@ -231,7 +231,9 @@ def kill_all(each: Running, wait_s: float = 5.0) -> int:
     while True:
         found = [pid for pid in processes_with(each.token) if pid != each.child.pid]
         seen.update(found)
-        for pid in (*found, each.child.pid):
+        with suppress(OSError):
+            os.killpg(each.child.pid, signal.SIGKILL)
+        for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         each.child.poll()
