@@ -344,7 +344,7 @@ def choose_nccl(*, shared: bool) -> str:
 
 
 def print_table(session: Session) -> None:
-    """Print each check, the first errors of those that failed, then rows as there is room."""
+    """Print each check, the first errors of those that failed, then as many rows as fit."""
     name = session.about["gpus"][0]["name"] if session.about["gpus"] else "no GPU"
     text = f"stage {session.stage}, {name}"
     text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
@@ -355,11 +355,11 @@ def print_table(session: Session) -> None:
         if each["errors"]:
             text += "\n" + "\n".join(f"    {x}" for x in each["errors"])[: 4000 // num_failed]
     with_rows = [each for each in session.found if each["rows"]]
-    room = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
+    budget = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
     for each in with_rows:
         rows = "\n".join(json.dumps(row, separators=(",", ":")) for row in each["rows"])
-        cut = f"\n... {len(rows) - room} characters more" * (len(rows) > room)
-        text += f"\n-- {each['check']}\n{rows[:room]}{cut}"
+        cut = f"\n... {len(rows) - budget} characters more" * (len(rows) > budget)
+        text += f"\n-- {each['check']}\n{rows[:budget]}{cut}"
     print(text[:_PRINTED], flush=True)
 
 

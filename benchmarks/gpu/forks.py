@@ -262,8 +262,8 @@ def run_cases(
     end = time.monotonic() + whole_limit_s
     waiting, jobs = list(cases), list[_Job]()
     while waiting or jobs:
-        room = ranks_at_once - sum(job.case.num_ranks for job in jobs)
-        while waiting and (waiting[0].num_ranks <= room or not jobs):
+        free_ranks = ranks_at_once - sum(job.case.num_ranks for job in jobs)
+        while waiting and (waiting[0].num_ranks <= free_ranks or not jobs):
             case = waiting.pop(0)
             left = end - time.monotonic()
             if left < 5:
@@ -271,7 +271,7 @@ def run_cases(
                 continue
             place = folder / case.name.replace(" ", "-")
             jobs.append(_Job(case, place, min(limit_s, left), main, forks=forks))
-            room -= case.num_ranks
+            free_ranks -= case.num_ranks
         jobs = [job for job in jobs if not _has_ended(job, on_end)]
         time.sleep(0.02)
 
