@@ -1,0 +1,429 @@
+"""Run the checks of one stage on a machine with a GPU, within a time.
+
+    python3 tools/gpu_session.py A --seconds 190 --out OUT
+    python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
+
+Stages: A, does it run and compute the right values; D, every layout on NCCL; B, how fast; C, where
+the time goes. This file needs the standard library alone, so that it starts where nothing else
+does. Each check has processes and a limit of its own: a crash or a hang costs that check. After
+each check OUT/STAGE.json and OUT/STAGE.log.gz are whole. The table is printed last, and is short:
+the end of the output may be all that anybody sees. The exit status is 0 if every check passed.
+
+A check prints its results as lines `ROW: {json}`. Wheels in `.whl/` (`make gpu-wheels`) are
+unpacked first and are on the checks' PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gzip
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STAGE_S = 190
+"""Seconds of one stage: the limits of its checks and what `PREPARE_S` has for it."""
+PREPARE_S = {"A": 12, "D": 30, "B": 8, "C": 8}
+"""Seconds before and between the checks; those of D put another NCCL in place."""
+_REHEARSAL_LIMITS = 5
+_LEAST_S = 10
+"""A check with a longer limit starts if that much time is left."""
+_PRINTED = 11_000
+"""Most characters of the table: the last 12,000 of the output may be all that anybody sees."""
+_LOG_BYTES = 4 << 20
+"""What is read at each end of a log."""
+_TOKEN = "LATTICE_GPU_CHECK"
+_PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
+_ON_DEVICE = f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST}"
+_NUMERICS = "$(ls tests/gpu_without_gpu/triton_kernels/numerics*.py)"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a stage.
+
+    Attributes:
+        command: for bash, in the repository; `{rehearse}` becomes `--rehearse` or nothing.
+        limit_s: seconds after which its processes are killed.
+        beside: checks that follow each other with the same word here run at the same time.
+        rehearsal: the command of a rehearsal, where that is another.
+    """
+
+    name: str
+    command: str
+    limit_s: float
+    beside: str = ""
+    rehearsal: str = ""
+
+
+STAGES: dict[str, list[Check]] = {
+    "A": [
+        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp /dev/shm; python3 -m"
+              " benchmarks.gpu.probes --names machine {rehearse}", 25,
+              rehearsal="python3 -m benchmarks.gpu.probes --names machine {rehearse}"),
+        Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 50),
+        Check("first step", "python3 -m benchmarks.gpu.first_step {rehearse}", 80, "right"),
+        Check("paths", "python3 -m benchmarks.gpu.paths {rehearse}", 100, "right"),
+        Check("tests", f"{_PYTEST} -n 2 tests/gpu", 100, "right",
+              rehearsal=f"{_PYTEST} --collect-only tests/gpu"),
+        Check("numerics", f"{_ON_DEVICE} -n 8 {_NUMERICS}", 103, "right",
+              rehearsal=f"if python3 -c 'import triton'; then {_ON_DEVICE} --collect-only"
+              f" {_NUMERICS}; else python3 -m py_compile {_NUMERICS}; fi"),
+    ],
+    "D": [
+        Check("layouts", "python3 -m benchmarks.gpu.layouts {rehearse}", 145),
+        Check("rates", "python3 -m benchmarks.gpu.collectives {rehearse}", 14),
+    ],
+    "B": [],
+    "C": [],
+}  # fmt: skip
+"""Every check by stage. B and C measure time: nothing runs beside them."""
+NCCL_STAGES = ("D",)
+"""Stages for which `.whl/nccl.xz` takes the place of torch's NCCL: ranks share one GPU."""
+
+
+def limits_s(checks: Sequence[Check]) -> float:
+    """Return the seconds that checks take if each of them takes its limit."""
+    return sum(max(each.limit_s for each in group) for group in groups(checks))
+
+
+def groups(checks: Sequence[Check]) -> Iterator[list[Check]]:
+    """Yield the checks that run at the same time."""
+    for _, members in groupby(enumerate(checks), key=lambda pair: pair[1].beside or pair[0]):
+        yield [each for _, each in members]
+
+
+@dataclass
+class Running:
+    """A check whose processes run.
+
+    Attributes:
+        token: the value of `_TOKEN` in the environment of its processes.
+        end: time (monotonic) at which they are killed.
+    """
+
+    check: Check
+    token: str
+    begin: float
+    end: float
+    child: subprocess.Popen[bytes]
+
+
+@dataclass
+class Session:
+    """One stage while it runs: what is known, and the files that are written of it."""
+
+    stage: str
+    out: Path
+    end: float
+    is_rehearsal: bool
+    scratch: Path
+    environment: dict[str, str]
+    about: dict[str, Any]
+    found: list[dict[str, Any]] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
+
+    def log_of(self, name: str) -> Path:
+        """Return the file with what a check prints."""
+        return self.scratch / f"{name}.log"
+
+    def note(self, name: str, status: int | str, seconds: float = 0.0, **more: object) -> None:
+        """Keep a check's result, and write the files."""
+        rows, errors = read_log(self.log_of(name))
+        result = {"check": name, "status": status, "seconds": round(seconds, 1), "rows": rows}
+        self.found.append(result | {"errors": errors if status != 0 else []} | more)
+        self.write()
+
+    def write(self) -> None:
+        """Write STAGE.json and STAGE.log.gz, each whole or not at all."""
+        whole = {"stage": self.stage, "rehearsal": self.is_rehearsal} | self.about
+        whole["checks"] = self.found
+        partial = self.out / f"{self.stage}.partial"
+        partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self.out / f"{self.stage}.json")
+        with gzip.open(partial, "wb", compresslevel=4) as logs:
+            for each in self.found:
+                logs.write(f"==== {each['check']}: {each['status']}\n".encode())
+                logs.write(ends_of(self.log_of(str(each["check"]))))
+        os.replace(partial, self.out / f"{self.stage}.log.gz")
+
+    def start(self, check: Check) -> None:
+        """Start a check's processes, in a group of their own."""
+        command = (check.rehearsal if self.is_rehearsal else "") or check.command
+        command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
+        # A rehearsal's figures mean nothing, and its machine has other work.
+        limit_s = check.limit_s * (_REHEARSAL_LIMITS if self.is_rehearsal else 1)
+        token = f"{os.getpid()}-{time.monotonic_ns()}"
+        with self.log_of(check.name).open("wb") as log:
+            child = subprocess.Popen(
+                ["bash", "-c", command], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+                env=self.environment | {_TOKEN: token},
+            )  # fmt: skip
+        begin = time.monotonic()
+        end = min(begin + limit_s, self.end)
+        self.running.append(Running(check, token, begin, end, child))
+
+    def run_group(self, checks: Sequence[Check]) -> None:
+        """Run checks at the same time, and keep the results of each when it has ended."""
+        for check in checks:
+            left = self.end - time.monotonic()
+            if left < min(check.limit_s, _LEAST_S):
+                self.note(check.name, "no time")
+                continue
+            try:
+                self.start(check)
+            except OSError as error:
+                self.note(check.name, f"not started: {error}")
+        while self.running:
+            for each in list(self.running):
+                status = each.child.poll()
+                if status is None and time.monotonic() < each.end:
+                    continue
+                self.running.remove(each)
+                self.close(each, "time out" if status is None else status)
+            time.sleep(0.05)
+
+    def close(self, each: Running, status: int | str) -> None:
+        """Kill what is left of a check, and keep its result."""
+        left = kill_all(each)
+        more = {"processes left over": left} if left else {}
+        self.note(each.check.name, status, time.monotonic() - each.begin, **more)
+
+    def stop(self, signal_number: int, _frame: object) -> None:
+        """Kill what runs and end: somebody ends this process."""
+        for each in self.running:
+            self.close(each, f"runner ended by signal {signal_number}")
+        print_table(self)
+        os._exit(128 + signal_number)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this child when the runner is killed (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def kill_all(each: Running, wait_s: float = 5.0) -> int:
+    """Kill a check's processes and wait until they are gone; return how many it left over.
+
+    Launchers start workers in sessions of their own, so processes are found by the environment
+    that they were started with. Memory of the device is free when its process is gone.
+    """
+    end = time.monotonic() + wait_s
+    seen: set[int] = set()
+    while True:
+        found = [pid for pid in processes_with(each.token) if pid != each.child.pid]
+        seen.update(found)
+        with suppress(OSError):
+            os.killpg(each.child.pid, signal.SIGKILL)
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        each.child.poll()
+        if (not found and each.child.returncode is not None) or time.monotonic() > end:
+            return len(seen)
+        time.sleep(0.02)
+
+
+def processes_with(token: str) -> list[int]:
+    """Return the processes, but for dead ones, that were started with a token."""
+    wanted = f"{_TOKEN}={token}".encode()
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
+
+
+def ends_of(log: Path) -> bytes:
+    """Return a log, without its middle where it is very long."""
+    if not log.exists():
+        return b""
+    with log.open("rb") as file:
+        head, left_out = file.read(_LOG_BYTES), log.stat().st_size - 2 * _LOG_BYTES
+        file.seek(max(left_out, 0), os.SEEK_CUR)
+        return head + b"\n... cut ...\n" * (left_out > 0) + file.read()
+
+
+_ERRORS = re.compile(
+    r"\w*(Error|Exception|Interrupt)\b.*:|CUDA error|NCCL WARN|FAILED |ERROR |Segmentation|Killed"
+    r"|core dumped|not found|No such file|Fatal|terminate called|out of memory|^E  "
+)
+
+
+def read_log(log: Path) -> tuple[list[object], list[str]]:
+    """Return the rows of a log, and its first lines about errors with its last lines."""
+    lines = ends_of(log).decode("utf-8", errors="replace").splitlines()
+    rows: list[object] = []
+    for line in lines:
+        if line.startswith("ROW: "):
+            try:
+                rows.append(json.loads(line[5:], parse_constant=str))
+            except (ValueError, RecursionError):
+                rows.append({"malformed": line[5:205]})
+    others = [line[:240] for line in lines if line.strip() and not line.startswith("ROW: ")]
+    errors = [line for line in others if _ERRORS.search(line)][:6]
+    return rows, errors + [line for line in others[-3:] if line not in errors]
+
+
+def asked(*command: str, limit_s: float = 5.0) -> str | None:
+    """Return what a command prints; None if it fails, or takes longer."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True,
+                              timeout=limit_s, check=True).stdout.strip()  # fmt: skip
+    return None
+
+
+def commit() -> str | None:
+    """Return the commit by git, else by `.whl/commit`, which `make gpu-wheels` writes."""
+    return asked("git", "rev-parse", "HEAD") or asked("cat", ".whl/commit")
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return cards, driver, clocks, power and memory in use, as nvidia-smi names them."""
+    asks = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,"
+    asks += "temperature.gpu,memory.used,memory.total,compute_mode,mig.mode.current"
+    text = asked("nvidia-smi", f"--query-gpu={asks}", "--format=csv,noheader")
+    lines = text.splitlines() if text else []
+    return [dict(zip(asks.split(","), line.split(", "), strict=False)) for line in lines]
+
+
+def about_machine() -> dict[str, Any]:
+    """Return what results depend on, without an import of torch."""
+
+    def version(package: str) -> str | None:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+        return None
+
+    packages = ("torch", "triton", "numpy", "transformers", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
+    return {
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(), "gpus": gpus(), "cpus": os.cpu_count(),
+        "python": sys.version.split()[0], **{name: version(name) for name in packages},
+    }  # fmt: skip
+
+
+def unpack_wheels(wheels: Path, into: Path) -> dict[str, str]:
+    """Unpack `wheels/*.whl` as pip would; return the variables by which checks find them.
+
+    A package of our name (megatron-core) has a folder of its own, LATTICE_PEER_SITE: the checks
+    that compare with it put that folder first.
+    """
+    folders = {"PYTHONPATH": into / "site", "LATTICE_PEER_SITE": into / "peer"}
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            is_peer = any(name.startswith("megatron/") for name in archive.namelist())
+            archive.extractall(folders["LATTICE_PEER_SITE" if is_peer else "PYTHONPATH"])
+    return {name: str(folder) for name, folder in folders.items() if folder.exists()}
+
+
+def choose_nccl(*, shared: bool) -> str:
+    """Let torch load `.whl/nccl.xz`, or its own NCCL; return what happened."""
+    tool = (sys.executable, "tools/slim_cuda_library.py")
+    found = asked(*tool, "--put", ".whl/nccl.xz", limit_s=60) if shared else None
+    return found or f"{asked(*tool, '--back', limit_s=20)}"
+
+
+def print_table(session: Session) -> None:
+    """Print each check, the first errors of those that failed, then as many rows as fit."""
+    name = session.about["gpus"][0]["name"] if session.about["gpus"] else "no GPU"
+    text = f"stage {session.stage}, {name}"
+    text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
+    num_failed = sum(each["status"] != 0 for each in session.found)
+    for each in session.found:
+        text += f"\n{each['check']:16s} {each['status']!s:>10s} {each['seconds']:7} s"
+        text += f" {len(each['rows']):4d} rows"
+        if each["errors"]:
+            text += "\n" + "\n".join(f"    {x}" for x in each["errors"])[: 4000 // num_failed]
+    with_rows = [each for each in session.found if each["rows"]]
+    budget = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
+    for each in with_rows:
+        rows = "\n".join(json.dumps(row, separators=(",", ":")) for row in each["rows"])
+        cut = f"\n... {len(rows) - budget} characters more" * (len(rows) > budget)
+        text += f"\n-- {each['check']}\n{rows[:budget]}{cut}"
+    print(text[:_PRINTED], flush=True)
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return what the command line contains."""
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("gpu_session.py", description=__doc__, formatter_class=shown)
+    parser.add_argument("stage", choices=[*STAGES])
+    parser.add_argument("--seconds", type=float, default=STAGE_S, help="default %(default)s")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--only", action="append", default=[], help="name of a check; repeatable")
+    found = parser.parse_args(argv)
+    unknown = {*found.only} - {each.name for each in STAGES[found.stage]}
+    if unknown:
+        parser.error(f"stage {found.stage} has no check {sorted(unknown)}")
+    return found
+
+
+def environment(out: Path, scratch: Path, wheels: dict[str, str], *, rehearse: bool) -> dict:
+    """Return the environment of the checks; `python3` is the Python of this process."""
+    found = {k: v for k, v in os.environ.items() if k != "LATTICE_DEVICE"} | wheels
+    paths = [str(REPOSITORY), wheels.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    found |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": ":".join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OUT": str(out.resolve()),
+        "TRITON_CACHE_DIR": str(scratch.parent / "lattice-gpu-session-triton"),
+    }  # fmt: skip
+    return found | ({"LATTICE_DEVICE": "cpu"} if rehearse else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage."""
+    flags = options(argv)
+    end = time.monotonic() + flags.seconds
+    flags.out.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="lattice-gpu-session-"))
+    uses_nccl = not flags.rehearse and (REPOSITORY / ".whl" / "nccl.xz").exists()
+    if uses_nccl:
+        choose_nccl(shared=False)  # from a stage that was killed
+    about = about_machine()
+    try:
+        wheels = unpack_wheels(REPOSITORY / ".whl", scratch)
+    except (OSError, zipfile.BadZipFile) as error:
+        wheels, about["wheels"] = {}, f"{type(error).__name__}: {error}"
+    if uses_nccl and flags.stage in NCCL_STAGES:
+        about["shared NCCL"] = choose_nccl(shared=True)
+    session = Session(flags.stage, flags.out, end, flags.rehearse, scratch,
+                      environment(flags.out, scratch, wheels, rehearse=flags.rehearse),
+                      about)  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, session.stop)
+    chosen = [each for each in STAGES[flags.stage] if not flags.only or each.name in flags.only]
+    for group in groups(chosen):
+        session.run_group(group)
+    about["gpus at the end"] = gpus()
+    session.write()
+    if uses_nccl:
+        choose_nccl(shared=False)
+    print_table(session)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return 0 if all(each["status"] == 0 for each in session.found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
