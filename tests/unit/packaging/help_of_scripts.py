@@ -29,7 +29,6 @@ from megatron.training.cli.parser import build_parser
 ROOT = Path(__file__).resolve().parents[3]
 NOT_FOR_USERS = {
     "benchmarks/checkpoint_peer.py": "is started by benchmarks/checkpoint.py",
-    "benchmarks/gpu/one_model_peer.py": "is started by benchmarks/gpu/peers.py",
     "tests/architecture/picture.py": "draws again, of no arguments",
     "tests/architecture/words.py": "lists, of no arguments",
     "tests/change_it": "follows a document",
