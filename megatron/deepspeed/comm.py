@@ -93,13 +93,13 @@ def init_distributed(
     """
     if dist.is_initialized() or dist_init_required is False:
         return
-    device.set_local_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = dist_backend or device.communication_backend()
+    device.set_local_device(int(os.environ.get("LOCAL_RANK", 0)), backend=backend)
     if dist_backend == MPI:
         ranks = (rank, world_size) if world_size > 0 else None
         init_mpi_process_group("dist_backend", timeout, ranks)
         return
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    backend = dist_backend or device.communication_backend()
     if world_size > 0:
         options |= {"rank": rank, "world_size": world_size}
     if "RANK" not in os.environ and init_method is None and world_size < 0:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.errors import TopologyError
+
 _BACKEND_EXIT_SECONDS = 0.05
 """Long enough for a thread that others keep from its core."""
 
@@ -39,10 +41,27 @@ def current_device() -> torch.device:
     return torch.device(device_type(), torch.accelerator.current_device_index())
 
 
-def set_local_device(local_rank: int) -> torch.device:
-    """Bind this process to the accelerator `local_rank`; no effect on CPU."""
+def set_local_device(local_rank: int, *, backend: str = "nccl") -> torch.device:
+    """Bind this process to the accelerator `local_rank`; no effect on CPU.
+
+    Where ranks may share an accelerator and there are fewer than ranks, they take turns: with a
+    backend other than NCCL, and with NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later).
+
+    Raises:
+        TopologyError: there are fewer, and ranks may not share one.
+    """
     if device_type() != "cpu":
-        torch.accelerator.set_device_index(local_rank)
+        count = max(torch.accelerator.device_count(), 1)
+        may_share = backend != "nccl" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if local_rank >= count and not may_share:
+            raise TopologyError(
+                f"LOCAL_RANK is {local_rank} on a node with {count} GPUs",
+                rule="each rank has a GPU of its own under NCCL before 2.30",
+                flags=["--distributed-backend"],
+                fix=f"start at most {count} ranks on this node (torchrun --nproc-per-node), or let "
+                "them share: NCCL_MULTI_RANK_GPU_ENABLE=1, or --distributed-backend gloo",
+            )
+        torch.accelerator.set_device_index(local_rank % count)
     return current_device()
 
 

@@ -28,7 +28,7 @@ from megatron.training.resilience.failure import is_lost_peer
 
 def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
     """Bind the device and create the world process group; nothing to do if it exists."""
-    device.set_local_device(info.local_rank)
+    device.set_local_device(info.local_rank, backend=run.parallelism.distributed_backend)
     if not dist.is_initialized():
         try:
             _connect(run.parallelism, info, store)

@@ -1,0 +1,273 @@
+"""Training runs in forks of one process that has imported everything and has used no device.
+
+Imports cost seconds of a processor and a fork costs milliseconds. Forks of a process that has
+initialised CUDA cannot use it. `run_cases` tries first; where forks cannot, it starts processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Before torch counts devices: CUDA's own count would keep forks from CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+import torch._dynamo  # torch's optimizers import it when they are made: 1.5 s in every rank
+import torch.distributed.fsdp
+
+import pretrain_gpt
+from megatron.core.foundation import device
+
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([-+.\dEe]+|nan|inf)")
+FOLDER = "{folder}"
+"""In a run's flags: a folder of its case, the same for all its runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One job of one or several ranks."""
+
+    words: tuple[str, ...]
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Runs, one after the other.
+
+    Attributes:
+        environment: variables of the ranks.
+        loses_rank: kill the last rank with SIGKILL after the first step; the others must end by
+            themselves and name that rank.
+    """
+
+    name: str
+    runs: tuple[Run, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loses_rank: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Most ranks that run at the same time."""
+        return max(run.num_ranks for run in self.runs)
+
+
+@dataclass
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+        problem: empty if every rank of every run ended with status 0.
+        losses: of the steps that the logs show, by their numbers.
+    """
+
+    case: Case
+    problem: str
+    seconds: float
+    losses: dict[int, float]
+    log: str
+
+
+class _Job:
+    """A case while it runs."""
+
+    def __init__(self, case: Case, folder: Path, limit_s: float, *, forks: bool) -> None:
+        self.case, self.folder, self.forks = case, folder, forks
+        self.folder.mkdir(parents=True)
+        self.log = folder / "log"
+        self.begin = time.monotonic()
+        self.end = self.begin + limit_s
+        self.statuses: dict[int, int | None] = {}
+        self.pids: dict[int, int] = {}
+        self.next_run = 0
+        self.lost: int | None = None
+        self.start_run()
+
+    def start_run(self) -> None:
+        run = self.case.runs[self.next_run]
+        self.next_run += 1
+        words = [word.replace(FOLDER, str(self.folder)) for word in run.words]
+        variables = dict(self.case.environment)
+        if run.num_ranks > 1:
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+                          "WORLD_SIZE": str(run.num_ranks),
+                          "LOCAL_WORLD_SIZE": str(run.num_ranks)}  # fmt: skip
+        self.statuses = dict.fromkeys(range(run.num_ranks))
+        for rank in range(run.num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if run.num_ranks > 1 else {}
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                _train(words, variables | own, self.log, forks=self.forks)
+            self.pids[rank] = pid
+
+    def poll(self) -> str | None:
+        """Return None while it runs, else its problem."""
+        for rank, status in self.statuses.items():
+            if status is None:
+                found, ended = os.waitpid(self.pids[rank], os.WNOHANG)
+                if found:
+                    self.statuses[rank] = os.waitstatus_to_exitcode(ended)
+        if time.monotonic() > self.end:
+            late = [rank for rank, status in self.statuses.items() if status is None]
+            self.kill()
+            return f"time out: ranks {late} still ran in run {self.next_run}"
+        if self.case.loses_rank:
+            return self._poll_after_loss()
+        if any(self.statuses.values()):
+            # The others end by themselves: who fails first is what has to be known.
+            self.end = min(self.end, time.monotonic() + 5)
+        if None in self.statuses.values():
+            return None
+        self.kill()
+        failed = {rank: status for rank, status in self.statuses.items() if status}
+        if failed:
+            return f"exit status by rank: {failed}"
+        if self.next_run < len(self.case.runs):
+            self.start_run()
+            return None
+        return ""
+
+    def _poll_after_loss(self) -> str | None:
+        if self.lost is None:
+            if losses_of(self.text()):
+                self.lost = max(self.statuses)
+                os.kill(self.pids[self.lost], signal.SIGKILL)
+            return None if None in self.statuses.values() else "ended before a rank was killed"
+        if None in self.statuses.values():
+            return None
+        others = [status for rank, status in self.statuses.items() if rank != self.lost]
+        if 0 in others:
+            return f"ranks ended with {others} although rank {self.lost} was killed"
+        is_named = re.search(rf"\brank {self.lost}\b", self.text())
+        return "" if is_named else f"no rank named rank {self.lost}, which was killed"
+
+    def text(self) -> str:
+        """Return what its ranks have printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def kill(self) -> None:
+        """End what is left of its ranks, and their children."""
+        for rank, pid in self.pids.items():
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            if self.statuses.get(rank) is None:
+                with suppress(ChildProcessError):
+                    self.statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _train(words: list[str], variables: Mapping[str, str], log: Path, *, forks: bool) -> None:
+    """Be one rank, in a fork: train, and end this process. Without `forks` import all again."""
+    status = 1
+    try:
+        os.setsid()
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.environ.update(variables)
+        if not forks:
+            os.chdir(Path(pretrain_gpt.__file__).parent)
+            os.execv(sys.executable, [sys.executable, "pretrain_gpt.py", *words])
+        torch.set_num_threads(1)
+        sys.argv = ["pretrain_gpt.py", *words]
+        pretrain_gpt.main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def forks_can_compute() -> bool:
+    """Return whether a fork of this process can use the device."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = int(torch.ones(1, device=device.current_device()).item() != 1)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        return int(asked.getsockname()[1])
+
+
+def losses_of(text: str) -> dict[int, float]:
+    """Return the losses of the steps that a log shows."""
+    return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
+
+
+def run_cases(
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    ranks_at_once: int,
+    limit_s: float,
+    whole_limit_s: float,
+    on_end: Callable[[Outcome], None],
+) -> None:
+    """Run cases, as many at a time as have `ranks_at_once` ranks together.
+
+    Args:
+        folder: of logs and checkpoints; those of cases without problems are removed.
+        limit_s: seconds of one case; a case that hangs costs no more.
+        whole_limit_s: seconds of all; a case that has not begun by then has the problem "no time".
+        on_end: is called with each outcome, as soon as there is one.
+    """
+    forks = forks_can_compute()
+    if not forks:
+        print("forks of this process cannot use the device: each rank imports for itself")
+    end = time.monotonic() + whole_limit_s
+    waiting, jobs = list(cases), list[_Job]()
+    while waiting or jobs:
+        room = ranks_at_once - sum(job.case.num_ranks for job in jobs)
+        while waiting and (waiting[0].num_ranks <= room or not jobs):
+            case = waiting.pop(0)
+            left = end - time.monotonic()
+            if left < 5:
+                on_end(Outcome(case, "no time", 0.0, {}, ""))
+                continue
+            place = folder / case.name.replace(" ", "-")
+            jobs.append(_Job(case, place, min(limit_s, left), forks=forks))
+            room -= case.num_ranks
+        jobs = [job for job in jobs if not _has_ended(job, on_end)]
+        time.sleep(0.02)
+
+
+def _has_ended(job: _Job, on_end: Callable[[Outcome], None]) -> bool:
+    problem = job.poll()
+    if problem is None:
+        return False
+    text = job.text()
+    seconds = time.monotonic() - job.begin
+    on_end(Outcome(job.case, problem, round(seconds, 1), losses_of(text), text))
+    if not problem:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    return True
+
+
+def first_errors(log: str, most: int = 5) -> Iterator[str]:
+    """Yield the lines of a log that most likely name the reason of a failure."""
+    found = [line for line in log.splitlines() if re.search(r"Error\b|error:|Rule:|rank \d", line)]
+    yield from (line[:300] for line in found[:most])

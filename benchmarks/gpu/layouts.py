@@ -1,0 +1,130 @@
+"""Stage D: every parallel layout, its ranks on NCCL.
+
+    python -m benchmarks.gpu.layouts                       # on the GPUs of this machine
+    python -m benchmarks.gpu.layouts --rehearse            # some of them on the CPU, by gloo
+    LATTICE_DEVICE=cpu python -m benchmarks.gpu.layouts    # all of them on the CPU
+
+Each trains three steps of a small model, and its last loss is compared with the loss that one
+process computed on the CPU. Ranks have a GPU each where there are enough; else they share them,
+which NCCL 2.30 and later permit (NCCL_MULTI_RANK_GPU_ENABLE=1). If the first layout fails because
+of NCCL, the others run by gloo, and their rows contain the backend.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu.forks import FOLDER, Case, Run
+from benchmarks.gpu.small_models import Claim, choose_cpu, run_claims, words_of
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
+
+_SIZES = "--num-layers 4 --num-attention-heads 4 --micro-batch-size 1"
+MODELS = {
+    "dense": _SIZES,
+    "mixture": f"{_SIZES} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
+}
+"""Models of the layouts -> what they add to the small model's flags."""
+_TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+_CP2, _EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
+_SHARDS = "--use-distributed-optimizer --overlap-grad-reduce"
+_GATHERS = f"{_SHARDS} --overlap-param-gather --data-parallel-sharding-strategy"
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "TP 2": (2, _TP2),
+    "TP 2, SP": (2, f"{_TP2} --sequence-parallel"),
+    "TP 2, SP, nothing overlapped": (
+        2, f"{_TP2} --sequence-parallel --no-async-tensor-model-parallel-allreduce"
+    ),
+    "TP 4, SP": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "PP 2": (2, _PP2),
+    "PP 2, p2p not overlapped": (2, f"{_PP2} --no-overlap-p2p-communication"),
+    "PP 2, interleaved": (2, f"{_PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "PP 2, zb-v": (2, f"{_PP2} --pipeline-schedule zb-v"),
+    "DP 2": (2, ""),
+    "DP 2, overlapped": (2, "--overlap-grad-reduce"),
+    "ZeRO-1": (2, f"{_SHARDS} --overlap-param-gather"),
+    "ZeRO-2": (2, f"{_GATHERS} optim_grads"),
+    "ZeRO-3": (2, f"{_GATHERS} optim_grads_params"),
+    "FSDP2": (2, "--use-torch-fsdp2"),
+    "CP 2, ring": (2, f"{_CP2} --cp-comm-type p2p"),
+    "CP 2, Ulysses": (2, f"{_CP2} --cp-comm-type a2a"),
+    "CP 2, all-gather": (2, f"{_CP2} --cp-comm-type all_gather"),
+    "EP 2, all-to-all": (2, f"{_EP2} --moe-token-dispatcher-type alltoall"),
+    "EP 2, all-gather": (2, f"{_EP2} --moe-token-dispatcher-type allgather"),
+    "ETP 2": (2, f"{_TP2} --expert-tensor-parallel-size 2 --sequence-parallel"
+              " --moe-token-dispatcher-type alltoall"),
+    "TP 2 x PP 2, bf16": (4, f"{_TP2} {_PP2} --sequence-parallel --bf16"),
+    "saved by TP 2, loaded by PP 2": (2, ""),
+    "async save by DP 2": (2, f"{_SHARDS} --async-save --save {FOLDER}/saved --save-interval 2"),
+    "a rank killed": (2, "--train-iters 2000000"),
+}  # fmt: skip
+"""Name -> ranks, and flags."""
+SHORT = ("TP 2, SP", "ZeRO-1", "saved by TP 2, loaded by PP 2", "a rank killed")
+"""Layouts of a rehearsal."""
+_LIMIT_S = 30
+_WHOLE_S = 140
+_RANKS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line contains."""
+
+    rehearse: bool = False
+    """Run a few on the CPU, by gloo."""
+    only: tuple[str, ...] = flag((), choices=LAYOUTS)
+    """Names of layouts, instead of all."""
+
+
+def claims(backend: str) -> list[Claim]:
+    """Return each layout with its expected loss."""
+    return [_claim(name, *layout, backend) for name, layout in LAYOUTS.items()]
+
+
+def _claim(name: str, num_ranks: int, text: str, backend: str) -> Claim:
+    model = "mixture" if name.startswith(("EP", "ETP")) else "dense"
+    given = f"{MODELS[model]} --distributed-backend {backend} --distributed-timeout-minutes 1"
+    runs = [(text, 3)]
+    if name.startswith("saved by"):
+        runs = [(f"{_TP2} --save {FOLDER}/saved --save-interval 2", 2),
+                (f"{_PP2} --load {FOLDER}/saved", 3)]  # fmt: skip
+    case = Case(
+        name=name,
+        runs=tuple(Run(words=words_of(f"{given} {more}", steps), num_ranks=num_ranks)
+                   for more, steps in runs),
+        environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+        loses_rank=name == "a rank killed",
+    )  # fmt: skip
+    dtype = "bf16" if "--bf16" in text else "fp32"
+    return Claim(case=case, expected=model, dtype=dtype, about={"backend": backend})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the layouts."""
+    options = read_command_line(
+        Flags, argv, prog="python -m benchmarks.gpu.layouts", description=__doc__
+    )
+    if options.rehearse:
+        choose_cpu()
+    chosen = options.only or (SHORT if options.rehearse else tuple(LAYOUTS))
+    end = time.monotonic() + _WHOLE_S
+
+    def run(some: Sequence[str], backend: str) -> bool:
+        found = [claim for claim in claims(backend) if claim.case.name in some]
+        return run_claims(found, ranks_at_once=_RANKS_AT_ONCE, limit_s=_LIMIT_S,
+                          whole_limit_s=end - time.monotonic())  # fmt: skip
+
+    if os.environ.get("LATTICE_DEVICE") == "cpu":
+        return 0 if run(chosen, "gloo") else 1
+    # Where NCCL refuses ranks that share a GPU, one layout finds that out for all.
+    held = run(chosen[:1], "nccl")
+    others, backend = (chosen[1:], "nccl") if held else (chosen, "gloo")
+    return 0 if run(others, backend) and held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

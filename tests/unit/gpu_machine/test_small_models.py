@@ -1,0 +1,179 @@
+"""The small models of a GPU machine's checks: their flags are accepted, their losses are today's."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import forks, layouts, paths
+from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, losses_of, run_cases
+from benchmarks.gpu.small_models import STEPS, TOLERANCES, Claim, expected_losses, print_outcome
+from megatron.planner.search_command import run_of_words
+from tools import gpu_session
+
+CASE = Case(name="case", runs=(Run(words=("--flag",)),))
+
+
+def test_the_stored_losses_are_those_of_the_code_today():
+    now, stored = paths.losses_now(), expected_losses()
+    assert now.keys() == stored.keys()
+    for name, loss in now.items():
+        assert loss == pytest.approx(stored[name], rel=2e-6), name
+
+
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_the_flags_of_a_layout_are_accepted(name):
+    (claim,) = [each for each in layouts.claims("nccl") if each.case.name == name]
+    assert claim.expected in expected_losses()
+    for run in claim.case.runs:
+        words = [word.replace(FOLDER, "saved") for word in run.words]
+        run_of_words([word for word in words if word != "--load"], run.num_ranks)
+
+
+def test_every_path_has_a_stored_loss():
+    for claim in paths.claims(on_cpu=False):
+        assert claim.expected in expected_losses()
+        assert claim.dtype in TOLERANCES
+
+
+def row_of(outcome, capsys, **about):
+    losses = {"case": 5.0}
+    held = print_outcome(Claim(case=outcome.case, expected="case", **about), outcome, losses)
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("ROW: ")]
+    return held, json.loads(row[5:])
+
+
+def test_a_loss_holds_within_its_tolerance(capsys):
+    for dtype, allowed in TOLERANCES.items():
+        for factor, wanted in ((0.9, True), (1.1, False)):
+            loss = 5.0 * (1 + factor * allowed)
+            outcome = Outcome(CASE, "", 1.0, {STEPS: loss}, "")
+            held, row = row_of(outcome, capsys, dtype=dtype)
+            assert held == row["ok"] == wanted
+
+
+def test_a_run_without_a_last_loss_or_with_a_problem_does_not_hold(capsys):
+    held, row = row_of(Outcome(CASE, "", 1.0, {1: 5.0}, ""), capsys)
+    assert not held and "no loss of step 3" in row["problem"]
+    log = "rank 1: ConfigError: found\nbut"
+    held, row = row_of(Outcome(CASE, "exit status by rank: {1: 3}", 1.0, {STEPS: 5.0}, log), capsys)
+    assert not held and row["errors"] == ["rank 1: ConfigError: found"]
+    held, row = row_of(Outcome(CASE, "", 1.0, {STEPS: float("nan")}, ""), capsys)
+    assert not held
+
+
+def test_losses_are_read_from_the_log():
+    text = " iteration        3/       3 | lm loss: 5.818999E+00 | grad norm: 1.2\n"
+    assert losses_of(text) == {3: 5.818999}
+    assert losses_of(text.replace("5.818999E+00", "nan"))[3] != 5.0
+
+
+def planted(monkeypatch, tmp_path, behaviours, **how):
+    """Run cases whose ranks do what `behaviours` has for their first word; return outcomes."""
+    monkeypatch.setattr(forks.pretrain_gpt, "main", lambda: behaviours[sys.argv[1]]())
+    outcomes = []
+    cases = [Case(name=name, runs=(Run(words=(name,), num_ranks=2),), **how.pop(name, {}))
+             for name in behaviours]  # fmt: skip
+    run_cases(cases, tmp_path / "logs", ranks_at_once=4, limit_s=how.pop("limit_s", 20),
+              whole_limit_s=how.pop("whole_limit_s", 100), on_end=outcomes.append)  # fmt: skip
+    return {outcome.case.name: outcome for outcome in outcomes}
+
+
+def raises():
+    raise RuntimeError("planted")
+
+
+def test_a_rank_that_fails_or_is_killed_costs_its_case_alone(monkeypatch, tmp_path):
+    found = planted(monkeypatch, tmp_path, {
+        "fails": lambda: raises() if os.environ["RANK"] == "1" else None,
+        "is killed": lambda: os.abort(),
+        "works": lambda: print(f" iteration 3/ 3 | lm loss: {os.environ['WORLD_SIZE']}.5"),
+    })  # fmt: skip
+    assert found["fails"].problem == "exit status by rank: {1: 1}"
+    assert "RuntimeError: planted" in found["fails"].log
+    assert found["is killed"].problem == "exit status by rank: {0: -6, 1: -6}"
+    assert (found["works"].problem, found["works"].losses) == ("", {3: 2.5})
+
+
+def test_a_case_that_hangs_costs_its_limit_and_others_wait_no_longer(monkeypatch, tmp_path):
+    def hangs():
+        import time
+
+        time.sleep(1000)
+
+    found = planted(monkeypatch, tmp_path, {"hangs": hangs, "works": lambda: None}, limit_s=2)
+    assert found["hangs"].problem == "time out: ranks [0, 1] still ran in run 1"
+    assert 2 <= found["hangs"].seconds < 15
+    assert found["works"].problem == ""
+
+
+def test_a_case_that_cannot_begin_in_time_is_reported(monkeypatch, tmp_path):
+    found = planted(monkeypatch, tmp_path, {"late": lambda: None}, whole_limit_s=1)
+    assert found["late"].problem == "no time"
+
+
+@pytest.mark.parametrize(
+    ("others_do", "problem"),
+    [
+        (lambda: sys.exit("rank 1 is gone"), ""),
+        (lambda: sys.exit("a peer is gone"), "no rank named rank 1, which was killed"),
+        (lambda: None, "ranks ended with [0] although rank 1 was killed"),
+    ],
+)
+def test_a_job_must_end_and_name_the_rank_that_was_killed(
+    others_do, problem, monkeypatch, tmp_path
+):
+    def trains():
+        import time
+
+        if os.environ["RANK"] == "1":
+            print(" iteration 1/ 3 | lm loss: 5.0", flush=True)
+            time.sleep(1000)
+        parent = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+        own, end = str(os.getpid()), time.monotonic() + 20
+        while time.monotonic() < end and set(_running(parent)) != {own}:
+            time.sleep(0.05)
+        try:
+            others_do()
+        except SystemExit as stop:
+            print(stop.code)
+            raise
+
+    found = planted(monkeypatch, tmp_path, {"loses": trains}, loses={"loses_rank": True})
+    assert found["loses"].problem == problem
+
+
+def _running(children):
+    """Return the children of a process that run."""
+    for pid in children.read_text().split():
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+        name = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if state != "Z" and name == Path("/proc/self/cmdline").read_bytes():
+            yield pid
+
+
+def test_ranks_are_processes_of_their_own_where_forks_cannot_compute(monkeypatch, tmp_path):
+    monkeypatch.setattr(forks, "forks_can_compute", lambda: False)
+    (claim,) = [each for each in paths.claims(on_cpu=True) if each.case.name == "recomputation"]
+    outcomes = []
+    run_cases([claim.case], tmp_path / "logs", ranks_at_once=1, limit_s=120, whole_limit_s=120,
+              on_end=outcomes.append)  # fmt: skip
+    assert outcomes[0].problem == "", outcomes[0].log
+    assert STEPS in outcomes[0].losses
+
+
+@pytest.mark.parametrize("stage", ["A", "D"])
+def test_the_stage_is_rehearsed(stage, tmp_path, capfd):
+    words = [stage, "--seconds", "600", "--out", str(tmp_path), "--rehearse"]
+    names = [each.name for each in gpu_session.STAGES[stage] if each.name != "paths"]
+    for name in names:  # another test computes the losses of all paths
+        words += ["--only", name]
+    status = gpu_session.main(words)
+    assert status == 0, capfd.readouterr().out
+    found = json.loads((tmp_path / f"{stage}.json").read_text())
+    assert found["rehearsal"]
+    assert [each["check"] for each in found["checks"]]

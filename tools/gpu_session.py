@@ -1,0 +1,446 @@
+"""Run the checks of one stage on a machine with a GPU, within a time.
+
+    python3 tools/gpu_session.py A --seconds 190 --out OUT
+    python3 tools/gpu_session.py D --seconds 190 --out OUT --only layouts
+    python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
+
+Stages: A, does it run and compute the right values; D, every layout on NCCL; B, how fast; C, where
+the time goes. This file needs the standard library alone, so that it starts where nothing else
+does. Each check has processes and a limit of its own: a crash or a hang costs that check. After
+each check OUT/STAGE.json and OUT/STAGE.log.gz are whole. The table is printed last, and is short:
+the end of the output may be all that anybody sees. The exit status is 0 if every check passed.
+
+A check prints its results as lines `ROW: {json}`. Wheels in `.whl/` (`make gpu-wheels`) are
+unpacked first and are on the checks' PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import gzip
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STAGE_S = 190
+"""Seconds of one stage: the limits of its checks and what `PREPARE_S` has for it."""
+PREPARE_S = {"A": 12, "D": 30, "B": 8, "C": 8}
+"""Seconds before and between the checks; those of D put another NCCL in place."""
+_LEAST_S = 10
+"""A check with a longer limit starts if that much time is left."""
+_PRINTED = 11_000
+"""Most characters of the table: the last 12,000 of the output may be all that anybody sees."""
+_LOG_BYTES = 4 << 20
+"""What is read at each end of a log."""
+_TOKEN = "LATTICE_GPU_CHECK"
+_PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
+_NUMERICS = "$(ls tests/gpu_without_gpu/triton_kernels/numerics*.py)"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of a stage.
+
+    Attributes:
+        command: for bash, in the repository; `{rehearse}` becomes `--rehearse` or nothing.
+        limit_s: seconds after which its processes are killed.
+        beside: checks that follow each other with the same word here run at the same time.
+        rehearsal: the command of a rehearsal, where that is another.
+    """
+
+    name: str
+    command: str
+    limit_s: float
+    beside: str = ""
+    rehearsal: str = ""
+
+
+STAGES: dict[str, list[Check]] = {
+    "A": [
+        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp; python3 -m"
+              " benchmarks.gpu.probes machine {rehearse}", 15,
+              rehearsal="python3 -m benchmarks.gpu.probes machine {rehearse}"),
+        Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 55),
+        Check("first step", "python3 -m benchmarks.gpu.first_step {rehearse}", 75, "right"),
+        Check("paths", "python3 -m benchmarks.gpu.paths {rehearse}", 95, "right"),
+        Check("tests", f"{_PYTEST} -n 2 tests/gpu", 95, "right",
+              rehearsal=f"{_PYTEST} --collect-only tests/gpu"),
+        Check("numerics", f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST} -n 8 {_NUMERICS}", 105,
+              "right", rehearsal=f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST} --collect-only"
+              f" {_NUMERICS}"),
+    ],
+    "D": [
+        Check("layouts", "python3 -m benchmarks.gpu.layouts {rehearse}", 150),
+        Check("rates", "python3 -m benchmarks.gpu.layouts --rates {rehearse}", 10),
+    ],
+    "B": [],
+    "C": [],
+}  # fmt: skip
+"""Every check by stage. B and C measure time: nothing runs beside them."""
+NCCL_STAGES = ("D",)
+"""Stages for which `.whl/nccl.xz` takes the place of torch's NCCL: ranks share one GPU."""
+
+
+def limits_s(checks: Sequence[Check]) -> float:
+    """Return the seconds that checks take if each of them takes its limit."""
+    return sum(max(each.limit_s for each in group) for group in groups(checks))
+
+
+def groups(checks: Sequence[Check]) -> Iterator[list[Check]]:
+    """Yield the checks that run at the same time."""
+    names = ((each.beside or str(place), each) for place, each in enumerate(checks))
+    for _, members in groupby(names, key=lambda pair: pair[0]):
+        yield [each for _, each in members]
+
+
+@dataclass
+class Running:
+    """A check whose processes run.
+
+    Attributes:
+        token: the value of `_TOKEN` in the environment of its processes.
+        end: time (monotonic) at which they are killed.
+    """
+
+    check: Check
+    token: str
+    log: Path
+    begin: float
+    end: float
+    child: subprocess.Popen[bytes]
+
+
+@dataclass
+class Session:
+    """One stage while it runs: what is known, and the files that are written of it."""
+
+    stage: str
+    out: Path
+    end: float
+    is_rehearsal: bool
+    scratch: Path
+    environment: dict[str, str]
+    about: dict[str, Any]
+    found: list[dict[str, Any]] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
+
+    def log_of(self, name: str) -> Path:
+        """Return the file with what a check prints."""
+        return self.scratch / f"{name}.log"
+
+    def note(self, name: str, status: int | str, seconds: float = 0.0, **more: object) -> None:
+        """Keep a check's result, and write the files."""
+        rows, errors = read_log(self.log_of(name))
+        self.found.append({
+            "check": name, "status": status, "seconds": round(seconds, 1), "rows": rows,
+            "errors": errors if status != 0 else [], **more,
+        })  # fmt: skip
+        self.write()
+
+    def write(self) -> None:
+        """Write STAGE.json and STAGE.log.gz, each whole or not at all."""
+        whole = {"stage": self.stage, "rehearsal": self.is_rehearsal, **self.about,
+                 "checks": self.found}  # fmt: skip
+        partial = self.out / f"{self.stage}.partial"
+        partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self.out / f"{self.stage}.json")
+        with gzip.open(partial, "wb", compresslevel=4) as logs:
+            for each in self.found:
+                logs.write(f"==== {each['check']}: {each['status']}\n".encode())
+                logs.write(ends_of(self.log_of(str(each["check"]))))
+        os.replace(partial, self.out / f"{self.stage}.log.gz")
+
+    def start(self, check: Check) -> None:
+        """Start a check's processes, in a group of their own."""
+        command = (check.rehearsal if self.is_rehearsal else "") or check.command
+        command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
+        token = f"{os.getpid()}-{time.monotonic_ns()}"
+        begin = time.monotonic()
+        with self.log_of(check.name).open("wb") as log:
+            child = subprocess.Popen(
+                ["bash", "-c", command], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+                env=self.environment | {_TOKEN: token},
+            )  # fmt: skip
+        self.running.append(Running(check, token, self.log_of(check.name), begin,
+                                    min(begin + check.limit_s, self.end), child))  # fmt: skip
+
+    def run_group(self, checks: Sequence[Check]) -> None:
+        """Run checks at the same time, and keep the results of each when it has ended."""
+        for check in checks:
+            left = self.end - time.monotonic()
+            if left < min(check.limit_s, _LEAST_S):
+                self.note(check.name, "no time")
+                continue
+            try:
+                self.start(check)
+            except OSError as error:
+                self.note(check.name, f"not started: {error}")
+        while self.running:
+            for each in list(self.running):
+                is_late = time.monotonic() >= each.end
+                status = each.child.poll()
+                if status is None and not is_late:
+                    continue
+                left_over = kill_all(each)
+                self.running.remove(each)
+                more: dict[str, Any] = {"processes left over": left_over} if left_over else {}
+                self.note(each.check.name, "time out" if status is None else status,
+                          time.monotonic() - each.begin, **more)  # fmt: skip
+            time.sleep(0.05)
+
+    def stop(self, signal_number: int, _frame: object) -> None:
+        """Kill what runs and end: somebody ends this process."""
+        for each in self.running:
+            kill_all(each)
+            self.note(each.check.name, f"runner ended by signal {signal_number}",
+                      time.monotonic() - each.begin)  # fmt: skip
+        print_table(self)
+        os._exit(128 + signal_number)
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end this child when the runner is killed (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def kill_all(each: Running, wait_s: float = 5.0) -> int:
+    """Kill a check's processes and wait until they are gone; return how many it left over.
+
+    Launchers start workers in sessions of their own, so processes are found by the environment
+    that they were started with. Memory of the device is free when its process is gone.
+    """
+    end = time.monotonic() + wait_s
+    seen: set[int] = set()
+    while True:
+        found = [pid for pid in processes_with(each.token) if pid != each.child.pid]
+        seen.update(found)
+        for pid in (*found, each.child.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        each.child.poll()
+        if (not found and each.child.returncode is not None) or time.monotonic() > end:
+            return len(seen)
+        time.sleep(0.02)
+
+
+def processes_with(token: str) -> list[int]:
+    """Return the processes, but for dead ones, that were started with a token."""
+    wanted = f"{_TOKEN}={token}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def ends_of(log: Path) -> bytes:
+    """Return a log, without its middle where it is very long."""
+    if not log.exists():
+        return b""
+    with log.open("rb") as file:
+        size = log.stat().st_size
+        if size <= 2 * _LOG_BYTES:
+            return file.read()
+        head = file.read(_LOG_BYTES)
+        file.seek(size - _LOG_BYTES)
+        return head + b"\n... cut ...\n" + file.read()
+
+
+_ERRORS = re.compile(
+    r"\w*(Error|Exception|Interrupt)\b.*:|CUDA error|NCCL WARN|FAILED |ERROR |Segmentation|Killed"
+    r"|core dumped|not found|No such file|Fatal|terminate called|out of memory|^E  "
+)
+
+
+def read_log(log: Path) -> tuple[list[object], list[str]]:
+    """Return the rows of a log, and its first lines about errors with its last lines."""
+    lines = ends_of(log).decode("utf-8", errors="replace").splitlines()
+    rows: list[object] = []
+    for line in lines:
+        if line.startswith("ROW: "):
+            try:
+                rows.append(json.loads(line[5:], parse_constant=str))
+            except (ValueError, RecursionError):
+                rows.append({"malformed": line[5:205]})
+    others = [line[:240] for line in lines if line.strip() and not line.startswith("ROW: ")]
+    errors = [line for line in others if _ERRORS.search(line)][:6]
+    return rows, errors + [line for line in others[-3:] if line not in errors]
+
+
+def asked(*command: str, limit_s: float = 5.0) -> str | None:
+    """Return what a command prints; None if it fails, or takes longer."""
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_s
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """Return the commit by git, else by `.whl/commit`, which `make gpu-wheels` writes."""
+    noted = REPOSITORY / ".whl" / "commit"
+    found = asked("git", "rev-parse", "HEAD")
+    return found or (noted.read_text().strip() if noted.exists() else None)
+
+
+def gpus() -> list[dict[str, str]]:
+    """Return cards, driver, clocks, power and memory in use, as nvidia-smi names them."""
+    asks = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,"
+    asks += "temperature.gpu,memory.used,memory.total,compute_mode,mig.mode.current"
+    text = asked("nvidia-smi", f"--query-gpu={asks}", "--format=csv,noheader")
+    lines = text.splitlines() if text else []
+    return [dict(zip(asks.split(","), line.split(", "), strict=False)) for line in lines]
+
+
+def about_machine() -> dict[str, Any]:
+    """Return what results depend on, without an import of torch."""
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    packages = ("torch", "triton", "numpy", "transformers", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
+    return {
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(), "gpus": gpus(), "cpus": os.cpu_count(),
+        "python": sys.version.split()[0], **{name: version(name) for name in packages},
+    }  # fmt: skip
+
+
+def unpack_wheels(wheels: Path, into: Path) -> dict[str, str]:
+    """Unpack `wheels/*.whl` as pip would; return the variables by which checks find them.
+
+    A package of our name (megatron-core) has a folder of its own, LATTICE_PEER_SITE: the checks
+    that compare with it put that folder first.
+    """
+    paths = {"site": into / "site", "peer": into / "peer"}
+    for wheel in sorted(wheels.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            is_peer = any(name.startswith("megatron/") for name in names)
+            archive.extractall(paths["peer" if is_peer else "site"])
+    found = {"PYTHONPATH": str(paths["site"])} if paths["site"].exists() else {}
+    return found | ({"LATTICE_PEER_SITE": str(paths["peer"])} if paths["peer"].exists() else {})
+
+
+def shared_nccl(*words: str, limit_s: float = 10.0) -> str:
+    """Let `tools/slim_cuda_library.py` change which NCCL torch loads; return what happened."""
+    script = [sys.executable, "tools/slim_cuda_library.py", *words]
+    return asked(*script, limit_s=limit_s) or f"{' '.join(words)} failed"
+
+
+def print_table(session: Session) -> None:
+    """Print each check, the first errors of those that failed, then rows as there is room."""
+    cards = [card["name"] for card in session.about["gpus"]] or ["no GPU"]
+    text = f"stage {session.stage}, {cards[0]}"
+    text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
+    num_failed = sum(each["status"] != 0 for each in session.found)
+    for each in session.found:
+        text += f"\n{each['check']:16s} {each['status']!s:>10s} {each['seconds']:7} s"
+        text += f" {len(each['rows']):4d} rows"
+        if each["errors"]:
+            text += "\n" + "\n".join(f"    {x}" for x in each["errors"])[: 4000 // num_failed]
+    with_rows = [each for each in session.found if each["rows"]]
+    room = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
+    for each in with_rows:
+        rows = "\n".join(json.dumps(row, separators=(",", ":")) for row in each["rows"])
+        cut = f"\n... {len(rows) - room} characters more" * (len(rows) > room)
+        text += f"\n-- {each['check']}\n{rows[:room]}{cut}"
+    print(text[:_PRINTED], flush=True)
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return what the command line contains."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_session.py", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("stage", choices=[*STAGES])
+    parser.add_argument("--seconds", type=float, default=STAGE_S, help="default %(default)s")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME",
+                        help="run this check alone; may be given several times")  # fmt: skip
+    found = parser.parse_args(argv)
+    unknown = {*found.only} - {each.name for each in STAGES[found.stage]}
+    if unknown:
+        parser.error(f"stage {found.stage} has no check {sorted(unknown)}")
+    return found
+
+
+def environment(out: Path, scratch: Path, wheels: dict[str, str], *, rehearse: bool) -> dict:
+    """Return the environment of the checks; `python3` is the Python of this process."""
+    found = {k: v for k, v in os.environ.items() if k != "LATTICE_DEVICE"} | wheels
+    paths = [str(REPOSITORY), wheels.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    found |= {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": ":".join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OUT": str(out.resolve()),
+        "TRITON_CACHE_DIR": str(scratch.parent / "lattice-gpu-session-triton"),
+    }  # fmt: skip
+    return found | ({"LATTICE_DEVICE": "cpu"} if rehearse else {})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one stage."""
+    flags = options(argv)
+    end = time.monotonic() + flags.seconds
+    flags.out.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="lattice-gpu-session-"))
+    uses_nccl = not flags.rehearse and (REPOSITORY / ".whl" / "nccl.xz").exists()
+    if uses_nccl:
+        shared_nccl("--back")  # from a stage that was killed
+    about = about_machine()
+    try:
+        wheels = unpack_wheels(REPOSITORY / ".whl", scratch)
+    except (OSError, zipfile.BadZipFile) as error:
+        wheels, about["wheels"] = {}, f"{type(error).__name__}: {error}"
+    if uses_nccl and flags.stage in NCCL_STAGES:
+        about["shared NCCL"] = shared_nccl("--put", ".whl/nccl.xz", limit_s=60)
+    session = Session(flags.stage, flags.out, end, flags.rehearse, scratch,
+                      environment(flags.out, scratch, wheels, rehearse=flags.rehearse),
+                      about)  # fmt: skip
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, session.stop)
+    chosen = [each for each in STAGES[flags.stage] if not flags.only or each.name in flags.only]
+    for group in groups(chosen):
+        session.run_group(group)
+    about["gpus at the end"] = gpus()
+    session.write()
+    if uses_nccl:
+        shared_nccl("--back")
+    print_table(session)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return 0 if all(each["status"] == 0 for each in session.found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
