@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ Step = Callable[[], float]
 """Takes one step of all micro batches and returns the loss of the last one."""
 SITE = "LATTICE_PEER_SITE"
 LEARNING_RATE = 1e-4
+NUM_STEPS = 6
+"""With the first ones, some of which compile for many seconds."""
 
 
 class NotRunError(Exception):
@@ -303,10 +306,12 @@ def measure(name: str, work: Workload, device: torch.device, *, is_rehearsal: bo
     before = workload.clocks()
     step = PEERS[name](work, device, is_rehearsal=is_rehearsal)
     seconds = []
-    for _ in range(work.num_steps):
+    for number in range(1, work.num_steps + 1):
         begin = time.perf_counter()
         loss = step()  # reads the loss, which waits for the device
         seconds.append(time.perf_counter() - begin)
+        # If the process is killed at its limit, its log has these.
+        print(f"{name}: step {number} took {seconds[-1]:.3f} s, loss {loss:.4f}", flush=True)
     peak = 0.0
     if device.type != "cpu":
         peak = torch.get_device_module(device.type).max_memory_allocated()
@@ -319,28 +324,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.gpu.peers", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("peer", nargs="+", choices=PEERS)
+    parser.add_argument("peer", choices=PEERS)
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--micro-batch", type=int, default=2, help="samples, default 2")
     options = parser.parse_args(argv)
-    device, failed = workload.choose_device(options.rehearse), 0
-    work = workload.workload(options.rehearse)
-    for name in options.peer:
-        # Step by step, the smaller micro batch only where the larger one does not fit.
-        for tried in (work, work.with_micro_batch(1)):
-            try:
-                row = measure(name, tried, device, is_rehearsal=options.rehearse)
-            except NotRunError as error:
-                workload.print_row({"step": name, "not run": str(error)})
-                failed |= not options.rehearse
-                break
-            except torch.OutOfMemoryError as error:
-                text = str(error).splitlines()[0]
-                workload.print_row({"step": name, "micro batch": tried.micro_batch, "error": text})
-                failed |= tried.micro_batch == 1
-            else:
-                workload.print_row(row)
-                break
-    return failed
+    device = workload.choose_device(options.rehearse)
+    work = workload.workload(options.rehearse).with_micro_batch(options.micro_batch)
+    work = replace(work, num_steps=min(work.num_steps, NUM_STEPS))
+    try:
+        row = measure(options.peer, work, device, is_rehearsal=options.rehearse)
+    except NotRunError as error:
+        workload.print_row({"step": options.peer, "not run": str(error)})
+        return 0 if options.rehearse else 1
+    except torch.OutOfMemoryError as error:
+        text = str(error).splitlines()[0]
+        workload.print_row({"step": options.peer, "micro batch": work.micro_batch, "error": text})
+        if work.micro_batch == 1:
+            return 1
+        # A new process, since this one's memory may never be free again.
+        os.execv(sys.executable, [*sys.orig_argv, "--micro-batch", "1"])
+    workload.print_row(row)
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,10 +20,8 @@ from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.settings.command_line import read_command_line
-from megatron.planner.measured_run import MeasuredRun
 from megatron.planner.memory import GIB
 from megatron.planner.search_command import run_of_words
-from megatron.planner.step_command import gpu_of_this_machine, predicted_step
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
@@ -101,19 +99,6 @@ def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:
     )  # fmt: skip
     estimate = estimated_bytes(run_of_words(words, 1)) / GIB
     return row | {"dry run GiB": round(estimate, 2)}
-
-
-def planned(words: Sequence[str], step_s: float) -> tuple[Row, MeasuredRun]:
-    """Return the planner's time of a step that took `step_s`, and the run to calibrate it to.
-
-    Raises:
-        MegatronError: the planner does not know this GPU or cannot predict this step.
-    """
-    run = run_of_words(words, 1)
-    prediction, _ = predicted_step(run, gpu_of_this_machine())
-    ratio = step_s / prediction.seconds
-    row: Row = {"planned ms": 1e3 * prediction.seconds, "measured/planned": ratio}
-    return row, MeasuredRun(" ".join(words), run, step_s)
 
 
 def main() -> None:

@@ -4,23 +4,20 @@
     python -m benchmarks.gpu.variants --only base fp8     # some of them
     python -m benchmarks.gpu.variants --rehearse          # tiny models on the CPU
 
-A row has time, tokens/s and peak memory beside the estimate of `--dry-run`. The last rows have the
-planner's time before and after it is calibrated to these runs. Each variant is a fork of this
-process, which has imported everything and has not touched the GPU. A variant that runs out of
-memory, crashes or hangs costs its own row alone, and its memory is free afterwards.
+A row has time, tokens/s and peak memory beside the estimate of `--dry-run`. Each variant is a fork
+(`forks.py`): a variant that runs out of memory, crashes or hangs costs its own row alone.
+`calibrated` compares the rows with the planner; `benchmarks.gpu.evidence` calls it afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
-import select
-import signal
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,22 +25,23 @@ from pathlib import Path
 
 import torch
 
-import megatron.training.training  # noqa: F401 - before the forks
-import pretrain_gpt  # noqa: F401
 from benchmarks.gpu import workload
+from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, run_cases
 from benchmarks.gpu.speed import measure, words_of
 from benchmarks.gpu.workload import Row, Workload
 from benchmarks.plain_gpt import Sizes
-from megatron.core.foundation.errors import MegatronError
 from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
 from megatron.planner.cluster_calibration import calibrate_to_runs
-from megatron.planner.hardware import Gpu, gpu_named
+from megatron.planner.hardware import Gpu
 from megatron.planner.measured_run import MeasuredRun
 from megatron.planner.predictor import load_predictor
 from megatron.planner.run_layout import row_of_run
 from megatron.planner.search_command import run_of_words
 from megatron.planner.step_command import predicted_step
 
+NO_TIME = "no time"
+"""The problem of a case for which `run_cases` had no time."""
 OUT_OF_MEMORY = "out of memory"
 LLAMA_1B = Sizes(num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_size=8192,
                  vocab_size=128256, sequence=4096)  # fmt: skip
@@ -54,22 +52,7 @@ FINE_GRAINED = (
     "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm"
     " --moe-router-load-balancing-type none"
 )
-CHECKPOINT = "CHECKPOINT"
-"""Stands for a folder that variants share."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """What the command line says."""
-
-    rehearse: bool = False
-    """Run tiny models on the CPU."""
-    only: tuple[str, ...] = ()
-    """Names of variants. Default: all."""
-    seconds: float = 1e9
-    """Start no variant after this time."""
-    limit: float = 25.0
-    """Seconds after which a variant is killed."""
+_NAME, _REHEARSES = "LATTICE_VARIANT", "LATTICE_VARIANT_REHEARSES"
 
 
 @dataclass(frozen=True)
@@ -78,6 +61,7 @@ class Variant:
 
     Attributes:
         flags: more flags of `pretrain_gpt.py`.
+        before: flags of a run before, which is not measured.
         environment: variables that are set.
         is_plannable: the planner has constants for it, and is calibrated to it.
     """
@@ -89,6 +73,7 @@ class Variant:
     sizes: Sizes | None = None
     environment: tuple[tuple[str, str], ...] = ()
     is_plannable: bool = False
+    before: str = ""
 
     def workload(self, is_rehearsal: bool) -> Workload:
         """Return its step: two micro batches."""
@@ -101,13 +86,15 @@ class Variant:
             sizes=sizes, micro_batch=self.micro_batch, num_micro_batches=2, num_steps=steps
         )
 
-    def words(self, folder: Path, *, is_rehearsal: bool) -> list[str]:
-        """Return the flags that are added to those of its workload."""
-        text = self.flags.replace(CHECKPOINT, str(folder / "checkpoint"))
+    def case(self, *, is_rehearsal: bool) -> Case:
+        """Return its runs."""
+        texts = [self.before] * bool(self.before) + [self.flags]
         if is_rehearsal:
-            text = text.replace("--num-experts 128", "--num-experts 8")
-            text = text.replace("--moe-ffn-hidden-size 768", "--moe-ffn-hidden-size 8")
-        return text.split()
+            texts = [text.replace("experts 128", "experts 8").replace("size 768", "size 8")
+                     for text in texts]  # fmt: skip
+        variables = {_NAME: self.name, _REHEARSES: "1" * is_rehearsal, **dict(self.environment)}
+        runs = tuple(Run(words=tuple(text.split())) for text in texts)
+        return Case(name=self.name, runs=runs, environment=variables)
 
 
 GRAPHS = "--cuda-graph-impl local"
@@ -120,63 +107,53 @@ VARIANTS = (
     Variant("fused head and loss", "--cross-entropy-loss-fusion"),
     Variant("1B, 1 x 4096", micro_batch=1, sizes=LLAMA_1B, is_plannable=True),
     Variant("1B, 1 x 4096, graphs", GRAPHS, micro_batch=1, sizes=LLAMA_1B),
-    Variant("1B, 4 x 4096", f"--save {CHECKPOINT} --save-interval 9 --no-save-optim", micro_batch=4,
-            sizes=LLAMA_1B, is_plannable=True),
+    Variant("1B, 4 x 4096", micro_batch=4, sizes=LLAMA_1B, is_plannable=True),
     Variant("experts", FINE_GRAINED, sizes=WITH_EXPERTS),
     Variant("fp8", "--fp8-format hybrid --fp8-recipe tensorwise"),
-    Variant("1B, 4 x 4096, LoRA", f"--lora-rank 16 --pretrained-checkpoint {CHECKPOINT}",
-            micro_batch=4, sizes=LLAMA_1B),
+    Variant("1B, 4 x 4096, LoRA", f"--lora-rank 16 --pretrained-checkpoint {FOLDER}/model",
+            micro_batch=4, sizes=LLAMA_1B, before=f"--save {FOLDER}/model --no-save-optim"),
     Variant("deterministic", "--deterministic-mode"),
     Variant("graphs", GRAPHS),
 )  # fmt: skip
-"""By importance: the last may find no time. The one with LoRA adapts the checkpoint of another."""
+"""By importance: the last may find no time."""
 
 
-def in_a_fork(variant: Variant, folder: Path, limit_s: float, *, is_rehearsal: bool) -> Row:
-    """Measure a variant in a fork of this process; return its row, or what went wrong."""
-    row: Row = {"variant": variant.name}
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.close(reader)
-            os.setpgid(0, 0)
-            found = _measured(variant, folder, is_rehearsal)
-            os.write(writer, json.dumps(found).encode())
-            status = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    os.close(writer)
-    text = b""
-    end = time.monotonic() + limit_s
-    while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
-        part = os.read(reader, 1 << 16)
-        text += part
-        if not part:
-            break
-    else:
-        row |= {"error": f"took more than {limit_s:.0f} s"}
-    os.close(reader)
-    with contextlib.suppress(OSError):
-        os.killpg(child, signal.SIGKILL)  # its loader's processes too
-    _, status = os.waitpid(child, 0)
-    if text:
-        return row | json.loads(text)
-    return {"error": f"ended with status {os.waitstatus_to_exitcode(status)}"} | row
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    rehearse: bool = False
+    """Run tiny models on the CPU."""
+    only: tuple[str, ...] = flag((), choices=[each.name for each in VARIANTS])
+    """Names of variants. Default: all."""
+    seconds: float = 1e9
+    """Start no variant after this time."""
+    limit: float = 25.0
+    """Seconds after which a variant is killed."""
 
 
-def _measured(variant: Variant, folder: Path, is_rehearsal: bool) -> Row:
-    os.environ.update(variant.environment)
+def train_variant() -> None:
+    """Train and measure the variant that the environment names, and print its row."""
+    name, is_rehearsal = os.environ[_NAME], bool(os.environ[_REHEARSES])
+    variant = next(each for each in VARIANTS if each.name == name)
     try:
-        words = variant.words(folder, is_rehearsal=is_rehearsal)
-        return measure(variant.name, variant.workload(is_rehearsal), words)
-    except BaseException as error:
+        row = measure(name, variant.workload(is_rehearsal), sys.argv[1:])
+    except Exception as error:
         traceback.print_exc()
         cause = error.__cause__ or error
         kind = OUT_OF_MEMORY if isinstance(cause, torch.OutOfMemoryError) else type(cause).__name__
-        return {"error": f"{kind}: {cause}"[:300]}
+        workload.print_row({"error": f"{kind}: {cause}"[:300]})
+        raise SystemExit(1) from error
+    workload.print_row(row)
+
+
+def row_of(outcome: Outcome) -> Row:
+    """Return the last row that a variant printed, or why there is none."""
+    printed = [line for line in outcome.log.splitlines() if line.startswith("ROW: ")]
+    row: Row = {"variant": outcome.case.name}
+    if outcome.problem:
+        row["not run" if outcome.problem == NO_TIME else "error"] = outcome.problem
+    return row | (json.loads(printed[-1][5:]) if printed else {})
 
 
 def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
@@ -211,36 +188,30 @@ def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
     return found
 
 
-def main() -> int:
-    """Measure the variants, then calibrate."""
-    prog, begin = "python -m benchmarks.gpu.variants", time.monotonic()
-    options = read_command_line(Flags, prog=prog, description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the variants; what runs out of memory is a result and no failure."""
+    prog = "python -m benchmarks.gpu.variants"
+    options = read_command_line(Flags, argv, prog=prog, description=__doc__)
     if options.rehearse:
-        workload.choose_device(True)
-    load_predictor()  # what each run asks for its log
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for each in VARIANTS:
-            if options.only and each.name not in options.only:
-                continue
-            if time.monotonic() - begin > options.seconds:
-                row: Row = {"variant": each.name, "not run": "no time was left"}
-            else:
-                row = in_a_fork(
-                    each, Path(folder), options.limit, is_rehearsal=options.rehearse
-                )  # fmt: skip
-            workload.print_row(row)
-            rows.append(row)
-    names = {str(row["device"]) for row in rows if "device" in row} - {"cpu"}
-    try:
-        for name in names:
-            hardware = load_predictor().hardware
-            known = max((kind for kind in hardware.gpus if kind in name), key=len, default=name)
-            for row in calibrated(measured_runs(rows), gpu_named(known, hardware)):
-                workload.print_row(row)
-    except MegatronError as error:
-        workload.print_row({"plan of": "all", "error": str(error)})
-    failed = [row for row in rows if OUT_OF_MEMORY not in str(row.get("error", OUT_OF_MEMORY))]
+        os.environ["LATTICE_DEVICE"] = "cpu"
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")  # before the forks
+    failed: list[Row] = []
+
+    def keep(outcome: Outcome) -> None:
+        row = row_of(outcome)
+        workload.print_row(row)
+        if OUT_OF_MEMORY not in str(row.get("error", OUT_OF_MEMORY)):
+            print(outcome.log[-20_000:], flush=True)
+            failed.append(row)
+
+    chosen = [each for each in VARIANTS if not options.only or each.name in options.only]
+    cases = [each.case(is_rehearsal=options.rehearse) for each in chosen]
+    with tempfile.TemporaryDirectory(prefix="lattice-gpu-") as folder:
+        run_cases(
+            cases, Path(folder), main=train_variant, ranks_at_once=1, limit_s=options.limit,
+            whole_limit_s=options.seconds, on_end=keep,
+        )  # fmt: skip
     return 1 if failed else 0
 
 
