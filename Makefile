@@ -21,10 +21,10 @@ LINT = (status=0; \
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint checks parity bench lowest engine bridge triton gpu schemas venv clean
+.PHONY: help quickstart test lint checks parity bench lowest engine bridge triton gpu gpu-wheels schemas venv clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 quickstart: ## pretrain a GPT on Shakespeare with TP 2 x PP 2, in under ten minutes
 	@examples/quickstart/run.sh
@@ -65,8 +65,11 @@ bridge: ## weights and recipes through megatron-bridge, as it is published, on t
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
-gpu: ## tests, limits and training on the GPUs of this machine, and a report
+gpu: ## every check that needs a GPU, on those of this machine: is it right, how fast
 	@tools/test_gpu.sh $(GPU_ARGS)
+
+gpu-wheels: ## what travels to a GPU machine without a network, into .whl/
+	@tools/gpu_wheels.sh
 
 schemas: ## files for clusters, read by the packages that publish their schemas
 	@tools/test_schemas.sh
@@ -82,6 +85,6 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove .venv-triton
 	tools/make_venv.sh --remove .venv-gpu
 	tools/make_venv.sh --remove .venv-schemas
-	rm -rf quickstart gpu_report build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf quickstart gpu_report .whl build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,6 @@
 """Run the checks of one stage on a machine with a GPU, within a time.
 
     python3 tools/gpu_session.py A --seconds 190 --out OUT
-    python3 tools/gpu_session.py D --seconds 190 --out OUT --only layouts
     python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
 
 Stages: A, does it run and compute the right values; D, every layout on NCCL; B, how fast; C, where
@@ -32,6 +31,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -42,6 +42,7 @@ STAGE_S = 190
 """Seconds of one stage: the limits of its checks and what `PREPARE_S` has for it."""
 PREPARE_S = {"A": 12, "D": 30, "B": 8, "C": 8}
 """Seconds before and between the checks; those of D put another NCCL in place."""
+_REHEARSAL_LIMITS = 5
 _LEAST_S = 10
 """A check with a longer limit starts if that much time is left."""
 _PRINTED = 11_000
@@ -52,6 +53,7 @@ _TOKEN = "LATTICE_GPU_CHECK"
 _MEMORY = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _PEERS = "python3 -m benchmarks.gpu.peers"
 _PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
+_ON_DEVICE = f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST}"
 _NUMERICS = "$(ls tests/gpu_without_gpu/triton_kernels/numerics*.py)"
 
 
@@ -76,20 +78,20 @@ class Check:
 STAGES: dict[str, list[Check]] = {
     "A": [
         Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp; python3 -m"
-              " benchmarks.gpu.probes machine {rehearse}", 15,
-              rehearsal="python3 -m benchmarks.gpu.probes machine {rehearse}"),
-        Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 55),
-        Check("first step", "python3 -m benchmarks.gpu.first_step {rehearse}", 75, "right"),
-        Check("paths", "python3 -m benchmarks.gpu.paths {rehearse}", 95, "right"),
-        Check("tests", f"{_PYTEST} -n 2 tests/gpu", 95, "right",
+              " benchmarks.gpu.probes --names machine {rehearse}", 25,
+              rehearsal="python3 -m benchmarks.gpu.probes --names machine {rehearse}"),
+        Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 50),
+        Check("first step", "python3 -m benchmarks.gpu.first_step {rehearse}", 80, "right"),
+        Check("paths", "python3 -m benchmarks.gpu.paths {rehearse}", 100, "right"),
+        Check("tests", f"{_PYTEST} -n 2 tests/gpu", 100, "right",
               rehearsal=f"{_PYTEST} --collect-only tests/gpu"),
-        Check("numerics", f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST} -n 8 {_NUMERICS}", 105,
-              "right", rehearsal=f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST} --collect-only"
-              f" {_NUMERICS}"),
+        Check("numerics", f"{_ON_DEVICE} -n 8 {_NUMERICS}", 103, "right",
+              rehearsal=f"if python3 -c 'import triton'; then {_ON_DEVICE} --collect-only"
+              f" {_NUMERICS}; else python3 -m py_compile {_NUMERICS}; fi"),
     ],
     "D": [
-        Check("layouts", "python3 -m benchmarks.gpu.layouts {rehearse}", 150),
-        Check("rates", "python3 -m benchmarks.gpu.layouts --rates {rehearse}", 10),
+        Check("layouts", "python3 -m benchmarks.gpu.layouts {rehearse}", 145),
+        Check("rates", "python3 -m benchmarks.gpu.collectives {rehearse}", 14),
     ],
     "B": [
         Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 34),
@@ -122,8 +124,7 @@ def limits_s(checks: Sequence[Check]) -> float:
 
 def groups(checks: Sequence[Check]) -> Iterator[list[Check]]:
     """Yield the checks that run at the same time."""
-    names = ((each.beside or str(place), each) for place, each in enumerate(checks))
-    for _, members in groupby(names, key=lambda pair: pair[0]):
+    for _, members in groupby(enumerate(checks), key=lambda pair: pair[1].beside or pair[0]):
         yield [each for _, each in members]
 
 
@@ -138,7 +139,6 @@ class Running:
 
     check: Check
     token: str
-    log: Path
     begin: float
     end: float
     child: subprocess.Popen[bytes]
@@ -165,16 +165,14 @@ class Session:
     def note(self, name: str, status: int | str, seconds: float = 0.0, **more: object) -> None:
         """Keep a check's result, and write the files."""
         rows, errors = read_log(self.log_of(name))
-        self.found.append({
-            "check": name, "status": status, "seconds": round(seconds, 1), "rows": rows,
-            "errors": errors if status != 0 else [], **more,
-        })  # fmt: skip
+        result = {"check": name, "status": status, "seconds": round(seconds, 1), "rows": rows}
+        self.found.append(result | {"errors": errors if status != 0 else []} | more)
         self.write()
 
     def write(self) -> None:
         """Write STAGE.json and STAGE.log.gz, each whole or not at all."""
-        whole = {"stage": self.stage, "rehearsal": self.is_rehearsal, **self.about,
-                 "checks": self.found}  # fmt: skip
+        whole = {"stage": self.stage, "rehearsal": self.is_rehearsal} | self.about
+        whole["checks"] = self.found
         partial = self.out / f"{self.stage}.partial"
         partial.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self.out / f"{self.stage}.json")
@@ -188,16 +186,18 @@ class Session:
         """Start a check's processes, in a group of their own."""
         command = (check.rehearsal if self.is_rehearsal else "") or check.command
         command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
+        # A rehearsal's figures mean nothing, and its machine has other work.
+        limit_s = check.limit_s * (_REHEARSAL_LIMITS if self.is_rehearsal else 1)
         token = f"{os.getpid()}-{time.monotonic_ns()}"
-        begin = time.monotonic()
         with self.log_of(check.name).open("wb") as log:
             child = subprocess.Popen(
                 ["bash", "-c", command], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
                 env=self.environment | {_TOKEN: token},
             )  # fmt: skip
-        self.running.append(Running(check, token, self.log_of(check.name), begin,
-                                    min(begin + check.limit_s, self.end), child))  # fmt: skip
+        begin = time.monotonic()
+        end = min(begin + limit_s, self.end)
+        self.running.append(Running(check, token, begin, end, child))
 
     def run_group(self, checks: Sequence[Check]) -> None:
         """Run checks at the same time, and keep the results of each when it has ended."""
@@ -212,23 +212,23 @@ class Session:
                 self.note(check.name, f"not started: {error}")
         while self.running:
             for each in list(self.running):
-                is_late = time.monotonic() >= each.end
                 status = each.child.poll()
-                if status is None and not is_late:
+                if status is None and time.monotonic() < each.end:
                     continue
-                left_over = kill_all(each)
                 self.running.remove(each)
-                more: dict[str, Any] = {"processes left over": left_over} if left_over else {}
-                self.note(each.check.name, "time out" if status is None else status,
-                          time.monotonic() - each.begin, **more)  # fmt: skip
+                self.close(each, "time out" if status is None else status)
             time.sleep(0.05)
+
+    def close(self, each: Running, status: int | str) -> None:
+        """Kill what is left of a check, and keep its result."""
+        left = kill_all(each)
+        more = {"processes left over": left} if left else {}
+        self.note(each.check.name, status, time.monotonic() - each.begin, **more)
 
     def stop(self, signal_number: int, _frame: object) -> None:
         """Kill what runs and end: somebody ends this process."""
         for each in self.running:
-            kill_all(each)
-            self.note(each.check.name, f"runner ended by signal {signal_number}",
-                      time.monotonic() - each.begin)  # fmt: skip
+            self.close(each, f"runner ended by signal {signal_number}")
         print_table(self)
         os._exit(128 + signal_number)
 
@@ -250,10 +250,8 @@ def kill_all(each: Running, wait_s: float = 5.0) -> int:
         found = [pid for pid in processes_with(each.token) if pid != each.child.pid]
         seen.update(found)
         for pid in (*found, each.child.pid):
-            try:
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue
         each.child.poll()
         if (not found and each.child.returncode is not None) or time.monotonic() > end:
             return len(seen)
@@ -264,14 +262,10 @@ def processes_with(token: str) -> list[int]:
     """Return the processes, but for dead ones, that were started with a token."""
     wanted = f"{_TOKEN}={token}".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
     return found
 
 
@@ -280,12 +274,9 @@ def ends_of(log: Path) -> bytes:
     if not log.exists():
         return b""
     with log.open("rb") as file:
-        size = log.stat().st_size
-        if size <= 2 * _LOG_BYTES:
-            return file.read()
-        head = file.read(_LOG_BYTES)
-        file.seek(size - _LOG_BYTES)
-        return head + b"\n... cut ...\n" + file.read()
+        head, left_out = file.read(_LOG_BYTES), log.stat().st_size - 2 * _LOG_BYTES
+        file.seek(max(left_out, 0), os.SEEK_CUR)
+        return head + b"\n... cut ...\n" * (left_out > 0) + file.read()
 
 
 _ERRORS = re.compile(
@@ -311,20 +302,15 @@ def read_log(log: Path) -> tuple[list[object], list[str]]:
 
 def asked(*command: str, limit_s: float = 5.0) -> str | None:
     """Return what a command prints; None if it fails, or takes longer."""
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit_s
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True,
+                              timeout=limit_s, check=True).stdout.strip()  # fmt: skip
+    return None
 
 
 def commit() -> str | None:
     """Return the commit by git, else by `.whl/commit`, which `make gpu-wheels` writes."""
-    noted = REPOSITORY / ".whl" / "commit"
-    found = asked("git", "rev-parse", "HEAD")
-    return found or (noted.read_text().strip() if noted.exists() else None)
+    return asked("git", "rev-parse", "HEAD") or asked("cat", ".whl/commit")
 
 
 def gpus() -> list[dict[str, str]]:
@@ -340,10 +326,9 @@ def about_machine() -> dict[str, Any]:
     """Return what results depend on, without an import of torch."""
 
     def version(package: str) -> str | None:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return None
 
     packages = ("torch", "triton", "numpy", "transformers", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
     return {
@@ -359,26 +344,25 @@ def unpack_wheels(wheels: Path, into: Path) -> dict[str, str]:
     A package of our name (megatron-core) has a folder of its own, LATTICE_PEER_SITE: the checks
     that compare with it put that folder first.
     """
-    paths = {"site": into / "site", "peer": into / "peer"}
+    folders = {"PYTHONPATH": into / "site", "LATTICE_PEER_SITE": into / "peer"}
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
-            names = archive.namelist()
-            is_peer = any(name.startswith("megatron/") for name in names)
-            archive.extractall(paths["peer" if is_peer else "site"])
-    found = {"PYTHONPATH": str(paths["site"])} if paths["site"].exists() else {}
-    return found | ({"LATTICE_PEER_SITE": str(paths["peer"])} if paths["peer"].exists() else {})
+            is_peer = any(name.startswith("megatron/") for name in archive.namelist())
+            archive.extractall(folders["LATTICE_PEER_SITE" if is_peer else "PYTHONPATH"])
+    return {name: str(folder) for name, folder in folders.items() if folder.exists()}
 
 
-def shared_nccl(*words: str, limit_s: float = 10.0) -> str:
-    """Let `tools/slim_cuda_library.py` change which NCCL torch loads; return what happened."""
-    script = [sys.executable, "tools/slim_cuda_library.py", *words]
-    return asked(*script, limit_s=limit_s) or f"{' '.join(words)} failed"
+def choose_nccl(*, shared: bool) -> str:
+    """Let torch load `.whl/nccl.xz`, or its own NCCL; return what happened."""
+    tool = (sys.executable, "tools/slim_cuda_library.py")
+    found = asked(*tool, "--put", ".whl/nccl.xz", limit_s=60) if shared else None
+    return found or f"{asked(*tool, '--back', limit_s=20)}"
 
 
 def print_table(session: Session) -> None:
     """Print each check, the first errors of those that failed, then rows as there is room."""
-    cards = [card["name"] for card in session.about["gpus"]] or ["no GPU"]
-    text = f"stage {session.stage}, {cards[0]}"
+    name = session.about["gpus"][0]["name"] if session.about["gpus"] else "no GPU"
+    text = f"stage {session.stage}, {name}"
     text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
     num_failed = sum(each["status"] != 0 for each in session.found)
     for each in session.found:
@@ -397,16 +381,13 @@ def print_table(session: Session) -> None:
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return what the command line contains."""
-    parser = argparse.ArgumentParser(
-        prog="gpu_session.py", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("gpu_session.py", description=__doc__, formatter_class=shown)
     parser.add_argument("stage", choices=[*STAGES])
     parser.add_argument("--seconds", type=float, default=STAGE_S, help="default %(default)s")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME",
-                        help="run this check alone; may be given several times")  # fmt: skip
+    parser.add_argument("--only", action="append", default=[], help="name of a check; repeatable")
     found = parser.parse_args(argv)
     unknown = {*found.only} - {each.name for each in STAGES[found.stage]}
     if unknown:
@@ -435,14 +416,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="lattice-gpu-session-"))
     uses_nccl = not flags.rehearse and (REPOSITORY / ".whl" / "nccl.xz").exists()
     if uses_nccl:
-        shared_nccl("--back")  # from a stage that was killed
+        choose_nccl(shared=False)  # from a stage that was killed
     about = about_machine()
     try:
         wheels = unpack_wheels(REPOSITORY / ".whl", scratch)
     except (OSError, zipfile.BadZipFile) as error:
         wheels, about["wheels"] = {}, f"{type(error).__name__}: {error}"
     if uses_nccl and flags.stage in NCCL_STAGES:
-        about["shared NCCL"] = shared_nccl("--put", ".whl/nccl.xz", limit_s=60)
+        about["shared NCCL"] = choose_nccl(shared=True)
     session = Session(flags.stage, flags.out, end, flags.rehearse, scratch,
                       environment(flags.out, scratch, wheels, rehearse=flags.rehearse),
                       about)  # fmt: skip
@@ -454,7 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about["gpus at the end"] = gpus()
     session.write()
     if uses_nccl:
-        shared_nccl("--back")
+        choose_nccl(shared=False)
     print_table(session)
     shutil.rmtree(scratch, ignore_errors=True)
     return 0 if all(each["status"] == 0 for each in session.found) else 1

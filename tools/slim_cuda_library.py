@@ -47,7 +47,7 @@ class Code(NamedTuple):
 def codes(library: bytes | bytearray) -> Iterator[Code]:
     """Yield all code of all fat binaries; what has another layout is left out."""
     at = library.find(_MAGIC)
-    while at >= 0:
+    while 0 <= at <= len(library) - _HEADER_BYTES:
         _, header, size = struct.unpack_from("<HHQ", library, at + 4)
         place, end = at + header, at + header + size
         while header == _HEADER_BYTES and place + _SMALLEST_ENTRY <= end <= len(library):

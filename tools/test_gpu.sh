@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# Measure the GPUs of this machine: their tests, their limits, training beside the plan, and peers.
+# Run every stage of tools/gpu_session.py on the GPUs of this machine: A, D, B, C.
 #
-#   tools/test_gpu.sh [options of python -m benchmarks.gpu]     for example --parts limits train
+#   tools/test_gpu.sh [options of tools/gpu_session.py]     for example --seconds 600
 #
-# The environment is .venv-gpu: the one of `make venv`, with Triton. TORCH chooses the torch, as in
-# make_venv.sh. The report is gpu_report/report.md.
+# LATTICE_GPU_PYTHON names the Python of a machine that has torch, and nothing is installed. Without
+# it the environment is .venv-gpu: that of `make venv`, with Triton. TORCH chooses the torch, as in
+# make_venv.sh. Results are gpu_report/STAGE.json and gpu_report/STAGE.log.gz.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-environment=.venv-gpu
-tools/make_venv.sh "$environment" gpu,dev
-PATH=$PWD/$environment/bin:$PATH
-export PATH
-python -m benchmarks.gpu "$@"
+python=${LATTICE_GPU_PYTHON:-}
+if [ -z "$python" ]; then
+    environment=.venv-gpu
+    tools/make_venv.sh "$environment" gpu,dev
+    python=$PWD/$environment/bin/python
+fi
+status=0
+for stage in A D B C; do
+    PYTHONPATH=. "$python" tools/gpu_session.py "$stage" --out gpu_report "$@" || status=1
+done
+exit "$status"

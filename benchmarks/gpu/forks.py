@@ -30,6 +30,7 @@ import pretrain_gpt
 from megatron.core.foundation import device
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([-+.\dEe]+|nan|inf)")
+Main = Callable[[], None] | None
 FOLDER = "{folder}"
 """In a run's flags: a folder of its case, the same for all its runs."""
 
@@ -82,8 +83,8 @@ class Outcome:
 class _Job:
     """A case while it runs."""
 
-    def __init__(self, case: Case, folder: Path, limit_s: float, *, forks: bool) -> None:
-        self.case, self.folder, self.forks = case, folder, forks
+    def __init__(self, case: Case, folder: Path, limit_s: float, main: Main, *, forks: bool):
+        self.case, self.folder, self.main, self.forks = case, folder, main, forks
         self.folder.mkdir(parents=True)
         self.log = folder / "log"
         self.begin = time.monotonic()
@@ -109,7 +110,7 @@ class _Job:
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
-                _train(words, variables | own, self.log, forks=self.forks)
+                _train(words, variables | own, self.log, self.main, forks=self.forks)
             self.pids[rank] = pid
 
     def poll(self) -> str | None:
@@ -167,7 +168,9 @@ class _Job:
                     self.statuses[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _train(words: list[str], variables: Mapping[str, str], log: Path, *, forks: bool) -> None:
+def _train(
+    words: list[str], variables: Mapping[str, str], log: Path, main: Main, *, forks: bool
+) -> None:
     """Be one rank, in a fork: train, and end this process. Without `forks` import all again."""
     status = 1
     try:
@@ -175,13 +178,16 @@ def _train(words: list[str], variables: Mapping[str, str], log: Path, *, forks: 
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(target, 1)
         os.dup2(target, 2)
+        # What was printed is there when the rank is killed.
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(variables)
         if not forks:
             os.chdir(Path(pretrain_gpt.__file__).parent)
             os.execv(sys.executable, [sys.executable, "pretrain_gpt.py", *words])
         torch.set_num_threads(1)
         sys.argv = ["pretrain_gpt.py", *words]
-        pretrain_gpt.main()
+        (main or pretrain_gpt.main)()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -222,6 +228,7 @@ def run_cases(
     cases: Sequence[Case],
     folder: Path,
     *,
+    main: Main = None,
     ranks_at_once: int,
     limit_s: float,
     whole_limit_s: float,
@@ -231,6 +238,7 @@ def run_cases(
 
     Args:
         folder: of logs and checkpoints; those of cases without problems are removed.
+        main: what a rank runs; by default that of `pretrain_gpt.py`.
         limit_s: seconds of one case; a case that hangs costs no more.
         whole_limit_s: seconds of all; a case that has not begun by then has the problem "no time".
         on_end: is called with each outcome, as soon as there is one.
@@ -249,7 +257,7 @@ def run_cases(
                 on_end(Outcome(case, "no time", 0.0, {}, ""))
                 continue
             place = folder / case.name.replace(" ", "-")
-            jobs.append(_Job(case, place, min(limit_s, left), forks=forks))
+            jobs.append(_Job(case, place, min(limit_s, left), main, forks=forks))
             room -= case.num_ranks
         jobs = [job for job in jobs if not _has_ended(job, on_end)]
         time.sleep(0.02)

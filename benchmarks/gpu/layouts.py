@@ -66,7 +66,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 SHORT = ("TP 2, SP", "ZeRO-1", "saved by TP 2, loaded by PP 2", "a rank killed")
 """Layouts of a rehearsal."""
 _LIMIT_S = 30
-_WHOLE_S = 140
+_WHOLE_S = 130
 _RANKS_AT_ONCE = 4
 
 

@@ -78,7 +78,7 @@ def test_a_crash_a_kill_and_a_lack_of_memory_cost_that_check_alone(tmp_path):
 def test_a_hang_costs_its_limit_and_its_children_are_ended(how, tmp_path):
     command = f"{how}sleep 1000 & echo $! > {tmp_path}/child; wait; sleep 1000"
     begin = time.monotonic()
-    status, _, found = run([Check("hang", command, 1), GOOD], tmp_path)
+    status, _, found = run([Check("hang", command, 0.2), GOOD], tmp_path)
     assert time.monotonic() - begin < 60
     assert (status, found["hang"]["status"], found["good"]["status"]) == (1, "time out", 0)
     assert not is_alive(int((tmp_path / "child").read_text()))

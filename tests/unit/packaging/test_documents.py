@@ -88,11 +88,11 @@ def test_links_and_named_files_exist(document):
 
 
 def test_make_targets_named_in_documents_exist():
-    targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     named = {
         target
         for document in DOCUMENTS
-        for target in re.findall(r"`make ([a-z]+)`|^make ([a-z]+)$", document.read_text(), re.M)
+        for target in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)$", document.read_text(), re.M)
         for target in target
         if target
     }
