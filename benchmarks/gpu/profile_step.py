@@ -9,6 +9,7 @@ and one for the step: time in which any kernel runs, time between kernels, launc
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -187,7 +188,9 @@ def main() -> None:
     more = ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(PROFILED),
             "--profile-step-end", str(PROFILED + 1)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        train([*words_of(work), *more], Path(folder))
+        # Without --tensorboard-dir, whose library may be missing, the trace is written here.
+        with contextlib.chdir(folder):
+            train([*words_of(work), *more], Path(folder))
         trace = Path(folder) / "trace-rank0.json"
         if "OUT" in os.environ:
             compressed = Path(os.environ["OUT"]) / "trace.json.gz"

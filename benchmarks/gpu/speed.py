@@ -68,7 +68,7 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
 
     metrics = folder / "metrics.jsonl"
     more = ["--log-throughput", "--metrics-jsonl", str(metrics)]
-    sys.argv = ["pretrain_gpt.py", *words, *more, "--tensorboard-dir", str(folder)]
+    sys.argv = ["pretrain_gpt.py", *words, *more]
     try:
         pretrain_gpt.main()
     except SystemExit as end:
