@@ -77,7 +77,7 @@ class Check:
 
 STAGES: dict[str, list[Check]] = {
     "A": [
-        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp; python3 -m"
+        Check("machine", "nvidia-smi; nproc; free -g; df -h /tmp /dev/shm; python3 -m"
               " benchmarks.gpu.probes --names machine {rehearse}", 25,
               rehearsal="python3 -m benchmarks.gpu.probes --names machine {rehearse}"),
         Check("probes", "python3 -m benchmarks.gpu.probes {rehearse}", 50),
@@ -249,7 +249,9 @@ def kill_all(each: Running, wait_s: float = 5.0) -> int:
     while True:
         found = [pid for pid in processes_with(each.token) if pid != each.child.pid]
         seen.update(found)
-        for pid in (*found, each.child.pid):
+        with suppress(OSError):
+            os.killpg(each.child.pid, signal.SIGKILL)
+        for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         each.child.poll()
@@ -360,7 +362,7 @@ def choose_nccl(*, shared: bool) -> str:
 
 
 def print_table(session: Session) -> None:
-    """Print each check, the first errors of those that failed, then rows as there is room."""
+    """Print each check, the first errors of those that failed, then as many rows as fit."""
     name = session.about["gpus"][0]["name"] if session.about["gpus"] else "no GPU"
     text = f"stage {session.stage}, {name}"
     text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
@@ -371,11 +373,11 @@ def print_table(session: Session) -> None:
         if each["errors"]:
             text += "\n" + "\n".join(f"    {x}" for x in each["errors"])[: 4000 // num_failed]
     with_rows = [each for each in session.found if each["rows"]]
-    room = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
+    budget = max(_PRINTED - len(text) - 60 * len(with_rows), 0) // max(len(with_rows), 1)
     for each in with_rows:
         rows = "\n".join(json.dumps(row, separators=(",", ":")) for row in each["rows"])
-        cut = f"\n... {len(rows) - room} characters more" * (len(rows) > room)
-        text += f"\n-- {each['check']}\n{rows[:room]}{cut}"
+        cut = f"\n... {len(rows) - budget} characters more" * (len(rows) > budget)
+        text += f"\n-- {each['check']}\n{rows[:budget]}{cut}"
     print(text[:_PRINTED], flush=True)
 
 

@@ -32,6 +32,12 @@ from typing import NamedTuple
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 _HEADER_BYTES = 16
 _SMALLEST_ENTRY = 64
+_ASK = """
+import ctypes, sys, torch
+number = ctypes.c_int()
+assert ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(number)) == 0
+print(f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}")
+"""
 KINDS = {1: "PTX", 2: "ELF"}
 
 
@@ -102,11 +108,11 @@ def put(packed: Path, library: Path) -> str:
         if not kept.exists():
             shutil.copy2(library, kept)
         os.replace(partial, library)
-        ask = [sys.executable, "-c", "import torch.distributed as d; print(d.is_nccl_available())"]
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=45)
-        if done.stdout.strip() == "True":
-            return "in place"
-        problem = done.stderr.strip()[-300:] or "torch has no NCCL"
+        done = subprocess.run([sys.executable, "-c", _ASK, str(library)], capture_output=True,
+                              text=True, timeout=45)  # fmt: skip
+        if done.returncode == 0 and done.stdout.strip():
+            return f"torch uses NCCL {done.stdout.strip()}"
+        problem = (done.stderr.splitlines() or ["torch does not import"])[-1]
     except (OSError, EOFError, lzma.LZMAError, subprocess.SubprocessError) as error:
         problem = f"{type(error).__name__}: {error}"
     return f"not in place: {problem}; {put_back(library)}"

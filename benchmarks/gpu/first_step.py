@@ -34,7 +34,7 @@ TOLERANCE = 5e-3
 to u = 2e-3 in other places, and the loss is a mean over thousands of tokens."""
 STEPS = 6
 _WAITS = "host waits: "
-_LIMIT_S = 40
+_LIMIT_S = 36
 _REPOSITORY = Path(pretrain_gpt.__file__).parent
 
 

@@ -31,6 +31,7 @@ from megatron.core.foundation import device
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([-+.\dEe]+|nan|inf)")
 Main = Callable[[], None] | None
+_FAILED, _NO_ACCELERATOR = 1, 2
 FOLDER = "{folder}"
 """In a run's flags: a folder of its case, the same for all its runs."""
 
@@ -200,17 +201,29 @@ def _train(
 
 
 def forks_can_compute() -> bool:
-    """Return whether a fork of this process can use the device."""
+    """Return whether a fork of this process can use the device.
+
+    Raises:
+        SystemExit: there is no accelerator, and LATTICE_DEVICE does not choose the CPU.
+    """
     pid = os.fork()
     if pid == 0:
-        status = 1
+        status = _FAILED
         try:
-            status = int(torch.ones(1, device=device.current_device()).item() != 1)
+            where = device.current_device()
+            is_wanted = where.type != "cpu" or os.environ.get("LATTICE_DEVICE") == "cpu"
+            if is_wanted and torch.ones(1, device=where).item() == 1:
+                status = 0
+            elif not is_wanted:
+                status = _NO_ACCELERATOR
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == _NO_ACCELERATOR:
+        raise SystemExit("Error: torch finds no accelerator; --rehearse runs tiny sizes on the CPU")
+    return status == 0
 
 
 def _free_port() -> int:
@@ -249,8 +262,8 @@ def run_cases(
     end = time.monotonic() + whole_limit_s
     waiting, jobs = list(cases), list[_Job]()
     while waiting or jobs:
-        room = ranks_at_once - sum(job.case.num_ranks for job in jobs)
-        while waiting and (waiting[0].num_ranks <= room or not jobs):
+        free_ranks = ranks_at_once - sum(job.case.num_ranks for job in jobs)
+        while waiting and (waiting[0].num_ranks <= free_ranks or not jobs):
             case = waiting.pop(0)
             left = end - time.monotonic()
             if left < 5:
@@ -258,7 +271,7 @@ def run_cases(
                 continue
             place = folder / case.name.replace(" ", "-")
             jobs.append(_Job(case, place, min(limit_s, left), main, forks=forks))
-            room -= case.num_ranks
+            free_ranks -= case.num_ranks
         jobs = [job for job in jobs if not _has_ended(job, on_end)]
         time.sleep(0.02)
 

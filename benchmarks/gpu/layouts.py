@@ -65,7 +65,13 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 """Name -> ranks, and flags."""
 SHORT = ("TP 2, SP", "ZeRO-1", "saved by TP 2, loaded by PP 2", "a rank killed")
 """Layouts of a rehearsal."""
-_LIMIT_S = 30
+_ENVIRONMENT = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}  # fmt: skip
+"""All ranks are on this machine, whose own name may have no address."""
+_LIMIT_S, _FIRST_LIMIT_S = 30, 45
+"""Seconds of a layout; the first compiles the kernels for all."""
 _WHOLE_S = 130
 _RANKS_AT_ONCE = 4
 
@@ -96,7 +102,7 @@ def _claim(name: str, num_ranks: int, text: str, backend: str) -> Claim:
         name=name,
         runs=tuple(Run(words=words_of(f"{given} {more}", steps), num_ranks=num_ranks)
                    for more, steps in runs),
-        environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+        environment=_ENVIRONMENT,
         loses_rank=name == "a rank killed",
     )  # fmt: skip
     dtype = "bf16" if "--bf16" in text else "fp32"
@@ -113,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = options.only or (SHORT if options.rehearse else tuple(LAYOUTS))
     end = time.monotonic() + _WHOLE_S
 
-    def run(some: Sequence[str], backend: str) -> bool:
+    def run(some: Sequence[str], backend: str, limit_s: float = _LIMIT_S) -> bool:
         found = [claim for claim in claims(backend) if claim.case.name in some]
-        return run_claims(found, ranks_at_once=_RANKS_AT_ONCE, limit_s=_LIMIT_S,
+        return run_claims(found, ranks_at_once=_RANKS_AT_ONCE, limit_s=limit_s,
                           whole_limit_s=end - time.monotonic())  # fmt: skip
 
     if os.environ.get("LATTICE_DEVICE") == "cpu":
         return 0 if run(chosen, "gloo") else 1
     # Where NCCL refuses ranks that share a GPU, one layout finds that out for all.
-    held = run(chosen[:1], "nccl")
+    held = run(chosen[:1], "nccl", _FIRST_LIMIT_S)
     others, backend = (chosen[1:], "nccl") if held else (chosen, "gloo")
     return 0 if run(others, backend) and held else 1
 

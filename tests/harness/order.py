@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 LONGEST = (
+    "tests/unit/gpu_machine/test_small_models.py",
     "tests/parity/test_context.py",
     "tests/unit/packaging/test_documents.py",
     "tests/distributed/models/test_examples.py",

@@ -44,7 +44,7 @@ def current_device() -> torch.device:
 def set_local_device(local_rank: int, *, backend: str = "nccl") -> torch.device:
     """Bind this process to the accelerator `local_rank`; no effect on CPU.
 
-    Where ranks may share an accelerator and there are fewer than ranks, they take turns: with a
+    Ranks share accelerators, rank r having number r modulo their count, where they may: with a
     backend other than NCCL, and with NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later).
 
     Raises:

@@ -12,10 +12,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import first_step, forks, layouts, paths
 from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, losses_of, run_cases
 from benchmarks.gpu.small_models import STEPS, TOLERANCES, Claim, expected_losses, print_outcome
+from megatron.core.foundation import device
 from megatron.planner.search_command import run_of_words
 from tools import gpu_session
 
@@ -213,3 +215,15 @@ def test_where_nccl_refuses_the_first_layout_the_others_run_by_gloo(monkeypatch)
     assert layouts.main([]) == 1
     assert ran[0] == ("nccl", "TP 2")
     assert ran[1:] == [("gloo", name) for name in layouts.LAYOUTS]
+
+
+def test_without_an_accelerator_a_check_ends_and_names_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.delenv("LATTICE_DEVICE")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    device.device_type.cache_clear()
+    outcomes = []
+    with pytest.raises(SystemExit, match="--rehearse"):
+        run_cases([CASE], tmp_path, ranks_at_once=1, limit_s=9, whole_limit_s=9,
+                  on_end=outcomes.append)  # fmt: skip
+    device.device_type.cache_clear()
+    assert not outcomes
