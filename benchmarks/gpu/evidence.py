@@ -11,13 +11,18 @@ compares them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.exit_status import tool
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import positional
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -36,16 +41,16 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
     """Write the stages below a directory to the file of their card and commit.
 
     Raises:
-        ValueError: there are none, a stage is a rehearsal, or a file would be too large.
+        DataError: there are none, a stage is a rehearsal, or a file would be too large.
     """
     stages = [json.loads(path.read_text("utf-8"))
               for name in STAGES for path in sorted(directory.rglob(f"{name}.json"))]  # fmt: skip
     if not stages:
-        raise ValueError(f"{directory} has no {', '.join(f'{s}.json' for s in STAGES)}")
+        raise DataError(f"{directory} has no {', '.join(f'{s}.json' for s in STAGES)}")
     written = []
     for stage in sorted(stages, key=lambda s: str(s["began"])):
         if stage["rehearsal"] or not stage["gpus"]:
-            raise ValueError(f"stage {stage['stage']} of {stage['began']} ran without a GPU")
+            raise DataError(f"stage {stage['stage']} of {stage['began']} ran without a GPU")
         card, commit = str(stage["gpus"][0]["name"]), str(stage["commit"])[:10]
         slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
         known = sorted(into.glob(f"20*-{slug}-{commit}.json"))
@@ -60,7 +65,7 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
         result["planner"] = _planner(result)
         text = json.dumps(result, indent=0) + "\n"
         if len(text) > MOST_BYTES:
-            raise ValueError(f"{path.name} would have {len(text)} bytes, more than {MOST_BYTES}")
+            raise DataError(f"{path.name} would have {len(text)} bytes, more than {MOST_BYTES}")
         into.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         written.append(path)
@@ -73,7 +78,6 @@ def _planner(result: Result) -> list[dict[str, Any]]:
     if not rows:
         return []
     from benchmarks.gpu.variants import calibrated, measured_runs
-    from megatron.core.foundation.errors import ConfigError
     from megatron.planner.step_command import gpu_of_card
 
     runs = measured_runs(rows)
@@ -200,21 +204,23 @@ def renewed(page: str, found: Sequence[Result], lines: Callable[[Result], Iterab
     return f"{BEGIN}\n{block(found, lines)}\n{END}".join(parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line contains."""
+
+    command: str = positional(choices=("join", "write"))
+    directories: tuple[Path, ...] = positional(metavar="DIRECTORY", default=())
+    """With the JSON files of stages, to join."""
+
+
+@tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Join results or write pages."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.evidence", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("join").add_argument("directory", type=Path)
-    commands.add_parser("write")
-    options = parser.parse_args(argv)
+    prog = "python -m benchmarks.gpu.evidence"
+    options = read_command_line(Flags, argv, prog=prog, description=__doc__)
     if options.command == "join":
-        try:
-            print(*join(options.directory), sep="\n")
-        except ValueError as error:
-            parser.error(str(error))
+        for directory in options.directories:
+            print(*join(directory), sep="\n")
         return 0
     found = results()
     for name, lines in PAGES.items():

@@ -7,6 +7,8 @@ import json
 import pytest
 
 from benchmarks.gpu import evidence
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.exit_status import ExitStatus
 
 CARD = "NVIDIA H100 80GB HBM3"
 
@@ -106,12 +108,11 @@ def test_a_stage_that_is_joined_later_is_added(tmp_path):
 
 @pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])
 def test_a_rehearsal_is_no_evidence(changed, tmp_path):
-    with pytest.raises(ValueError, match="without a GPU"):
+    with pytest.raises(DataError, match="without a GPU"):
         joined(tmp_path, stage("B", **changed))
     assert not (tmp_path / "results").exists()
 
 
 def test_a_directory_without_results_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        evidence.main(["join", str(tmp_path)])
+    assert evidence.main(["join", str(tmp_path)]) == ExitStatus.FAILED
     assert "has no A.json" in capsys.readouterr().err
