@@ -66,7 +66,7 @@ bridge: ## weights and recipes through megatron-bridge, as it is published, on t
 triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
-like-the-gpu-machine: ## what a session on a GPU starts, by the packages of such a machine, on the CPU
+like-the-gpu-machine: ## rehearse the GPU checks on the CPU, with the packages of a GPU machine
 	@tools/like_the_gpu_machine.sh $(PYTEST_ARGS)
 
 gpu: ## every check that needs a GPU, on those of this machine: is it right, how fast

@@ -50,6 +50,8 @@ _PRINTED = 11_000
 _LOG_BYTES = 4 << 20
 """What is read at each end of a log."""
 _TOKEN = "LATTICE_GPU_CHECK"
+_MEMORY = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+_PEERS = "python3 -m benchmarks.gpu.peers"
 _PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
 _ON_DEVICE = f"LATTICE_TEST_KERNELS_ON_DEVICE=1 {_PYTEST}"
 _NUMERICS = "$(ls tests/gpu_without_gpu/triton_kernels/numerics*.py)"
@@ -91,8 +93,24 @@ STAGES: dict[str, list[Check]] = {
         Check("layouts", "python3 -m benchmarks.gpu.layouts {rehearse}", 145),
         Check("rates", "python3 -m benchmarks.gpu.collectives {rehearse}", 14),
     ],
-    "B": [],
-    "C": [],
+    "B": [
+        Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 34),
+        Check("plain", f"{_MEMORY} {_PEERS} plain-compiled {{rehearse}}", 48),
+        Check("ours again", f"{_MEMORY} python3 -m benchmarks.gpu.speed", 28, rehearsal="true"),
+        Check("hf-liger", f"{_MEMORY} {_PEERS} hf-liger {{rehearse}}", 30),
+        Check("megatron-core", f"{_MEMORY} {_PEERS} megatron-core {{rehearse}}", 42),
+    ],
+    "C": [
+        Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 32),
+        Check("kernels", "python3 -m benchmarks.gpu.kernels --seconds 34 {rehearse}", 45,
+              rehearsal="python3 -m benchmarks.gpu.kernels {rehearse}"),
+        Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20 --seconds 72",
+              80, rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
+        Check("ncu", "if command -v ncu; then ncu --clock-control none --set basic -c 6 -k"
+              " 'regex:softmax|backward' python3 -m benchmarks.gpu.kernels --once; else echo"
+              """ 'ROW: {"not run": "ncu is not here"}'; fi""", 25,
+              rehearsal="python3 -m benchmarks.gpu.kernels --once {rehearse}"),
+    ],
 }  # fmt: skip
 """Every check by stage. B and C measure time: nothing runs beside them."""
 NCCL_STAGES = ("D",)

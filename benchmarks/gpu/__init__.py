@@ -1,1 +1,1 @@
-"""What there is to measure on the day a GPU is there: `make gpu`. It has never run on one."""
+"""What there is to measure on the day a GPU is there: `make gpu`."""

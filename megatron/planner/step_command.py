@@ -81,12 +81,17 @@ def prediction_for_log(
 
 
 def gpu_of_this_machine() -> Gpu:
-    """Return the data sheet of this process' accelerator, by the name it gives.
+    """Return the data sheet of this process' accelerator; see `gpu_of_card`."""
+    return gpu_of_card(device.device_name())
+
+
+def gpu_of_card(name: str) -> Gpu:
+    """Return the data sheet of a card by the name that its driver gives it.
 
     Raises:
         ConfigError: the planner does not know it.
     """
-    hardware, name = load_predictor().hardware, device.device_name()
+    hardware = load_predictor().hardware
     known = [kind for kind in hardware.gpus if kind in name]
     return gpu_named(max(known, key=len, default=name), hardware)
 

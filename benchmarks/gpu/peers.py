@@ -1,0 +1,351 @@
+"""Stage B: the step of `speed.py` by a peer, one peer in one process.
+
+    python -m benchmarks.gpu.peers plain-compiled        # or hf-liger, megatron-core
+    python -m benchmarks.gpu.peers hf-liger --rehearse   # a tiny model on the CPU
+
+A missing package is named in the row; only a rehearsal passes then. megatron-core's package has the
+name of ours, so LATTICE_PEER_SITE names the folder that `pip install --target` put it into, and
+this process imports nothing of our own `megatron`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.gpu import workload
+from benchmarks.gpu.workload import Row, Workload
+from benchmarks.plain_gpt import PlainLlama
+
+Step = Callable[[], float]
+"""Takes one step of all micro batches and returns the loss of the last one."""
+SITE = "LATTICE_PEER_SITE"
+LEARNING_RATE = 1e-4
+NUM_STEPS = 6
+"""With the first ones, some of which compile for many seconds."""
+
+
+class NotRunError(Exception):
+    """The peer cannot run here, in words for the row."""
+
+
+class MasterAdamW:
+    """torch's fused AdamW on fp32 copies of a model's bf16 weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.mains = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.mains, lr=LEARNING_RATE, fused=True)
+
+    def step(self) -> None:
+        """Update the fp32 weights from the bf16 gradients and write the bf16 weights."""
+        for main, parameter in zip(self.mains, self.parameters, strict=True):
+            main.grad = parameter.grad.float()
+        for parameter in self.parameters:
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(self.mains, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.mains)
+
+
+def text_of(work: Workload, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return tokens and labels [b, s] of each micro batch of a step."""
+    generator = torch.Generator().manual_seed(1)
+    shape = work.num_micro_batches, work.micro_batch, work.sizes.sequence + 1
+    text = torch.randint(work.sizes.vocab_size, shape, generator=generator).to(device)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in text]
+
+
+def simple_step(
+    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], work: Workload
+) -> Step:
+    """Return the step of a bf16 model whose gradients add up in bf16."""
+    optimizer = MasterAdamW(model)
+    text = text_of(work, optimizer.mains[0].device)
+
+    def step() -> float:
+        for tokens, labels in text:
+            loss = loss_of(tokens, labels)
+            (loss / len(text)).backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+def plain_compiled(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
+    """Return the step of `plain_gpt.PlainLlama` whose layers and loss are compiled.
+
+    Each layer is compiled by itself, which compiles once for all of them: the whole model at once
+    would take minutes to compile.
+    """
+    with _in_bf16(device):
+        model = PlainLlama(work.sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.02)
+    backend = "aot_eager" if is_rehearsal else "inductor"  # a C++ compiler takes a minute
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+    @torch.compile(backend=backend)
+    def loss_of_hidden_states(x: Tensor, labels: Tensor) -> Tensor:
+        logits = model.head(model.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), labels.flatten())
+
+    angles = model.angles.float()
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        x = model.words(tokens)
+        for block in model.blocks:
+            x = block(x, cos, sin)
+        return loss_of_hidden_states(x, labels)
+
+    return simple_step(model, loss_of, work)
+
+
+def hugging_face(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
+    """Return the step of Transformers' Llama with torch's attention and Liger's other kernels.
+
+    Raises:
+        NotRunError: in a rehearsal where Liger is installed: the model is patched, and its kernels
+            need a GPU.
+    """
+    transformers = _imported("transformers")
+    z = work.sizes
+    config = transformers.LlamaConfig(
+        vocab_size=z.vocab_size, hidden_size=z.hidden_size, intermediate_size=z.ffn_size,
+        num_hidden_layers=z.num_layers, num_attention_heads=z.num_heads,
+        num_key_value_heads=z.num_kv_heads, max_position_embeddings=z.sequence,
+        rms_norm_eps=z.epsilon, tie_word_embeddings=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    with _in_bf16(device):
+        model = transformers.LlamaForCausalLM(config).train()
+    liger = _imported("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama(
+        rope=True, swiglu=True, rms_norm=True, fused_linear_cross_entropy=False, model=model
+    )
+    loss_of_rows = liger.LigerFusedLinearCrossEntropyLoss()
+    if is_rehearsal:
+        raise NotRunError("Liger is applied to the model; its kernels need a GPU")
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        # What Liger's own forward of the whole model does: no logits are kept.
+        x = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return loss_of_rows(model.lm_head.weight, x.flatten(0, 1), labels.flatten())
+
+    return simple_step(model, loss_of, work)
+
+
+def megatron_core(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
+    """Return the step of megatron-core's local layers.
+
+    Its scores are in memory, [b, n, s, s], and computed again for backward, as its own scripts do
+    with `--recompute-activations`: without that the full workload does not fit.
+    """
+    _find_peer()
+    if is_rehearsal:
+        _answer_for_a_gpu()
+    parallel_state = _imported("megatron.core.parallel_state")
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.distributed.init_process_group(
+        "gloo" if is_rehearsal else "nccl",
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    z = work.sizes
+    config = TransformerConfig(
+        num_layers=z.num_layers, hidden_size=z.hidden_size, num_attention_heads=z.num_heads,
+        num_query_groups=z.num_kv_heads, ffn_hidden_size=z.ffn_size, normalization="RMSNorm",
+        layernorm_epsilon=z.epsilon, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
+        params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=is_rehearsal, bias_activation_fusion=True,
+        bias_dropout_fusion=True, cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="native", recompute_granularity="selective",
+    )  # fmt: skip
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=z.vocab_size,
+        max_sequence_length=z.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    chunk = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        module=model.bfloat16().to(device),
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, bf16=True, params_dtype=torch.bfloat16),
+        [chunk],
+    )
+    text = text_of(work, device)
+    positions = torch.arange(z.sequence, device=device).unsqueeze(0)
+
+    def step() -> float:
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        for tokens, labels in text:
+            # Without a mask its softmax makes the causal one.
+            loss = chunk(tokens, positions, None, labels=labels).float().mean()
+            (loss / len(text)).backward()
+        finalize_model_grads([chunk])
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
+@contextmanager
+def _in_bf16(device: torch.device) -> Iterator[None]:
+    """Let the block create bf16 weights on the device."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise NotRunError(f"{name} cannot be imported: {error}") from error
+
+
+def _find_peer() -> None:
+    """Let `megatron` be megatron-core's package, and not ours.
+
+    Raises:
+        NotRunError: there is none.
+    """
+    site = os.environ.get(SITE)
+    if not site or not (Path(site) / "megatron" / "core").is_dir():
+        raise NotRunError(f"megatron-core is missing: {SITE}={site or ''} has no megatron/core")
+    # A package with __init__.py is found before one without, wherever it is on the path.
+    others = [p for p in sys.path if not (Path(p or ".") / "megatron" / "__init__.py").exists()]
+    sys.path[:] = [site, *others]
+    assert "megatron" not in sys.modules
+
+
+class _CpuForGpu(TorchFunctionMode):
+    """Answers requests of megatron-core for a GPU with the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is Tensor.cuda:
+            return args[0]
+        if function is Tensor.type and len(args) == 1 and not kwargs:
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
+def _answer_for_a_gpu() -> None:
+    """Let megatron-core compute on the CPU, without compiling, for the rest of this process."""
+    gpu: Any = torch.get_device_module("cuda")
+    gpu.synchronize = gpu.empty_cache = lambda *_: None
+    gpu.current_device = lambda: "cpu"
+    gpu.manual_seed = lambda seed: None
+    gpu.get_rng_state = gpu.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.compiler.set_stance("force_eager")
+    softmax = _imported("megatron.core.fusions.fused_softmax")
+    softmax.get_default_causal_mask = lambda size: torch.ones(size, size).triu(1).bool()
+    _CpuForGpu().__enter__()
+
+
+PEERS: dict[str, Callable[..., Step]] = {
+    "plain-compiled": plain_compiled,
+    "hf-liger": hugging_face,
+    "megatron-core": megatron_core,
+}
+
+
+def measure(name: str, work: Workload, device: torch.device, *, is_rehearsal: bool) -> Row:
+    """Take the steps and return the row.
+
+    Raises:
+        NotRunError: the peer is not installed here.
+    """
+    before = workload.clocks()
+    step = PEERS[name](work, device, is_rehearsal=is_rehearsal)
+    seconds = []
+    for number in range(1, work.num_steps + 1):
+        begin = time.perf_counter()
+        loss = step()  # reads the loss, which waits for the device
+        seconds.append(time.perf_counter() - begin)
+        # If the process is killed at its limit, its log has these.
+        print(f"{name}: step {number} took {seconds[-1]:.3f} s, loss {loss:.4f}", flush=True)
+    peak = 0.0
+    if device.type != "cpu":
+        peak = torch.get_device_module(device.type).max_memory_allocated()
+    return workload.step_row(name, work, device, seconds, loss, peak, before)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one peer and print its row."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.peers", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--micro-batch", type=int, default=2, help="samples, default 2")
+    options = parser.parse_args(argv)
+    device = workload.choose_device(options.rehearse)
+    work = workload.workload(options.rehearse).with_micro_batch(options.micro_batch)
+    work = replace(work, num_steps=min(work.num_steps, NUM_STEPS))
+    try:
+        row = measure(options.peer, work, device, is_rehearsal=options.rehearse)
+    except NotRunError as error:
+        workload.print_row({"step": options.peer, "not run": str(error)})
+        return 0 if options.rehearse else 1
+    except torch.OutOfMemoryError as error:
+        text = str(error).splitlines()[0]
+        workload.print_row({"step": options.peer, "micro batch": work.micro_batch, "error": text})
+        if work.micro_batch == 1:
+            return 1
+        # A new process, since this one's memory may never be free again.
+        os.execv(sys.executable, [*sys.orig_argv, "--micro-batch", "1"])
+    workload.print_row(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Stage B: one training step of this project by `pretrain_gpt.py`, at the sizes of `workload.py`.
+
+    python -m benchmarks.gpu.speed                # on the GPU of this machine
+    python -m benchmarks.gpu.speed --rehearse     # a tiny model on the CPU
+
+Prints one row: time, tokens/s, TFLOP/s, MFU, peak memory beside the estimate of `--dry-run`, clocks
+before and after.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu import workload
+from benchmarks.gpu.workload import Row, Workload
+from megatron.core.foundation import device
+from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.settings.command_line import read_command_line
+from megatron.planner.memory import GIB
+from megatron.planner.search_command import run_of_words
+from megatron.training.cli.dry_run import memory_of_stages
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.reports.run_record import read_run
+from megatron.training.reports.scalar_files import STEP_TIME
+
+LOSS = "lm loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    rehearse: bool = False
+    """Run a tiny model on the CPU."""
+
+
+def words_of(work: Workload) -> list[str]:
+    """Return the flags of `pretrain_gpt.py` for a workload."""
+    z = work.sizes
+    text = (
+        f"--num-layers {z.num_layers} --hidden-size {z.hidden_size} --ffn-hidden-size {z.ffn_size}"
+        f" --num-attention-heads {z.num_heads} --group-query-attention"
+        f" --num-query-groups {z.num_kv_heads} --vocab-size {z.vocab_size} --bf16"
+        " --hidden-dropout 0 --attention-dropout 0 --swiglu --disable-bias-linear"
+        " --normalization RMSNorm --position-embedding-type rope"
+        " --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --mock-data"
+        f" --use-distributed-optimizer --seq-length {z.sequence}"
+        f" --max-position-embeddings {z.sequence} --micro-batch-size {work.micro_batch}"
+        f" --global-batch-size {work.micro_batch * work.num_micro_batches}"
+        f" --train-iters {work.num_steps} --rerun-mode disabled --lr 1e-4 --eval-iters 0"
+        " --log-interval 1"
+    )
+    return text.split()
+
+
+def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
+    """Train in this process, once; return the values of each step by the names of their curves.
+
+    Raises:
+        RuntimeError: the run failed; it has printed why, and its exception is the cause.
+    """
+    import pretrain_gpt
+
+    metrics = folder / "metrics.jsonl"
+    more = ["--log-throughput", "--metrics-jsonl", str(metrics)]
+    sys.argv = ["pretrain_gpt.py", *words, *more]
+    try:
+        pretrain_gpt.main()
+    except SystemExit as end:
+        if end.code:
+            text = f"pretrain_gpt.py ended with status {end.code}"
+            raise RuntimeError(text) from (end.__context__ or end)
+    return {name: list(curve.values) for name, curve in read_run(metrics).series.items()}
+
+
+def estimated_bytes(run: ResolvedRun) -> float:
+    """Return the dry run's estimate of a rank's peak memory."""
+    layout = pipeline_layout(run.transformer_config)
+    return max(s.total for s in memory_of_stages(run, ModelSize.from_settings(run), layout))
+
+
+def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:
+    """Train `work` with more flags and return its row.
+
+    Raises:
+        RuntimeError: the run failed or its loss is not finite.
+    """
+    words, before = [*words_of(work), *more], workload.clocks()
+    with tempfile.TemporaryDirectory() as folder:
+        curves = train(words, Path(folder))
+    row = workload.step_row(
+        name, work, device.current_device(), curves[STEP_TIME], curves[LOSS][-1],
+        device.peak_memory_bytes(), before,
+    )  # fmt: skip
+    estimate = estimated_bytes(run_of_words(words, 1)) / GIB
+    return row | {"dry run GiB": round(estimate, 2)}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = read_command_line(Flags, prog="python -m benchmarks.gpu.speed", description=__doc__)
+    workload.choose_device(options.rehearse)
+    workload.print_row(measure("ours", workload.workload(options.rehearse)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Stage C: the step of stage B with one thing changed at a time, four steps each.
+
+    python -m benchmarks.gpu.variants                     # all, those that matter most first
+    python -m benchmarks.gpu.variants --only base fp8     # some of them
+    python -m benchmarks.gpu.variants --rehearse          # tiny models on the CPU
+
+A row has time, tokens/s and peak memory beside the estimate of `--dry-run`. Each variant is a fork
+(`forks.py`): a variant that runs out of memory, crashes or hangs costs its own row alone.
+`calibrated` compares the rows with the planner; `benchmarks.gpu.evidence` calls it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import workload
+from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, run_cases
+from benchmarks.gpu.speed import measure, words_of
+from benchmarks.gpu.workload import Row, Workload
+from benchmarks.plain_gpt import Sizes
+from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.flags import flag
+from megatron.planner.cluster_calibration import calibrate_to_runs
+from megatron.planner.hardware import Gpu
+from megatron.planner.measured_run import MeasuredRun
+from megatron.planner.predictor import load_predictor
+from megatron.planner.run_layout import row_of_run
+from megatron.planner.search_command import run_of_words
+from megatron.planner.step_command import predicted_step
+
+NO_TIME = "no time"
+"""The problem of a case for which `run_cases` had no time."""
+OUT_OF_MEMORY = "out of memory"
+LLAMA_1B = Sizes(num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_size=8192,
+                 vocab_size=128256, sequence=4096)  # fmt: skip
+WITH_EXPERTS = Sizes(num_layers=4, hidden_size=2048, num_heads=16, num_kv_heads=4, ffn_size=8 * 768,
+                     vocab_size=128256, sequence=4096)  # fmt: skip
+"""The width of the 8 experts of a token counts for the FLOPs."""
+FINE_GRAINED = (
+    "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm"
+    " --moe-router-load-balancing-type none"
+)
+_NAME, _REHEARSES = "LATTICE_VARIANT", "LATTICE_VARIANT_REHEARSES"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change of the step.
+
+    Attributes:
+        flags: more flags of `pretrain_gpt.py`.
+        before: flags of a run before, which is not measured.
+        environment: variables that are set.
+        is_plannable: the planner has constants for it, and is calibrated to it.
+    """
+
+    name: str
+    flags: str = ""
+    micro_batch: int = 2
+    sequence: int = 4096
+    sizes: Sizes | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    is_plannable: bool = False
+    before: str = ""
+
+    def workload(self, is_rehearsal: bool) -> Workload:
+        """Return its step: two micro batches."""
+        if is_rehearsal:
+            sizes = workload.TINY.sizes
+        else:
+            sizes = replace(self.sizes or Workload().sizes, sequence=self.sequence)
+        steps = workload.WARM_UP_STEPS + (1 if is_rehearsal else 2)
+        return Workload(
+            sizes=sizes, micro_batch=self.micro_batch, num_micro_batches=2, num_steps=steps
+        )
+
+    def case(self, *, is_rehearsal: bool) -> Case:
+        """Return its runs."""
+        texts = [self.before] * bool(self.before) + [self.flags]
+        if is_rehearsal:
+            texts = [text.replace("experts 128", "experts 8").replace("size 768", "size 8")
+                     for text in texts]  # fmt: skip
+        variables = {_NAME: self.name, _REHEARSES: "1" * is_rehearsal, **dict(self.environment)}
+        runs = tuple(Run(words=tuple(text.split())) for text in texts)
+        return Case(name=self.name, runs=runs, environment=variables)
+
+
+GRAPHS = "--cuda-graph-impl local"
+VARIANTS = (
+    Variant("base", is_plannable=True),
+    Variant("without Triton", environment=(("LATTICE_TRITON", "0"),)),
+    Variant("1 x 4096", micro_batch=1, is_plannable=True),
+    Variant("4 x 4096", micro_batch=4, is_plannable=True),
+    Variant("1 x 8192", micro_batch=1, sequence=8192, is_plannable=True),
+    Variant("fused head and loss", "--cross-entropy-loss-fusion"),
+    Variant("1B, 1 x 4096", micro_batch=1, sizes=LLAMA_1B, is_plannable=True),
+    Variant("1B, 1 x 4096, graphs", GRAPHS, micro_batch=1, sizes=LLAMA_1B),
+    Variant("1B, 4 x 4096", micro_batch=4, sizes=LLAMA_1B, is_plannable=True),
+    Variant("experts", FINE_GRAINED, sizes=WITH_EXPERTS),
+    Variant("fp8", "--fp8-format hybrid --fp8-recipe tensorwise"),
+    Variant("1B, 4 x 4096, LoRA", f"--lora-rank 16 --pretrained-checkpoint {FOLDER}/model",
+            micro_batch=4, sizes=LLAMA_1B, before=f"--save {FOLDER}/model --no-save-optim"),
+    Variant("deterministic", "--deterministic-mode"),
+    Variant("graphs", GRAPHS),
+)  # fmt: skip
+"""By importance: the last may find no time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says."""
+
+    rehearse: bool = False
+    """Run tiny models on the CPU."""
+    only: tuple[str, ...] = flag((), choices=[each.name for each in VARIANTS])
+    """Names of variants. Default: all."""
+    seconds: float = 1e9
+    """Start no variant after this time."""
+    limit: float = 25.0
+    """Seconds after which a variant is killed."""
+
+
+def train_variant() -> None:
+    """Train and measure the variant that the environment names, and print its row."""
+    name, is_rehearsal = os.environ[_NAME], bool(os.environ[_REHEARSES])
+    variant = next(each for each in VARIANTS if each.name == name)
+    try:
+        row = measure(name, variant.workload(is_rehearsal), sys.argv[1:])
+    except Exception as error:
+        traceback.print_exc()
+        cause = error.__cause__ or error
+        kind = OUT_OF_MEMORY if isinstance(cause, torch.OutOfMemoryError) else type(cause).__name__
+        workload.print_row({"error": f"{kind}: {cause}"[:300]})
+        raise SystemExit(1) from error
+    workload.print_row(row)
+
+
+def row_of(outcome: Outcome) -> Row:
+    """Return the last row that a variant printed, or why there is none."""
+    printed = [line for line in outcome.log.splitlines() if line.startswith("ROW: ")]
+    row: Row = {"variant": outcome.case.name}
+    if outcome.problem:
+        row["not run" if outcome.problem == NO_TIME else "error"] = outcome.problem
+    return row | (json.loads(printed[-1][5:]) if printed else {})
+
+
+def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
+    """Yield the planner's time of each run before and after it is calibrated to all of them."""
+    before = load_predictor()
+    after = calibrate_to_runs(before, measured, gpu)
+    ratios = []
+    for each in measured:
+        prediction, _ = predicted_step(each.run, gpu)
+        later_s = float(after.seconds(row_of_run(each.run, gpu))[0])
+        ratios.append(each.step_s / later_s)
+        yield {
+            "plan of": each.name, "ms": 1e3 * each.step_s, "planned ms": 1e3 * prediction.seconds,
+            "after calibration ms": 1e3 * later_s,
+        }  # fmt: skip
+    yield {"measured/planned after calibration, median": statistics.median(ratios)}
+    for name, value in after.hardware.constants.items():
+        old = before.hardware.constants[name]
+        if abs(value / old - 1) > 1e-3:
+            yield {"constant": name, "published steps": old, "these runs": value}
+
+
+def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
+    """Return the runs among rows that the planner can predict."""
+    plannable = {each.name: each for each in VARIANTS if each.is_plannable}
+    found = []
+    for row in rows:
+        each = plannable.get(str(row["variant"]))
+        if each is not None and "ms" in row:
+            run = run_of_words(words_of(each.workload(False)), 1)
+            found.append(MeasuredRun(each.name, run, 1e-3 * float(str(row["ms"]))))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the variants; what runs out of memory is a result and no failure."""
+    prog = "python -m benchmarks.gpu.variants"
+    options = read_command_line(Flags, argv, prog=prog, description=__doc__)
+    if options.rehearse:
+        os.environ["LATTICE_DEVICE"] = "cpu"
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton")  # before the forks
+    failed: list[Row] = []
+
+    def keep(outcome: Outcome) -> None:
+        row = row_of(outcome)
+        workload.print_row(row)
+        if OUT_OF_MEMORY not in str(row.get("error", OUT_OF_MEMORY)):
+            print(outcome.log[-20_000:], flush=True)
+            failed.append(row)
+
+    chosen = [each for each in VARIANTS if not options.only or each.name in options.only]
+    cases = [each.case(is_rehearsal=options.rehearse) for each in chosen]
+    with tempfile.TemporaryDirectory(prefix="lattice-gpu-") as folder:
+        run_cases(
+            cases, Path(folder), main=train_variant, ranks_at_once=1, limit_s=options.limit,
+            whole_limit_s=options.seconds, on_end=keep,
+        )  # fmt: skip
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

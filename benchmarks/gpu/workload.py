@@ -1,0 +1,180 @@
+"""The training step that all rows of stages B and C measure, and how a row is made and printed.
+
+This module imports nothing of `megatron`: megatron-core's package has the same name as ours, and
+the process that measures megatron-core imports this module too.
+
+Legend: s sequence, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from benchmarks.plain_gpt import Sizes
+
+Row = dict[str, object]
+
+PEAK_FLOPS = 989e12
+"""Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
+WARM_UP_STEPS = 2
+"""First steps, which allocate and compile. `megatron.planner.measured_run` leaves out as many."""
+
+PREDICTED_MFU = {
+    "ours": (51.8, 60.7),
+    "plain-compiled": (48.0, 54.0),
+    "hf-liger": (46.0, 51.0),
+    "megatron-core": (38.0, 45.0),
+}
+"""Percent, before any GPU ran this. Ours: bytes and FLOPs of each kernel of the traced step at the
+rates of an H100 (products at 640 to 720 TFLOP/s); the lower value is the step whose cross entropy
+moves 20 bytes an element and whose weight gradients pass through bf16, the upper value has neither.
+The others: from published runs on several GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A Llama and the batches that it trains on, in bf16 with fp32 main weights.
+
+    Attributes:
+        micro_batch: samples of a micro batch.
+        num_micro_batches: of one step.
+        num_steps: with the `WARM_UP_STEPS` first ones.
+    """
+
+    sizes: Sizes = field(
+        default_factory=lambda: Sizes(
+            num_layers=8, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14336,
+            vocab_size=128256, sequence=4096,
+        )
+    )  # fmt: skip
+    micro_batch: int = 2
+    num_micro_batches: int = 8
+    num_steps: int = 8
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.micro_batch * self.num_micro_batches * self.sizes.sequence
+
+    def with_micro_batch(self, samples: int) -> Workload:
+        """Return the same step with micro batches of `samples` samples."""
+        number = self.micro_batch * self.num_micro_batches // samples
+        return replace(self, micro_batch=samples, num_micro_batches=number)
+
+
+TINY = Workload(
+    sizes=Sizes(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_size=64,
+                vocab_size=256, sequence=32),
+    num_micro_batches=2,
+    num_steps=WARM_UP_STEPS + 1,
+)  # fmt: skip
+
+
+def workload(is_rehearsal: bool) -> Workload:
+    """Return what is measured: 8 layers of the width of Llama 3 8B, or a tiny model."""
+    return TINY if is_rehearsal else Workload()
+
+
+def model_flops(sizes: Sizes, tokens: int) -> float:
+    """Return the FLOPs of a forward and a backward pass: the numerator of every MFU.
+
+    6 per weight of a matrix and token, the head's among them and the embedding's not, and the
+    causal half of attention: 118.2e12 for 8,192 tokens of the full workload.
+    """
+    h, head = sizes.hidden_size, sizes.hidden_size // sizes.num_heads
+    of_attention = h * (sizes.num_heads + 2 * sizes.num_kv_heads) * head + h * h
+    weights = sizes.num_layers * (of_attention + 3 * h * sizes.ffn_size) + h * sizes.vocab_size
+    # Two products of s x s with half of the scores: 2 * 2 * s * h / 2 forward, three times that.
+    attention = sizes.num_layers * 6.0 * sizes.sequence * h
+    return tokens * (6.0 * weights + attention)
+
+
+def choose_device(is_rehearsal: bool) -> torch.device:
+    """Return the device to measure, the CPU for a rehearsal.
+
+    Raises:
+        SystemExit: there is no accelerator and this is no rehearsal.
+    """
+    if is_rehearsal:
+        os.environ["LATTICE_DEVICE"] = "cpu"
+        torch.set_num_threads(1)  # of tiny tensors: the threads would wait for each other
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        raise SystemExit("torch finds no accelerator here; --rehearse runs tiny sizes on the CPU")
+    return torch.device(accelerator.type, 0)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's own name, or "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device.type).get_device_name())
+
+
+def clocks() -> Row:
+    """Return clock (MHz), power (W) and temperature (C) of the first GPU; empty without one."""
+    query = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        values = [float(word) for word in out.split(",")]
+        return dict(zip(("MHz", "W", "C"), values, strict=True))
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+
+
+def print_row(row: Row) -> None:
+    """Print a row where the runner finds it."""
+    print(f"ROW: {json.dumps(row)}", flush=True)
+
+
+def step_row(
+    name: str,
+    work: Workload,
+    device: torch.device,
+    seconds: Sequence[float],
+    loss: float,
+    peak_bytes: float,
+    before: Row,
+) -> Row:
+    """Return what one measured step shows.
+
+    Args:
+        seconds: of each step, the first ones too.
+        loss: of the last step.
+        before: `clocks` before the first step.
+    Raises:
+        RuntimeError: the loss is not finite: the time of such a step means nothing.
+    """
+    if not math.isfinite(loss):
+        raise RuntimeError(f"{name}: the loss of the last step is {loss}")
+    step_s = statistics.median(seconds[WARM_UP_STEPS:])
+    tflops = 1e-12 * model_flops(work.sizes, work.tokens) / step_s
+    row: Row = {
+        "step": name,
+        "device": device_name(device),
+        "micro batches": f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}",
+        "ms": round(1e3 * step_s, 2),
+        "fastest ms": round(1e3 * min(seconds[WARM_UP_STEPS:]), 2),
+        "slowest ms": round(1e3 * max(seconds[WARM_UP_STEPS:]), 2),
+        "tokens/s": round(work.tokens / step_s),
+        "TFLOP/s": round(tflops, 1),
+        "peak GiB": round(peak_bytes / 2**30, 2),
+        "loss": round(loss, 4),
+        "before": before,
+        "after": clocks(),
+    }
+    if device.type != "cpu":
+        row["MFU %"] = round(1e14 * tflops / PEAK_FLOPS, 2)
+    if name in PREDICTED_MFU:
+        row["predicted MFU %"] = list(PREDICTED_MFU[name])
+    return row

@@ -1,0 +1,118 @@
+"""What README and docs say of GPUs is what the files of results show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.gpu import evidence
+from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.exit_status import ExitStatus
+
+CARD = "NVIDIA H100 80GB HBM3"
+
+
+def stage(name="B", card=CARD, commit="0123456789abcdef", **changed):
+    checks = {
+        "A": [
+            {"check": "machine", "status": 0, "seconds": 3.0, "rows": [], "errors": []},
+            {"check": "tests", "status": "time out", "seconds": 9.0, "rows": [], "errors": ["x"]},
+            {"check": "paths", "status": 1, "seconds": 9.0, "errors": [], "rows": [
+                {"case": "experts", "dtype": "bf16", "ok": True},
+                {"case": "graphs", "dtype": "fp32", "ok": False},
+            ]},
+            {"check": "numerics", "status": "no time", "seconds": 0.0, "rows": [], "errors": []},
+        ],
+        "B": [
+            {"check": "ours", "status": 0, "seconds": 30.0, "errors": [], "rows": [
+                {"step": "ours", "ms": 1757.5, "tokens/s": 37289, "MFU %": 54.4,
+                 "predicted MFU %": [51.8, 60.7]},
+            ]},
+            {"check": "megatron-core", "status": 1, "seconds": 30.0, "errors": [], "rows": [
+                {"step": "megatron-core", "ms": 1.25, "MFU %": 99.0},
+            ]},
+        ],
+    }  # fmt: skip
+    gpus = [{"name": card}] if card else []
+    return {"stage": name, "rehearsal": False, "began": "2026-12-01T10:00:00+00:00",
+            "commit": commit, "gpus": gpus, "torch": "2.11.0+cu130",
+            "checks": checks[name]} | changed  # fmt: skip
+
+
+def joined(tmp_path, *stages):
+    for place, each in enumerate(stages):
+        folder = tmp_path / f"session{place}"
+        folder.mkdir()
+        (folder / f"{each['stage']}.json").write_text(json.dumps(each))
+    return evidence.join(tmp_path, tmp_path / "results")
+
+
+def texts(tmp_path):
+    found = evidence.results(tmp_path / "results")
+    return {page: evidence.block(found, lines) for page, lines in evidence.PAGES.items()}
+
+
+@pytest.mark.parametrize("page", evidence.PAGES)
+def test_a_page_has_what_the_files_show(page):
+    text = (evidence.ROOT / page).read_text()
+    assert text == evidence.renewed(text, evidence.results(), evidence.PAGES[page])
+
+
+def test_files_of_results_are_small():
+    for path in evidence.RESULTS.glob("20*.json"):
+        assert path.stat().st_size <= evidence.MOST_BYTES
+
+
+def test_without_a_file_nothing_has_run(tmp_path):
+    for text in texts(tmp_path).values():
+        assert text == evidence.NOTHING
+
+
+def test_checks_and_paths_that_passed_have_run_on_that_card_at_that_commit(tmp_path):
+    (path,) = joined(tmp_path, stage("A"), stage("B"))
+    assert path.name == "2026-12-01-nvidia-h100-80gb-hbm3-0123456789.json"
+    for text in texts(tmp_path).values():
+        assert evidence.NOTHING not in text
+        assert f"**{CARD}**, commit `0123456789`, 2026-12-01 (torch 2.11.0+cu130)" in text
+        assert "- passed: A machine; B ours\n" in text
+        assert "- paths that ran: experts (bf16)\n" in text
+        assert "| ours | 1,758 | 37289 |  | 54.4 | 51.8 to 60.7 |  |  |" in text
+
+
+def test_what_failed_is_not_called_run(tmp_path):
+    joined(tmp_path, stage("A"), stage("B"))
+    for text in texts(tmp_path).values():
+        assert "- failed: A tests (time out); A paths (1); B megatron-core (1)\n" in text
+        assert "- did not run: A numerics\n" in text
+        assert "- paths that failed: graphs (fp32)\n" in text
+        assert "99" not in text
+
+
+def test_two_cards_are_two_files(tmp_path):
+    paths = joined(tmp_path, stage("B"), stage("B", card="NVIDIA H200"))
+    assert [path.name for path in paths] == [
+        "2026-12-01-nvidia-h100-80gb-hbm3-0123456789.json", "2026-12-01-nvidia-h200-0123456789.json"
+    ]  # fmt: skip
+    for text in texts(tmp_path).values():
+        assert text.count("commit `0123456789`") == 2
+
+
+def test_a_stage_that_is_joined_later_is_added(tmp_path):
+    joined(tmp_path, stage("A"))
+    (tmp_path / "session0" / "A.json").unlink()
+    (tmp_path / "session0" / "B.json").write_text(json.dumps(stage("B")))
+    (path,) = evidence.join(tmp_path / "session0", tmp_path / "results")
+    assert set(json.loads(path.read_text())["stages"]) == {"A", "B"}
+
+
+@pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])
+def test_a_rehearsal_is_no_evidence(changed, tmp_path):
+    with pytest.raises(DataError, match="without a GPU"):
+        joined(tmp_path, stage("B", **changed))
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_directory_without_results_is_refused(tmp_path, capsys):
+    assert evidence.main(["join", str(tmp_path)]) == ExitStatus.FAILED
+    assert "has no A.json" in capsys.readouterr().err
