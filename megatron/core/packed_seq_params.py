@@ -129,6 +129,16 @@ class Documents(PackedSeqParams):
         return self.seq_idx
 
     @functools.cached_property
+    def numbered(self) -> tuple[Tensor, int]:
+        """(The number of each position's document in the micro batch, int64 [b, s]; how many.)
+
+        The host reads how many from the device, once for all layers.
+        """
+        begins = torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (1, 0), value=True)
+        numbers = (begins.flatten().cumsum(0) - 1).view_as(self.ids)
+        return numbers, int(numbers[-1, -1]) + 1
+
+    @functools.cached_property
     def attention_mask(self) -> Tensor:
         """Bool [b, 1, s, s], True where a causal attention within documents hides a key.
 

@@ -227,7 +227,10 @@ def _packing(
         rank=groups.dp_cp.rank(),
         num_ranks=groups.dp_cp.size(),
         max_tokens=parallel.max_seqlen_per_dp_cp_rank or run.model.seq_length,
-        divisor=groups.tp.size() if parallel.sequence_parallel else 1,
+        # Tensor-parallel ranks route different tokens.
+        divisor=groups.tp.size()
+        if parallel.sequence_parallel or run.experts.num_moe_experts
+        else 1,
         microbatch_multiple=groups.pp.size(),
     )
     return Packing(dataset, share, work_of_sample(run), batch_size, first_sample)

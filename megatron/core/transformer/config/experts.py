@@ -129,6 +129,12 @@ class ExpertConfig(ExpertExchangeConfig):
         return {m: c for m, c in chosen if m.endswith("aux_loss") and c > 0}
 
     @property
+    def counts_by_sequence(self) -> bool:
+        """Whether what a router computes depends on where a sequence begins and ends."""
+        has_capacity = self.moe_expert_capacity_factor is not None
+        return has_capacity or "seq_aux_loss" in self.balance_losses()
+
+    @property
     def routes_by_sinkhorn(self) -> bool:
         """Whether experts are chosen by balanced assignment."""
         return "sinkhorn" in _as_list(self.moe_router_load_balancing_type)
