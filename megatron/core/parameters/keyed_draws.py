@@ -90,7 +90,9 @@ class ActivationDraw:
         for sample in range(x.shape[1]):
             absolute: int | Tensor = self.first_sample + sample
             if joined is not None:
-                absolute, rows = (each.to(x.device)[rows] for each in (joined.numbers, joined.positions))
+                absolute, rows = (
+                    each.to(x.device)[rows] for each in (joined.numbers, joined.positions)
+                )
             for part, words in keyed_word_blocks(self.seed, rows, flat.shape[2], sample=absolute):
                 flat[part, sample] = value_of(words).to(x.dtype)
         return drawn

@@ -266,9 +266,7 @@ def _has_aux_losses(context: TrainingContext) -> bool:
     return bool(of_routers or config.trains_indexer)
 
 
-def _with_tokens(
-    context: TrainingContext, data: Any, plan: StepPlan
-) -> tuple[Any, Tensor | None]:
+def _with_tokens(context: TrainingContext, data: Any, plan: StepPlan) -> tuple[Any, Tensor | None]:
     """Read the micro batches of a step, and count what their losses are divided by.
 
     Returns:

@@ -183,9 +183,7 @@ class ExpertLoad:
         rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
         return torch.cat([assignments.double(), rest])
 
-    def finish_step(
-        self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str]
-    ) -> None:
+    def finish_step(self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str]) -> None:
         """Take the sums over all ranks of what `packed` returned.
 
         Args:

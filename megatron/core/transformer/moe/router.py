@@ -274,7 +274,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         batch = TokenGroups.of_all(shape, logits.device)
         if joined is not None:
             own = rows_of_rank(shape[0], self.pg_collection).positions(logits.device)
-            batch = TokenGroups(joined.places.to(logits.device)[own, None], joined.count)
+            places = joined.places.to(logits.device)[own, None]
+            batch = TokenGroups(places, max(joined.count, 1))
         num_tokens: Tensor | float = float(shape[0] * shape[1] * self._ranks_per_sample)
         weights = scores.new_full((1, 1), 1.0 / num_tokens)
         real = None
@@ -299,7 +300,9 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
                 if joined is None:
                     in_groups = in_groups / (lengths > 0).sum().clamp(min=1)
                 else:
-                    in_groups = in_groups / joined.num_sequences.to(logits.device)[own, None]
+                    in_groups = in_groups / joined.num_sequences.to(logits.device)[own, None].clamp(
+                        min=1
+                    )
             part = load_balancing_loss(scores, _shares(counts), in_groups, groups)
             parts["seq_aux_loss"] = losses["seq_aux_loss"], part
         if "global_aux_loss" in losses:
