@@ -359,7 +359,7 @@ def _check_losses(
     if found is not None:
         microbatch, name, value = found
         first, count = state.consumed_train_samples, plan.global_batch_size
-        if plan.sample_lengths is None:  # else a micro batch is a row of some of them
+        if context.data.train_packing is None:  # else a micro batch is a row of some of them
             row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
             first, count = first + row * plan.micro_batch_size, plan.micro_batch_size
         problem = NumericsError(
