@@ -28,12 +28,12 @@ def write_corpus(prefix: Path) -> None:
 
 
 def write_conversations(prefix: Path, most: int) -> None:
-    """Write PREFIX and PREFIX_mask, as `tools/preprocess_data.py --sft` does: 400 packs of at most
+    """Write PREFIX and PREFIX_mask, as `tools/preprocess_data.py --sft` does: 800 packs of at most
     15 tokens, each of 1 to `most` conversations, a part of which is learned."""
     rng = np.random.default_rng(most)
     names = {"": np.uint16, "_mask": np.uint8}
     builders = {n: IndexedDatasetBuilder(f"{prefix}{n}.bin", dtype=d) for n, d in names.items()}
-    for _ in range(400):
+    for _ in range(800):
         lengths = rng.integers(2, 15 // most + 1, size=rng.integers(1, most + 1)).tolist()
         total = sum(lengths)
         tokens, mask = rng.integers(0, VOCABULARY - 1, size=total), rng.integers(0, 2, size=total)

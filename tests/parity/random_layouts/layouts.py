@@ -113,13 +113,16 @@ def _may_share_rows(s: Settings) -> bool:
         and not {"fp8-format", "fp4-format", "dataloader-type", "lora-dropout"} & set(s)
         and not {"a2a", "a2a+p2p"} & set(kinds)
         and s.get("moe-router-load-balancing-type") != "sinkhorn"
-        and "moe-pad-expert-input-to-capacity" not in s
+        and not {"moe-pad-expert-input-to-capacity", "dsa-indexer-loss-coeff"} & set(s)
     )
 
 
 SHARED_ROWS = (
     switch("hybrid-context-parallel", 0.6, _may_share_rows),
-    Option("max-seqlen-per-dp-cp-rank", {16: 1, 24: 1, 160: 1}, given("hybrid-context-parallel")),
+    Option("max-seqlen-per-dp-cp-rank", {160: 1},
+           lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") > 24),
+    Option("max-seqlen-per-dp-cp-rank", {16: 1, 24: 1, 160: 1},
+           lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") <= 24),
 )
 """A rank holds one pack at least."""
 
