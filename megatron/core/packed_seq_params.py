@@ -109,6 +109,9 @@ class PackedSeqParams:
 class Documents(PackedSeqParams):
     """Packing as layers read it: `seq_idx` is [b, s] on the model's device, and was checked."""
 
+    padding_mask: Tensor | None = None
+    """Bool [b, s/cp], True where this rank has no token. None: there is no padding."""
+
     def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
         """Return self, if it is of this micro batch.
 

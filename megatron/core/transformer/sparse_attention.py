@@ -27,7 +27,7 @@ from megatron.core.kernels.sparse_attention import (
     hidden_keys,
     index_scores,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.aux_loss import attach_aux_loss
@@ -115,13 +115,17 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             sum_over_ranks=self._sum_over_heads,
         )
         keys = [whole_sequence(x, cp) for x in (key, value, index_key)]
+        counted = None
+        if isinstance(packed_seq_params, Documents) and packed_seq_params.padding_mask is not None:
+            counted = ~packed_seq_params.padding_mask
         outs, losses = [], []
         most = max(query.shape[2], index_query.shape[2]) * b * total
         for local, rows in self._blocks(query.shape[0], max(1, BLOCK_ELEMENTS // most)):
             ((begin, end),) = rows.ranges
             _, last = key_range(begin, end, total, options.mask.window)
             hidden = hidden_keys(spec, begin, end, last, local, query.device)
-            attend = partial(attend_rows, hidden=hidden, rows=rows, spec=spec)
+            own = None if counted is None else counted[:, local]
+            attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
             block = [x[local] for x in (query, index_query, index_weights)]
             tensors = (*block, *(x[:last] for x in keys), options.sink)
             out, loss = _Recomputed.apply(attend, *tensors)
@@ -130,7 +134,9 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         attended = torch.cat(outs)
         if compared is Compared.NOTHING:
             return attended
-        num_tokens = float(total * b)
+        num_tokens: Tensor | float = float(total * b)
+        if counted is not None:
+            num_tokens = collectives.all_reduce(counted.sum().float(), cp).clamp(min=1)
         part = torch.stack(losses).sum() / num_tokens
         coefficient = self.config.dsa_indexer_loss_coeff
         assert coefficient is not None and self.indexer_loss is not None

@@ -1,4 +1,4 @@
-"""What a router counts and loses in training: of tokens, not of padding, in every layout."""
+"""What routers and indexers count and lose: of tokens, not of padding, in every layout."""
 
 import pytest
 
@@ -17,6 +17,13 @@ TRAINED = (
     f" --vocab-size {VOCABULARY} --adam-eps 1e-5 --make-vocab-size-divisible-by 1"
 )
 LATER = f"{COUNTED} --moe-latent-size 12 --mtp-num-layers 1 --moe-token-drop-policy position"
+INDEXED = (
+    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu"
+    " --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6"
+    " --qk-pos-emb-head-dim 4 --v-head-dim 8 --experimental-attention-variant dsa"
+    " --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 3"
+    " --dsa-indexer-loss-coeff 0.5"
+)
 LAYOUTS = {
     "tp2 sp": (COUNTED, "--tensor-model-parallel-size 2 --sequence-parallel", {"tp": 2}),
     "tp2 recompute": (LATER, "--tensor-model-parallel-size 2 --moe-layer-recompute", {"tp": 2}),
@@ -27,6 +34,7 @@ LAYOUTS = {
         " --recompute-num-layers 1",
         {"pp": 2},
     ),
+    "cp2 indexer": (INDEXED, "--context-parallel-size 2", {"cp": 2}),
     "ep2": (COUNTED, "--expert-model-parallel-size 2", {"ep": 2}),
 }
 
@@ -50,14 +58,14 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("word", ["SINGLE_CONVERSATIONS", "PACKED_CONVERSATIONS"])
-@pytest.mark.parametrize("flags", [COUNTED, LATER])
+@pytest.mark.parametrize("flags", [COUNTED, LATER, INDEXED])
 def test_how_far_samples_are_padded_changes_nothing(corpora, word, flags):
     short, long = (gradients(corpora[word], flags, length) for length in (16, 48))
     assert_same(long, short, FP32_REORDERED_SUM)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_padding_is_known_to_routers_in_every_layout(corpora, name):
+def test_padding_is_known_in_every_layout(corpora, name):
     model, flags, layout = LAYOUTS[name]
     corpus = corpora["PACKED_CONVERSATIONS"]
     expected = gradients(corpus, model, 16)

@@ -119,10 +119,16 @@ def _may_share_rows(s: Settings) -> bool:
 
 SHARED_ROWS = (
     switch("hybrid-context-parallel", 0.6, _may_share_rows),
-    Option("max-seqlen-per-dp-cp-rank", {160: 1},
-           lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") > 24),
-    Option("max-seqlen-per-dp-cp-rank", {16: 1, 24: 1, 160: 1},
-           lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") <= 24),
+    Option(
+        "max-seqlen-per-dp-cp-rank",
+        {160: 1},
+        lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") > 24,
+    ),
+    Option(
+        "max-seqlen-per-dp-cp-rank",
+        {16: 1, 24: 1, 160: 1},
+        lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") <= 24,
+    ),
 )
 """A rank holds one pack at least."""
 
