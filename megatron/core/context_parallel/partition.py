@@ -57,7 +57,7 @@ def share_microbatch(batch: Mapping[str, Any]) -> None:
     size, step = batch.get("local_cp_size"), current_step()
     step.cp_group = None if size is None else resolve_groups(None).hybrid_cp[int(size)]
     samples = None
-    if size is not None:
+    if "joined_samples" in batch:
         places, numbers, positions, num_sequences = batch["joined_samples"][0]
         first = rng_state().first_sample_of_step
         count = int(batch["num_joined_samples"])

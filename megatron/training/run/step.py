@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,12 @@ from megatron.core.transport.object_collectives import (
     broadcast_object,
     raise_on_all_ranks,
 )
-from megatron.core.utils import as_list, get_model_config
+from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.loss_reduction import LossTable, Report, UnreadLosses
+from megatron.training.run.loss_tokens import with_loss_tokens
 from megatron.training.run.state import StepResult, TrainState, UnreadStep
 
 
@@ -244,8 +244,8 @@ def forward_backward(
         dp_size=context.groups.dp.size(),
     )
     model = context.model if len(context.model) > 1 else context.model[0]
-    if not forward_only and context.config.calculate_per_token_loss and _has_aux_losses(context):
-        data, options["tokens_per_microbatch"] = _with_tokens(context, data, plan)
+    if not forward_only and context.config.calculate_per_token_loss:
+        data, options["tokens_per_microbatch"] = with_loss_tokens(context, data, plan)
     return context.forward_backward(
         forward_step_func=context.forward_step,
         data_iterator=data,
@@ -258,44 +258,6 @@ def forward_backward(
         pg_collection=context.groups,
         **options,
     )
-
-
-def _has_aux_losses(context: TrainingContext) -> bool:
-    config = context.config
-    of_routers = config.num_moe_experts and (config.balance_losses() or config.moe_z_loss_coeff)
-    return bool(of_routers or config.trains_indexer)
-
-
-def _with_tokens(context: TrainingContext, data: Any, plan: StepPlan) -> tuple[Any, Tensor | None]:
-    """Read the micro batches of a step, and count what their losses are divided by.
-
-    Returns:
-        (iterators over them, tokens of the loss of all replicas per micro batch, []; None where
-        micro batches have no `loss_mask`).
-    Communication:
-        two maxima and a sum of two numbers, over `pp`, `tp` and `dp_cp`.
-    """
-    groups, iterators = context.groups, as_list(data)
-    read = [list(itertools.islice(it or (), plan.num_microbatches)) for it in iterators]
-    counted = torch.zeros(2, dtype=torch.float64)
-    for batch in max(read, key=len, default=[]):
-        mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
-        if mask is not None:
-            sharing = int(batch.get("local_cp_size", groups.cp.size()))
-            counted += torch.stack((mask.sum(dtype=torch.float64).cpu(), torch.ones(()))) / sharing
-    counted = counted.to(device.current_device())
-    for group in (groups.pp, groups.tp):  # a stage, or a rank, may read no data
-        backend.all_reduce(counted, group, dist.ReduceOp.MAX)
-    backend.all_reduce(counted, groups.dp_cp)
-    given = [
-        None if it is None else itertools.chain(batches, it)
-        for it, batches in zip(iterators, read, strict=True)
-    ]
-    known = given if isinstance(data, list) else given[0]
-    if not counted[1]:
-        return known, None
-    num_microbatches = plan.global_batch_size // plan.micro_batch_size
-    return known, (counted[0].clamp(min=1) / num_microbatches).float()
 
 
 def loss_table(context: TrainingContext, reports: Sequence[Report]) -> LossTable:

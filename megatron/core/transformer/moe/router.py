@@ -235,6 +235,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         """
         config, policy = self.config, self.config.moe_token_drop_policy
         chosen, numbers = choice.routing_map.view(shape), None
+        if sequences is None and is_token is not None:
+            sequences = TokenGroups.of_samples(shape, chosen.device)
         # A weight may be rounded to zero where an expert is chosen: two values in one message.
         marked = torch.where(chosen, choice.probs.detach().view(shape), -1.0)
         own = rows_of_rank(shape[0], self.pg_collection).positions(marked.device)
@@ -245,16 +247,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             gathered = [collectives.all_gather(x.contiguous(), group) for x in gathered]
         order = gathered[1].argsort()
         full = gathered[0][order]
-        if sequences is not None:
-            numbers = TokenGroups(gathered[2][order], sequences.count)
-        elif is_token is not None:
-            numbers = TokenGroups.of_samples(full.shape, full.device)
         capacity: int | Tensor = expert_capacity(config, len(full))
-        if numbers is not None:
-            real = (full >= 0).any(-1).flatten().long()
-            lengths = numbers.of_tokens(numbers.sums(real)).view(-1, 1).expand(real.numel(), 1)
-            capacity = expert_capacities(config, lengths.view(*full.shape[:2], 1))
-        kept = apply_capacity(full, full >= 0, capacity, policy, numbers and numbers.numbers)
+        if sequences is not None:
+            numbers = gathered[2][order]
+            lengths = TokenGroups(numbers, sequences.count).sums(
+                (full >= 0).any(-1).long().flatten()
+            )
+            capacity = expert_capacities(config, lengths[numbers, None])
+        kept = apply_capacity(full, full >= 0, capacity, policy, numbers)
         return kept[own].flatten(0, 1)
 
     def _with_losses(
@@ -276,9 +276,9 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             own = rows_of_rank(shape[0], self.pg_collection).positions(logits.device)
             places = joined.places.to(logits.device)[own, None]
             batch = TokenGroups(places, max(joined.count, 1))
-        num_tokens: Tensor | float = float(shape[0] * shape[1] * self._ranks_per_sample)
-        weights = scores.new_full((1, 1), 1.0 / num_tokens)
-        real = None
+        count = float(shape[0] * shape[1] * self._ranks_per_sample)
+        num_tokens: Tensor | float = count
+        weights, real = scores.new_full((1, 1), 1.0 / count), None
         if is_token is not None or joined is not None:
             real = scores.new_ones(len(scores), 1)
             if is_token is not None:
