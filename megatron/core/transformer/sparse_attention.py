@@ -34,7 +34,7 @@ from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.topology.group import Group
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.indexer import Indexer, IndexerSubmodules
 from megatron.core.transformer.indexer_loss import IndexedAttention, IndexerLoss
@@ -103,6 +103,8 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             )
         mask_type = attn_mask_type or self.attn_mask_type
         options = self._options(query, mask_type, packed_seq_params, attention_mask, None)
+        if options.max_logits is not None:
+            query, key = without_padding(query, key, packed_seq_params)
         spec = SparseSpec(
             options=options,
             topk=self.topk,

@@ -17,6 +17,10 @@ TRAINED = (
     f" --vocab-size {VOCABULARY} --adam-eps 1e-5 --make-vocab-size-divisible-by 1"
 )
 LATER = f"{COUNTED} --moe-latent-size 12 --mtp-num-layers 1 --moe-token-drop-policy position"
+CLIPPED = (
+    "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu"
+    " --qk-clip --qk-clip-threshold 0.001"
+)
 INDEXED = (
     "--num-layers 2 --position-embedding-type rope --normalization RMSNorm --swiglu"
     " --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6"
@@ -58,7 +62,7 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("word", ["SINGLE_CONVERSATIONS", "PACKED_CONVERSATIONS"])
-@pytest.mark.parametrize("flags", [COUNTED, LATER, INDEXED])
+@pytest.mark.parametrize("flags", [COUNTED, LATER, INDEXED, CLIPPED])
 def test_how_far_samples_are_padded_changes_nothing(corpora, word, flags):
     short, long = (gradients(corpora[word], flags, length) for length in (16, 48))
     assert_same(long, short, FP32_REORDERED_SUM)
