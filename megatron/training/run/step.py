@@ -27,8 +27,12 @@ from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import FlopConvention, training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
-from megatron.training.run.loss_reduction import LossTable, Report, UnreadLosses
-from megatron.training.run.loss_tokens import with_loss_tokens
+from megatron.training.run.loss_reduction import (
+    LossTable,
+    Report,
+    UnreadLosses,
+    with_loss_tokens,
+)
 from megatron.training.run.state import StepResult, TrainState, UnreadStep
 
 
@@ -245,7 +249,11 @@ def forward_backward(
     )
     model = context.model if len(context.model) > 1 else context.model[0]
     if not forward_only and context.config.calculate_per_token_loss:
-        data, options["tokens_per_microbatch"] = with_loss_tokens(context, data, plan)
+        config, rows = context.config, plan.global_batch_size // plan.micro_batch_size
+        of_routers = config.num_moe_experts and (config.balance_losses() or config.moe_z_loss_coeff)
+        if of_routers or config.trains_indexer:
+            data, tokens = with_loss_tokens(data, plan.num_microbatches, context.groups)
+            options["tokens_per_microbatch"] = None if tokens is None else tokens / rows
     return context.forward_backward(
         forward_step_func=context.forward_step,
         data_iterator=data,
