@@ -327,7 +327,7 @@ def expert_capacity(config: TransformerConfig, sequence_length: int) -> int:
 
 
 def expert_capacities(config: TransformerConfig, lengths: Tensor) -> Tensor:
-    """Return how many tokens of sequences of these lengths an expert takes."""
+    """Return how many tokens an expert takes of sequences of these lengths, [...] of any shape."""
     assert config.moe_expert_capacity_factor and config.num_moe_experts
     even = lengths.double() * config.moe_router_topk / config.num_moe_experts
     return (even * config.moe_expert_capacity_factor).ceil().long().clamp(min=1)
