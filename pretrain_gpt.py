@@ -28,7 +28,10 @@ from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_con
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import is_dataset_built_on_rank
 
-BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts")
+BATCH = (
+    "tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts",
+    "padding_mask",
+)  # fmt: skip
 """Entries of a micro batch; those that the data lack are None."""
 
 
@@ -107,6 +110,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
         batch["attention_mask"],
         labels=batch["labels"],
         packed_seq_params=None if documents is None else PackedSeqParams(seq_idx=documents),
+        padding_mask=batch["padding_mask"],
     )
     return output, partial(loss_func, batch["loss_mask"])
 

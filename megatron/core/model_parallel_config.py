@@ -90,7 +90,11 @@ class ParallelFlags:
     deterministic_mode: bool = False
     """Use only algorithms that give the same bits in every run."""
 
-    overlap_moe_expert_parallel_comm: bool = flag(False, part_of="num_experts")
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        part_of="num_experts",
+        per_micro_batch="micro batches that are computed at once are split over the same ranks",
+    )
     """Let a rank compute one micro batch's backward while the tokens of another's forward travel to
     their experts, and the other way round. Keeps more micro batches alive."""
     pipeline_schedule: str = "1f1b"

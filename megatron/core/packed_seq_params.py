@@ -109,6 +109,9 @@ class PackedSeqParams:
 class Documents(PackedSeqParams):
     """Packing as layers read it: `seq_idx` is [b, s] on the model's device, and was checked."""
 
+    padding_mask: Tensor | None = None
+    """Bool [b, s/cp], True where this rank has no token. None: there is no padding."""
+
     def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
         """Return self, if it is of this micro batch.
 
@@ -127,6 +130,16 @@ class Documents(PackedSeqParams):
         """The document of each position of the whole sequence, [b, s], never falling along s."""
         assert self.seq_idx is not None
         return self.seq_idx
+
+    @functools.cached_property
+    def numbered(self) -> tuple[Tensor, int]:
+        """(The number of each position's document in the micro batch, int64 [b, s]; how many.)
+
+        The host reads how many from the device, once for all layers.
+        """
+        begins = torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (1, 0), value=True)
+        numbers = (begins.flatten().cumsum(0) - 1).view_as(self.ids)
+        return numbers, int(numbers[-1, -1]) + 1
 
     @functools.cached_property
     def attention_mask(self) -> Tensor:

@@ -54,6 +54,14 @@ EXPERTS = (
     f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
     " --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 )
+COUNTED = (
+    f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    " --moe-router-bias-update-rate 0.05 --moe-z-loss-coeff 0.05 --moe-input-jitter-eps 0.1"
+    " --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss"
+    " --moe-aux-loss-coeff 0.1 0.05 0.2 --moe-expert-capacity-factor 1.0"
+)
+"""Every loss, draw, count and limit of a router."""
 CASES = {
     "dp4": SharedRowsCase(LLAMA, "", 4, {}),
     "tp2 sp dp2 zero1": SharedRowsCase(
@@ -78,6 +86,19 @@ CASES = {
     ),
     "dp3": SharedRowsCase(f"{GPT} --global-batch-size 15", "", 3, {}),
     "ep2 dp4": SharedRowsCase(EXPERTS, "--expert-model-parallel-size 2", 4, {"ep": 2}),
+    "ep2 dp4 routers": SharedRowsCase(COUNTED, "--expert-model-parallel-size 2", 4, {"ep": 2}),
+    "tp2 sp cp2 dp2 routers": SharedRowsCase(
+        COUNTED,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+        8,
+        {"tp": 2, "cp": 2},
+    ),
+    "tp2 pp2 routers at random": SharedRowsCase(
+        f"{COUNTED} --moe-router-force-load-balancing --moe-layer-recompute",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        8,
+        {"tp": 2, "pp": 2},
+    ),
     "tp2 pp2 dp2 zero1 mtp": SharedRowsCase(
         f"{LLAMA} --mtp-num-layers 1",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -103,7 +124,7 @@ CASES = {
 
 
 def write_conversations(folder: Path, count: int = 60, longest: int = LONGEST) -> str:
-    """Write conversations, most of them short; return their prefix."""
+    """Write packs of one to three conversations, most of them short; return their prefix."""
     random = np.random.RandomState(0)
     lengths = np.clip(np.exp(random.normal(0, 1.0, count)) * longest / 6, 4, longest).astype(int)
     lengths[:2] = longest
@@ -111,8 +132,9 @@ def write_conversations(folder: Path, count: int = 60, longest: int = LONGEST) -
     masks = [random.randint(0, 2, length) for length in lengths]
     for name, rows, dtype in (("", documents, np.uint16), ("_mask", masks, np.uint8)):
         with IndexedDatasetBuilder(f"{folder}/talk{name}.bin", dtype=dtype) as builder:
-            for row in rows:
-                builder.add_document(row, [len(row)])
+            for number, row in enumerate(rows):
+                cut = [len(part) for part in np.array_split(row, 1 + number % 3)]
+                builder.add_document(row, cut)
             builder.finalize(f"{folder}/talk{name}.idx")
     return f"{folder}/talk"
 

@@ -11,15 +11,16 @@ Legend: s whole sequence, b micro batch, cp size of the context-parallel group.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.process_groups_config import resolve_groups
-from megatron.core.step_context.context import current_step
+from megatron.core.step_context.context import JoinedSamples, current_step
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
@@ -48,11 +49,20 @@ def share_microbatch(batch: Mapping[str, Any]) -> None:
 
     Args:
         batch: [1] or int `local_cp_size`, how many neighbours of the data- and context-parallel
-            ranks hold this row; without it those of `--context-parallel-size` do.
+            ranks hold this row; without it those of `--context-parallel-size` do. With it
+            `joined_samples`, int64 [1, 4, s]: for each position the place of its sample in the row,
+            the number of the sample in the step, the position in the sample, and the sequences of
+            the sample.
     """
-    size = batch.get("local_cp_size")
-    groups = resolve_groups(None)
-    current_step().cp_group = None if size is None else groups.hybrid_cp[int(size)]
+    size, step = batch.get("local_cp_size"), current_step()
+    step.cp_group = None if size is None else resolve_groups(None).hybrid_cp[int(size)]
+    samples = None
+    if "joined_samples" in batch:
+        places, numbers, positions, num_sequences = batch["joined_samples"][0]
+        first = rng_state().first_sample_of_step
+        count = int(batch["num_joined_samples"])
+        samples = JoinedSamples(count, places, numbers + first, positions, num_sequences)
+    step.random_scope = replace(step.random_scope, samples=samples)
 
 
 def get_batch_on_this_cp_rank(

@@ -123,7 +123,8 @@ class SFTDataset(MegatronDataset):
         Returns:
             tokens and labels, int64 [s]; loss_mask, float32 [s], 1 where the label is learned and
             belongs to the conversation of its token; position_ids, int64 [s], from 0 in each
-            conversation; document_starts, int32 [s]; attention_mask, bool [1, s, s], if asked for.
+            conversation; document_starts, int32 [s]; padding_mask, bool [s], True after the pack;
+            attention_mask, bool [1, s, s], if asked for.
         Raises:
             DataError: a token id outside the vocabulary.
         """
@@ -167,6 +168,7 @@ class SFTDataset(MegatronDataset):
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.arange(size) - torch.from_numpy(starts),
             "document_starts": torch.from_numpy(starts),
+            "padding_mask": torch.arange(size) >= count,
         }
 
     def _document_of(self, idx: int) -> int:

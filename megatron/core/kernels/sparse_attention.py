@@ -120,6 +120,7 @@ def attend_rows(
     *,
     hidden: Tensor,
     rows: SequenceShard,
+    counted: Tensor | None,
     spec: SparseSpec,
 ) -> tuple[Tensor, Tensor]:
     """Attend with a block of queries to the keys that the indexer chooses.
@@ -131,8 +132,9 @@ def attend_rows(
         sink: [n], scores of a key without value that every query sees; None without.
         hidden: bool [1 or b, q, k], True where a query does not see a key.
         rows: the positions of the queries.
+        counted: bool [b, q], False for queries that are padding; None: all are tokens.
     Returns:
-        ([q, b, n*e], the loss summed over the queries, [])
+        ([q, b, n*e], the loss summed over the queries that are tokens, [])
     Communication:
         with a loss, a sum of [b, q, k] over the ranks that hold other heads.
     """
@@ -149,10 +151,10 @@ def attend_rows(
     probabilities = _softmax(kept, sink)
     loss = indexed.new_zeros(())
     if spec.compared is Compared.CHOSEN:
-        loss = _divergence(probabilities.detach(), indexed, chosen, spec)
+        loss = _divergence(probabilities.detach(), indexed, chosen, counted, spec)
     elif spec.compared is Compared.VISIBLE:
         visible = scores.detach().masked_fill(hidden.unsqueeze(1), lowest)
-        loss = _divergence(torch.softmax(visible, -1), indexed, ~hidden, spec)
+        loss = _divergence(torch.softmax(visible, -1), indexed, ~hidden, counted, spec)
     probabilities = probabilities.to(query.dtype)
     if spec.keep_mask is not None:
         probabilities = probabilities * _keep(spec, probabilities, rows)
@@ -187,7 +189,13 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
 
 
-def _divergence(attention: Tensor, indexed: Tensor, compared: Tensor, spec: SparseSpec) -> Tensor:
+def _divergence(
+    attention: Tensor,
+    indexed: Tensor,
+    compared: Tensor,
+    counted: Tensor | None,
+    spec: SparseSpec,
+) -> Tensor:
     """Return sum over queries of KL(attention over all heads || softmax(scores)), [].
 
     Args:
@@ -197,7 +205,8 @@ def _divergence(attention: Tensor, indexed: Tensor, compared: Tensor, spec: Spar
     target = spec.sum_over_ranks(attention.sum(1)).to(indexed.dtype)
     target = target / target.sum(-1, keepdim=True)
     masked = indexed.masked_fill(~compared, torch.finfo(indexed.dtype).min)
-    return (torch.xlogy(target, target) - target * torch.log_softmax(masked, -1)).sum()
+    found = (torch.xlogy(target, target) - target * torch.log_softmax(masked, -1)).sum(-1)
+    return found.sum() if counted is None else (found * counted).sum()
 
 
 def _keep(spec: SparseSpec, like: Tensor, rows: SequenceShard) -> Tensor:

@@ -57,30 +57,35 @@ def key_of(seed: int) -> tuple[int, int]:
     return seed & _LOW, seed >> WORD_BITS & _LOW
 
 
-def keyed_words(seed: int, rows: Tensor, num_columns: int, *, sample: int, head: int = 0) -> Tensor:
+def keyed_words(
+    seed: int, rows: Tensor, num_columns: int, *, sample: int | Tensor, head: int = 0
+) -> Tensor:
     """Return the words of places (row, column), int64 [rows, num_columns] in [0, 2^32).
 
     Args:
         seed: of the draw.
         rows: int64 [rows], absolute positions in the sequence.
-        sample: absolute index of the sample, of which the low 32 bits count.
+        sample: absolute index of the sample, of which the low 32 bits count; int64 [rows] where
+            each row has its own.
         head: index in the whole model.
     """
     calls = torch.arange(-(-num_columns // WORDS), device=rows.device)
-    counter = (calls, rows.unsqueeze(1), calls.new_tensor(head), calls.new_tensor(sample & _LOW))
+    samples = torch.as_tensor(sample, device=rows.device).view(-1, 1) & _LOW
+    counter = (calls, rows.unsqueeze(1), calls.new_tensor(head), samples)
     words = torch.stack(philox(counter, key_of(seed)), -1)
     return words.flatten(1)[:, :num_columns]
 
 
 def keyed_word_blocks(
-    seed: int, rows: Tensor, num_columns: int, *, sample: int, head: int = 0
+    seed: int, rows: Tensor, num_columns: int, *, sample: int | Tensor, head: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (which of the rows [r], their `keyed_words` [r, num_columns]) in blocks of bounded
     memory."""
     step = max(1, _MAX_ELEMENTS // max(num_columns, 1))
     for begin in range(0, len(rows), step):
         part = slice(begin, min(begin + step, len(rows)))
-        yield part, keyed_words(seed, rows[part], num_columns, sample=sample, head=head)
+        own = sample[part] if isinstance(sample, Tensor) else sample
+        yield part, keyed_words(seed, rows[part], num_columns, sample=own, head=head)
 
 
 def keep_threshold(keep_probability: float) -> int:

@@ -21,6 +21,7 @@ from megatron.core.parameters.counter_random import (
     unit_interval,
 )
 from megatron.core.parameters.rng import SeededGenerators, SequenceShard, derive_seed, rng_state
+from megatron.core.step_context.context import JoinedSamples
 
 MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
@@ -44,11 +45,13 @@ class ActivationDraw:
     sample, column), the columns counted over all dimensions after b.
 
     rows: which positions the activations hold.
+    samples: the samples that are joined there, if the first one does not fill them.
     """
 
     key: tuple[int | str, ...]
     first_sample: int
     rows: SequenceShard
+    samples: JoinedSamples | None = None
 
     @staticmethod
     def next(x: Tensor, rows: SequenceShard | None) -> ActivationDraw:
@@ -56,7 +59,7 @@ class ActivationDraw:
         state = rng_state()
         if rows is None or rows.length != x.shape[0]:
             rows = SequenceShard.full(x.shape[0])
-        return ActivationDraw(state.next_key(), state.first_sample, rows)
+        return ActivationDraw(state.next_key(), state.first_sample, rows, state.scope.samples)
 
     @property
     def seed(self) -> int:
@@ -83,8 +86,13 @@ class ActivationDraw:
         drawn = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         flat = drawn.view(*x.shape[:2], -1)
         rows = self.rows.positions(x.device)
+        joined = self.samples
         for sample in range(x.shape[1]):
-            absolute = self.first_sample + sample
+            absolute: int | Tensor = self.first_sample + sample
+            if joined is not None:
+                absolute, rows = (
+                    each.to(x.device)[rows] for each in (joined.numbers, joined.positions)
+                )
             for part, words in keyed_word_blocks(self.seed, rows, flat.shape[2], sample=absolute):
                 flat[part, sample] = value_of(words).to(x.dtype)
         return drawn
@@ -108,19 +116,15 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
 
 
 def keyed_uniform(x: Tensor, rows: SequenceShard | None) -> Tensor:
-    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...], keyed the same.
+    """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...].
+
+    Keyed by the place of a token in its own sample, however long the sample is padded and whichever
+    samples share the row.
 
     Args:
         rows: which positions `x` holds.
     """
-    drawn = ActivationDraw.next(x, rows)
-    if draws_by_counter(x.device):
-        return drawn.by_counter(x, unit_interval)
-
-    def draw(block: Tensor, generator: torch.Generator) -> None:
-        block.uniform_(generator=generator)
-
-    return drawn.by_blocks(x, draw)
+    return ActivationDraw.next(x, rows).by_counter(x, unit_interval)
 
 
 @dataclass(frozen=True)

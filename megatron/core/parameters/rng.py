@@ -139,6 +139,11 @@ class RandomState:
         """Absolute index (since the start of training) of this micro batch's first sample."""
         return self.scope.first_sample
 
+    @property
+    def first_sample_of_step(self) -> int:
+        """Absolute index of the first sample of this step, of all replicas."""
+        return self._consumed_samples
+
     def set_seed(self, seed: int) -> None:
         """Choose the seed from which every draw is derived."""
         self.seed = seed

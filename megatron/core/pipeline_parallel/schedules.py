@@ -72,6 +72,7 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
     recorder: PipelineRecorder | None = None,
+    tokens_per_microbatch: Tensor | None = None,
     expected_pp_size: int | None = None,
     expected_vp_size: int | None = None,
     fallback_pg_collection: ProcessGroupCollection | None = None,
@@ -93,6 +94,7 @@ def forward_backward(
         pg_collection: groups of this rank.
         force_all_reduce: passed on to `config.finalize_model_grads_func` if set.
         recorder: measures the compute steps of this rank.
+        tokens_per_microbatch: see `LossSettings`.
     Returns:
         on the last stage what the loss function reported, one entry per micro batch; [] elsewhere.
     Communication:
@@ -157,6 +159,7 @@ def forward_backward(
         num_microbatches=num_microbatches,
         cp_group=groups.cp,
         per_token=config.calculate_per_token_loss,
+        tokens_per_microbatch=tokens_per_microbatch,
         collect_non_loss_data=collect_non_loss_data,
         scale=config.grad_scale_func,
     )

@@ -42,6 +42,8 @@ class LossSettings:
         cp_group: ranks that share each micro batch's tokens. Gradients are averaged over them
             later, so a rank's share of a mean over all their tokens counts cp times.
         per_token: gradients will be divided by the number of tokens of the whole batch instead.
+        tokens_per_microbatch: that number [] divided by the micro batches of all replicas, if it is
+            known before the step; see `AuxLossScale`.
         collect_non_loss_data: call the loss function with `non_loss_data=True` and only collect.
         scale: applied to the loss before its backward (fp16), or None.
     """
@@ -49,13 +51,14 @@ class LossSettings:
     num_microbatches: int
     cp_group: Group
     per_token: bool = False
+    tokens_per_microbatch: Tensor | None = None
     collect_non_loss_data: bool = False
     scale: Callable[[Tensor], Tensor] | None = None
 
     def aux_loss_scale(self) -> AuxLossScale:
         """Return how losses that arise inside the model are weighted beside this one."""
         factor = self.cp_group.size() / self.num_microbatches
-        return AuxLossScale(factor, self.per_token, self.scale)
+        return AuxLossScale(factor, self.per_token, self.tokens_per_microbatch, self.scale)
 
 
 @dataclass

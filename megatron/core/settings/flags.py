@@ -68,6 +68,10 @@ class FlagMetadata:
     """The same for single values of a flag that otherwise acts."""
     only_on_gpu: str = ""
     """Acts on a GPU alone: what happens on other devices."""
+    per_micro_batch: str | Mapping[Any, str] = ""
+    """Why the result depends on which samples and tokens share a micro batch, or a rank, so that a
+    run is refused in which ranks share rows as they need; a mapping says so of single values.
+    Applies where the value is neither None nor 0 nor False."""
     part_of: tuple[str, ...] = ()
     """Fields of which one must be set, or this one has no effect: it only tunes what they do."""
     metavar: str | tuple[str, ...] = ""
@@ -98,6 +102,7 @@ def flag(
     note: str = "",
     note_values: Mapping[object, str] | None = None,
     only_on_gpu: str = "",
+    per_micro_batch: str | Mapping[Any, str] = "",
     part_of: str | tuple[str, ...] = (),
     metavar: str | tuple[str, ...] = "",
     is_flag: bool = True,
@@ -124,6 +129,7 @@ def flag(
         note=note,
         note_values=note_values or {},
         only_on_gpu=only_on_gpu,
+        per_micro_batch=per_micro_batch,
         part_of=(part_of,) if isinstance(part_of, str) else part_of,
         metavar=metavar,
         is_flag=is_flag,

@@ -2,8 +2,8 @@
 
 A layer in the middle of a pipeline never meets the loss function. It attaches its auxiliary loss
 to a tensor that it passes on; when the gradient of that tensor arrives, the auxiliary loss receives
-its own, weighted as a mean over the micro batches of the step. The schedule says how each micro
-batch of the main loss is weighted; auxiliary losses are weighted the same, in every layout.
+its own: in every layout, and whatever the main loss is divided by, a mean over the micro batches of
+the step.
 """
 
 from __future__ import annotations

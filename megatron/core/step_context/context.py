@@ -32,6 +32,24 @@ WeightGradient = Callable[[], None]
 
 
 @dataclass(frozen=True)
+class JoinedSamples:
+    """Samples one after the other in a micro batch [1, s], each of which would be a micro batch by
+    itself if ranks did not share them.
+
+    All are int64 [s], one for each position of the whole sequence, any for padding.
+
+    count: samples here; places: of the position's sample among them; numbers: of the sample in the
+    run; positions: in the sample; num_sequences: packed into the sample.
+    """
+
+    count: int
+    places: Tensor
+    numbers: Tensor
+    positions: Tensor
+    num_sequences: Tensor
+
+
+@dataclass(frozen=True)
 class RandomScope:
     """Where in the computation the next draw happens."""
 
@@ -40,6 +58,8 @@ class RandomScope:
     """Its number in the step."""
     path: tuple[int | str, ...] = ()
     rows: SequenceShard | None = None
+    samples: JoinedSamples | None = None
+    """None: a micro batch [b, s] has b samples."""
     num_calls: int = 0
     repetition: int = 0
     """Of a layer that every micro batch passes several times the number of the pass, from 1."""
@@ -56,7 +76,11 @@ class AuxLossScale:
     """1 / micro batches of the step, times the ranks over which gradients will be averaged although
     they share a micro batch."""
     per_token: bool = False
-    """Weigh a micro batch by its tokens: gradients will be divided by the tokens of the step."""
+    """Gradients will be divided by the tokens of the loss of the whole step."""
+    tokens_per_microbatch: Tensor | None = None
+    """Those tokens, [], divided by the micro batches of all replicas, where they are known before
+    the step: then an auxiliary loss is a mean over micro batches too. Unknown, a micro batch counts
+    by its own tokens, as in Megatron-LM."""
     scale: Callable[[Tensor], Tensor] | None = None
     """The loss scale of fp16."""
 
@@ -66,7 +90,10 @@ class AuxLossScale:
         Args:
             device: where it is wanted; a number is written there, not copied.
         """
-        weight: Tensor | float = num_tokens if self.per_token else self.factor
+        weight: Tensor | float = self.factor
+        if self.per_token:
+            known = self.tokens_per_microbatch
+            weight = num_tokens if known is None else known
         if self.scale is None:
             return weight
         if isinstance(weight, Tensor):

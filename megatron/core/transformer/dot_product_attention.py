@@ -20,7 +20,7 @@ from megatron.core.kernels.attention import choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -34,6 +34,10 @@ CAUSAL_TYPES = (
     AttnMaskType.padding_causal,
     AttnMaskType.causal_bottom_right,
 )
+
+
+PADDING_SCORE = 1e4
+"""How far below zero the scores of padding are, before they are scaled; fp16 reaches 65504."""
 
 
 class DotProductAttention(MegatronModule):
@@ -107,6 +111,8 @@ class DotProductAttention(MegatronModule):
         """
         mask_type = attn_mask_type or self.attn_mask_type
         options = self._options(query, mask_type, packed_seq_params, attention_mask, attention_bias)
+        if options.max_logits is not None:
+            query, key = without_padding(query, key, packed_seq_params)
         if mask_type == AttnMaskType.causal_bottom_right:
             options = replace(options, first_query=key.shape[0] - query.shape[0])
         groups = self.context_groups
@@ -233,3 +239,18 @@ def asked_backend(config: TransformerConfig) -> str:
     """Return which kernels are asked for: a value of `--attention-backend`."""
     # Layer scaling is of use where scores are held in the activations' dtype.
     return "unfused" if config.apply_query_key_layer_scaling else config.attention_backend.name
+
+
+def without_padding(
+    query: Tensor, key: Tensor, packed: PackedSeqParams | None
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys [s/cp, b, n, d] whose largest score is one of tokens.
+
+    Padding is a document of its own: its queries and keys, which nothing reads, get scores below
+    all others.
+    """
+    if not isinstance(packed, Documents) or packed.padding_mask is None:
+        return query, key
+    is_padding = packed.padding_mask.t()[..., None, None]
+    far = PADDING_SCORE**0.5 / query.shape[-1] ** 0.5
+    return query.masked_fill(is_padding, far), key.masked_fill(is_padding, -far)

@@ -47,6 +47,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.config.block import DRAWN_BY_PLACE
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, grouped_linear
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 
@@ -95,7 +96,7 @@ class LoraConfig:
     --pretrained-checkpoint gives. Checkpoints hold the adapters alone."""
     lora_alpha: float | None = flag(None, part_of="lora_rank")
     """Their product is scaled by lora-alpha / lora-rank. Default lora-rank."""
-    lora_dropout: float = flag(0.0, part_of="lora_rank")
+    lora_dropout: float = flag(0.0, part_of="lora_rank", per_micro_batch=DRAWN_BY_PLACE)
     """Dropout of an adapter's input."""
     lora_target_modules: list[str] = flag(
         list(TARGETS), nargs="+", choices=(*TARGETS, *EXPERT_TARGETS), part_of="lora_rank"

@@ -27,14 +27,14 @@ from megatron.core.kernels.sparse_attention import (
     hidden_keys,
     index_scores,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.topology.group import Group
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.indexer import Indexer, IndexerSubmodules
 from megatron.core.transformer.indexer_loss import IndexedAttention, IndexerLoss
@@ -103,6 +103,8 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             )
         mask_type = attn_mask_type or self.attn_mask_type
         options = self._options(query, mask_type, packed_seq_params, attention_mask, None)
+        if options.max_logits is not None:
+            query, key = without_padding(query, key, packed_seq_params)
         spec = SparseSpec(
             options=options,
             topk=self.topk,
@@ -115,13 +117,17 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             sum_over_ranks=self._sum_over_heads,
         )
         keys = [whole_sequence(x, cp) for x in (key, value, index_key)]
+        counted = None
+        if isinstance(packed_seq_params, Documents) and packed_seq_params.padding_mask is not None:
+            counted = ~packed_seq_params.padding_mask
         outs, losses = [], []
         most = max(query.shape[2], index_query.shape[2]) * b * total
         for local, rows in self._blocks(query.shape[0], max(1, BLOCK_ELEMENTS // most)):
             ((begin, end),) = rows.ranges
             _, last = key_range(begin, end, total, options.mask.window)
             hidden = hidden_keys(spec, begin, end, last, local, query.device)
-            attend = partial(attend_rows, hidden=hidden, rows=rows, spec=spec)
+            own = None if counted is None else counted[:, local]
+            attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
             block = [x[local] for x in (query, index_query, index_weights)]
             tensors = (*block, *(x[:last] for x in keys), options.sink)
             out, loss = _Recomputed.apply(attend, *tensors)
@@ -130,7 +136,9 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         attended = torch.cat(outs)
         if compared is Compared.NOTHING:
             return attended
-        num_tokens = float(total * b)
+        num_tokens: Tensor | float = float(total * b)
+        if counted is not None:
+            num_tokens = collectives.all_reduce(counted.sum().float(), cp).clamp(min=1)
         part = torch.stack(losses).sum() / num_tokens
         coefficient = self.config.dsa_indexer_loss_coeff
         assert coefficient is not None and self.indexer_loss is not None

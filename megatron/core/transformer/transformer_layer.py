@@ -145,7 +145,7 @@ class TransformerLayer(GraphableMegatronModule):
             if self.has_mlp:
                 self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, pg_collection=self.pg_collection)
-        has_experts = isinstance(self.mlp, MoELayer)
+        self.has_experts = has_experts = isinstance(self.mlp, MoELayer)
         if has_experts:
             self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
@@ -218,7 +218,8 @@ class TransformerLayer(GraphableMegatronModule):
                 hidden_states = self._forward_cross_attention(hidden_states, context, context_mask)
             if self.has_mlp:
                 mlp_input = layer_input if self.config.use_parallel_residual else hidden_states
-                hidden_states = self._forward_mlp(mlp_input, hidden_states, padding_mask, normed)
+                options = {"padding_mask": padding_mask, "packed_seq_params": packed_seq_params}
+                hidden_states = self._forward_mlp(mlp_input, hidden_states, normed, options)
             return hidden_states, context
 
     def _context_parallel_options(self) -> dict[str, Any]:
@@ -318,13 +319,14 @@ class TransformerLayer(GraphableMegatronModule):
         self,
         mlp_input: Tensor,
         hidden_states: Tensor,
-        padding_mask: Tensor | None,
         norm_of_input: Tensor | None,
+        options: dict[str, Any],
     ) -> Tensor:
         """Return the residual stream [s, b, h] with the MLP of its input added.
 
         Args:
             norm_of_input: [s, b, h], if it is there already.
+            options: what only layers of experts read.
         """
         if norm_of_input is None:
             with offloading(self.config.offloads("mlp_norm"), self.pre_mlp_layernorm):
@@ -337,10 +339,9 @@ class TransformerLayer(GraphableMegatronModule):
             output = self._mlp_in_chunks(normed.branch)
         elif self.recomputes_mlp and self.training:
             output = checkpoint(self.mlp, False, normed.branch)
-        elif padding_mask is not None:
-            output = self.mlp(normed.branch, padding_mask=padding_mask)
         else:
-            output = self.mlp(normed.branch)
+            given = {n: value for n, value in options.items() if value is not None}
+            output = self.mlp(normed.branch, **(given if self.has_experts else {}))
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_mlp_layernorm, *output)

@@ -43,7 +43,9 @@ class DataSettings:
     """Directory of index files. Default beside the corpus."""
     object_storage_cache_path: str | None = None
     """Folder of local copies of corpora that are named by URL (s3://, gs://, ...)."""
-    data_audit_path: str | None = None
+    data_audit_path: str | None = flag(
+        None, per_micro_batch="the record has one line for each micro batch of each replica"
+    )
     """Folder of a record of every consumed sample, for tools/inspect_dataset.py audit."""
     allow_changed_data: bool = False
     """Resume although the order of the training samples is another than that of the checkpoint."""
@@ -57,6 +59,7 @@ class DataSettings:
         None,
         choices=("single", "cyclic", "cyclic-megatron", "external"),
         refuse_values={"external": "use single, or pass your iterators to pretrain()"},
+        per_micro_batch={"cyclic": "global batches are taken in order"},
     )
     """Order of samples: one pass (single), reshuffled epochs that are equal in every layout
     (cyclic), or the reshuffled epochs of Megatron-LM, which depend on the number of replicas and

@@ -111,6 +111,8 @@ class RowRequest:
 
     numbers: tuple[int, ...]
     num_ranks: int
+    places: tuple[int, ...] = ()
+    """Of these samples in the global batch."""
 
 
 class PackedRowSampler:
@@ -132,7 +134,8 @@ class PackedRowSampler:
         while numbers := packing.numbers(at):
             for rows in packing.batch(at).microbatches:
                 row = rows[packing.share.rank]
-                yield [RowRequest(tuple(numbers[i] for i in row.samples), row.num_ranks)]
+                own = tuple(numbers[i] for i in row.samples)
+                yield [RowRequest(own, row.num_ranks, row.samples)]
             at += len(numbers)
 
 
@@ -151,7 +154,9 @@ class PackedRows(Dataset[dict[str, Any]]):
 
         Returns:
             the entries of the samples, [s]; document_starts, int32 [s], where the sequence of each
-            token begins in the row; local_cp_size, how many ranks split the row.
+            token begins in the row; padding_mask, bool [s], True where the row is only filled;
+            local_cp_size, how many ranks split the row; what `share_microbatch` reads of its
+            samples.
         """
         samples = [self.dataset.without_padding(number) for number in request.numbers]
         length = self.share.row_length(sum(map(_length, samples)), request.num_ranks)
@@ -164,7 +169,20 @@ class PackedRows(Dataset[dict[str, Any]]):
             if isinstance(value, Tensor) and value.dim() == 1
         }
         row["document_starts"] = _document_starts(samples, length)
-        return {**row, "local_cp_size": request.num_ranks}
+        filled = sum(map(_length, samples))
+        row["padding_mask"] = torch.arange(length) >= filled
+        joined = zip(request.places, samples, strict=False)
+        return {
+            **row,
+            "local_cp_size": request.num_ranks,
+            "num_joined_samples": len(request.numbers),
+            "joined_samples": _filled(
+                torch.cat([_places(i, *one) for i, one in enumerate(joined)], 1)
+                if request.numbers
+                else torch.zeros(4, 0, dtype=torch.long),
+                length,
+            ),
+        }
 
 
 def _length(sample: dict[str, Any]) -> int:
@@ -172,8 +190,20 @@ def _length(sample: dict[str, Any]) -> int:
 
 
 def _filled(x: Tensor, length: int) -> Tensor:
-    """Return x [n] with zeros after it, [length]."""
-    return torch.nn.functional.pad(x, (0, length - len(x)))
+    """Return x [..., n] with zeros after it, [..., length]."""
+    return torch.nn.functional.pad(x, (0, length - x.shape[-1]))
+
+
+def _places(place: int, number: int, sample: dict[str, Any]) -> Tensor:
+    """Return what `share_microbatch` reads of a sample, int64 [4, n].
+
+    Args:
+        place: of the sample in the row; number: in the global batch.
+    """
+    size, starts = _length(sample), sample.get("document_starts")
+    num_sequences = 1 if starts is None else len(starts.unique())
+    columns = (place, number, torch.arange(size), num_sequences)
+    return torch.stack([torch.as_tensor(x).expand(size) for x in columns])
 
 
 def _document_starts(samples: Sequence[dict[str, Any]], length: int) -> Tensor:

@@ -8,7 +8,9 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.topology.rank_grid import nested_sizes
 from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import all_flags
 from megatron.training.rules.registry import problem, rule
+from megatron.training.rules.support import is_without_owner
 
 FLAG = "--hybrid-context-parallel"
 
@@ -57,13 +59,36 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def shared_rows_are_summed(run: ResolvedRun) -> Iterator[MegatronError]:
-    """What is a mean over a micro batch, or drawn for it, would depend on how rows are cut."""
-    parallel, model, experts = run.parallelism, run.model, run.experts
+def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A result that depends on the other tokens of a micro batch depends on how rows are cut."""
+    if not run.parallelism.hybrid_context_parallel:
+        return
+    for spec in all_flags().values():
+        why, value = spec.metadata.per_micro_batch, run.config.value_of(spec.name)
+        if spec.name in run.values:
+            value = run.values[spec.name]
+        for one in as_list(value):
+            reason = why if isinstance(why, str) else why.get(one, "")
+            if not (one and reason) or is_without_owner(spec, run.config):
+                continue
+            off = next((str(c) for c in spec.choices if c not in why), "0")
+            is_on_by_default = bool(spec.default)
+            yield problem(
+                f"{FLAG} with {spec.flag} {one}.",
+                reason,
+                FLAG,
+                spec.flag,
+                fix=f"use {spec.flag} {off}" if is_on_by_default else f"drop {spec.flag}",
+            )
+
+
+@rule
+def shared_rows_have_one_form(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Losses are summed over the tokens of a step, and a micro batch is one row of a decoder."""
+    parallel, architecture = run.parallelism, run.encoders.architecture
     if not parallel.hybrid_context_parallel:
         return
-    methods = set(as_list(experts.moe_router_load_balancing_type)) - {"none"}
-    balances = any(c > 0 for c in as_list(experts.moe_aux_loss_coeff)) or "sinkhorn" in methods
+    gathers = run.experts.num_moe_experts and run.experts.moe_token_dispatcher_type == "allgather"
     unlike = {
         "without --calculate-per-token-loss": (
             not parallel.calculate_per_token_loss,
@@ -71,90 +96,25 @@ def shared_rows_are_summed(run: ResolvedRun) -> Iterator[MegatronError]:
             "--calculate-per-token-loss",
             "add --calculate-per-token-loss",
         ),
-        "with dropout": (
-            model.hidden_dropout > 0 or model.attention_dropout > 0,
-            "what is dropped is keyed by the place in a row, which depends on the number of ranks",
-            "--hidden-dropout",
-            "use --hidden-dropout 0 --attention-dropout 0",
-        ),
         "with --micro-batch-size above 1": (
             run.schedule.micro_batch_size != 1,
             "a micro batch is one row, of as many samples as fit",
             "--micro-batch-size",
             "use --micro-batch-size 1",
         ),
-        "with a loss that balances experts": (
-            bool(experts.num_moe_experts and methods and balances),
-            "such a loss is a mean over the tokens of a micro batch",
-            "--moe-router-load-balancing-type",
-            "use --moe-router-load-balancing-type none, with --moe-router-enable-expert-bias",
-        ),
-        "with a loss of indexers": (
-            model.trains_indexer,
-            "such a loss is a mean over the tokens of a micro batch",
-            "--dsa-indexer-loss-coeff",
-            "use --dsa-indexer-loss-coeff 0",
-        ),
-        "with a capacity of experts": (
-            experts.moe_expert_capacity_factor is not None,
-            "a capacity counts the tokens of a micro batch",
-            "--moe-expert-capacity-factor",
-            "drop --moe-expert-capacity-factor",
-        ),
-    }
-    yield from _refused(unlike)
-
-
-@rule
-def shared_rows_are_understood(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Parts that know one number of ranks for all micro batches."""
-    parallel, precision = run.parallelism, run.precision
-    architecture = run.encoders.architecture
-    if not parallel.hybrid_context_parallel:
-        return
-    unlike = {
         f"with a {architecture} model": (
             architecture != "gpt",
             "samples of decoders are split as they need",
             FLAG,
             f"drop {FLAG}",
         ),
-        "with --dataloader-type other than single": (
-            run.data.dataloader_type != "single",
-            "global batches are taken in order",
-            "--dataloader-type",
-            "use --dataloader-type single",
-        ),
-        "with --data-audit-path": (
-            run.data.data_audit_path is not None,
-            "the record has one line for each micro batch of each replica",
-            "--data-audit-path",
-            "drop --data-audit-path",
-        ),
-        "with --transformer-impl transformer_engine": (
-            run.model.transformer_impl == "transformer_engine",
-            "that library's attention has one group of ranks",
-            "--transformer-impl",
-            "use --transformer-impl local",
-        ),
-        "with FP8 or FP4": (
-            bool(precision.fp8 or precision.fp4),
-            "the ranks that share a scale are the same for all micro batches",
-            "--fp8-format",
-            "train in bf16",
-        ),
-        "with --overlap-moe-expert-parallel-comm": (
-            parallel.overlap_moe_expert_parallel_comm,
-            "micro batches that are computed at once are split over the same ranks",
-            "--overlap-moe-expert-parallel-comm",
-            "drop --overlap-moe-expert-parallel-comm",
+        "with --expert-model-parallel-size and the allgather dispatcher": (
+            bool(gathers and parallel.expert_model_parallel_size > 1),
+            "rows of several lengths are gathered, and all-gathers take equal parts",
+            "--moe-token-dispatcher-type",
+            "use --moe-token-dispatcher-type alltoall",
         ),
     }
-    yield from _refused(unlike)
-
-
-def _refused(unlike: dict[str, tuple[bool, str, str, str]]) -> Iterator[MegatronError]:
-    """Yield a problem for each case that is given: (is given, rule, flag, fix)."""
     for found, (is_given, reason, flag, fix) in unlike.items():
         if is_given:
             yield problem(f"{FLAG} {found}.", reason, FLAG, flag, fix=fix)

@@ -44,6 +44,12 @@ def owners_of(spec: FlagSpec) -> list[FlagSpec]:
     return [all_flags()[name] for name in spec.metadata.part_of if name != spec.name]
 
 
+def is_without_owner(spec: FlagSpec, config: RunConfig) -> bool:
+    """Return whether a flag only tunes what others do, none of which is given."""
+    owners = owners_of(spec)
+    return bool(owners) and all(config.value_of(o.name) == o.default for o in owners)
+
+
 def _named(owners: list[FlagSpec]) -> str:
     return " or ".join(owner.flag for owner in owners)
 
@@ -94,7 +100,7 @@ def notes(config: RunConfig) -> list[str]:
         if not why and owners:
             if all(owner.metadata.note for owner in owners):
                 why = owners[0].metadata.note
-            elif all(config.value_of(owner.name) == owner.default for owner in owners):
+            elif is_without_owner(spec, config):
                 why = f"has no effect without {_named(owners)}"
         if not why and spec.name == "fp8_param_gather":
             why = why_not_in_few_bits(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -50,6 +50,9 @@ class DataIterators:
     train_packing: Packing | None = None
     test_packing: Packing | None = None
     """As `ValidationSet.packing`."""
+    train_lengths: Callable[[int, int], tuple[int, ...]] | None = None
+    """(Consumed samples, count) -> tokens of each of the samples that follow, without padding.
+    None: samples are full."""
 
     def close(self) -> None:
         """End the loaders' worker processes now.
@@ -71,7 +74,7 @@ class StepPlan:
     micro_batch_size: int
     global_batch_size: int
     sample_lengths: tuple[int, ...] | None = None
-    """Tokens of each sample, where a micro batch is a row of several that ranks may share."""
+    """Tokens of each sample, where padding follows some of them or a micro batch joins several."""
 
     @property
     def row_size(self) -> int:
@@ -168,8 +171,12 @@ class TrainingContext:
     def plan_step(self, consumed_samples: int) -> StepPlan:
         """Return how the step after `consumed_samples` cuts its samples."""
         plan = self.microbatches.plan(consumed_samples)
-        packing = self.data.train_packing
-        return plan if packing is None else packing.plan(consumed_samples)
+        packing, lengths = self.data.train_packing, self.data.train_lengths
+        if packing is not None:
+            return packing.plan(consumed_samples)
+        if lengths is None:
+            return plan
+        return replace(plan, sample_lengths=lengths(consumed_samples, plan.global_batch_size))
 
     @property
     def reads_steps_later(self) -> bool:

@@ -7,15 +7,21 @@ means are averaged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.foundation import device
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
+from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import sum_across_ranks
+from megatron.core.utils import as_list
 
 Report = Mapping[str, Any]
 
@@ -98,3 +104,39 @@ def _pair(value: Any) -> Tensor:
     if isinstance(value, (tuple, list)):
         return torch.tensor([float(part) for part in value])
     return torch.tensor([float(value), 1.0])
+
+
+def with_loss_tokens(
+    data: Any, num_microbatches: int, groups: ProcessGroupCollection
+) -> tuple[Any, Tensor | None]:
+    """Read the micro batches of a step, and count the tokens that its loss will be divided by.
+
+    Losses inside the model are means over micro batches, whatever the main loss is divided by; they
+    are multiplied by this number first, so it is needed before the step.
+
+    Args:
+        data: an iterator, or one for each model chunk; None where a rank reads no data.
+    Returns:
+        (such iterators over the same micro batches, the tokens of all replicas, []; None if micro
+        batches have no `loss_mask`).
+    Communication:
+        two maxima and a sum of two numbers, over `pp`, `tp` and `dp_cp`.
+    """
+    iterators = as_list(data)
+    read = [list(itertools.islice(it or (), num_microbatches)) for it in iterators]
+    counted = torch.zeros(2, dtype=torch.float64)
+    for batch in max(read, key=len, default=[]):
+        mask = batch.get("loss_mask") if isinstance(batch, Mapping) else None
+        if mask is not None:
+            sharing = int(batch.get("local_cp_size", groups.cp.size()))
+            counted += torch.stack((mask.sum(dtype=torch.float64).cpu(), torch.ones(()))) / sharing
+    counted = counted.to(device.current_device())
+    for group in (groups.pp, groups.tp):  # a stage, or a rank, may read no data
+        backend.all_reduce(counted, group, dist.ReduceOp.MAX)
+    backend.all_reduce(counted, groups.dp_cp)
+    known: list[Any] = [
+        None if it is None else itertools.chain(batches, it)
+        for it, batches in zip(iterators, read, strict=True)
+    ]
+    tokens = counted[0].clamp(min=1).float() if counted[1] else None
+    return known if isinstance(data, list) else known[0], tokens

@@ -27,7 +27,12 @@ from megatron.core.utils import get_model_config
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import training_flops
 from megatron.training.run.context import StepPlan, TrainingContext
-from megatron.training.run.loss_reduction import LossTable, Report, UnreadLosses
+from megatron.training.run.loss_reduction import (
+    LossTable,
+    Report,
+    UnreadLosses,
+    with_loss_tokens,
+)
 from megatron.training.run.state import StepResult, TrainState, UnreadStep
 
 
@@ -239,6 +244,12 @@ def forward_backward(
         dp_size=context.groups.dp.size(),
     )
     model = context.model if len(context.model) > 1 else context.model[0]
+    if not forward_only and context.config.calculate_per_token_loss:
+        config, rows = context.config, plan.global_batch_size // plan.micro_batch_size
+        of_routers = config.num_moe_experts and (config.balance_losses() or config.moe_z_loss_coeff)
+        if of_routers or config.trains_indexer:
+            data, tokens = with_loss_tokens(data, plan.num_microbatches, context.groups)
+            options["tokens_per_microbatch"] = None if tokens is None else tokens / rows
     return context.forward_backward(
         forward_step_func=context.forward_step,
         data_iterator=data,
@@ -314,7 +325,7 @@ def _check_losses(
     if found is not None:
         microbatch, name, value = found
         first, count = state.consumed_train_samples, plan.global_batch_size
-        if plan.sample_lengths is None:  # else a micro batch is a row of some of them
+        if context.data.train_packing is None:  # else a micro batch is a row of some of them
             row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
             first, count = first + row * plan.micro_batch_size, plan.micro_batch_size
         problem = NumericsError(

@@ -105,6 +105,7 @@ def build_data(
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
         train_packing=per_chunk[0].train_packing,
+        train_lengths=per_chunk[0].train_lengths,
         valid=sets,
         train_order=next((c.train_order for c in per_chunk if c.train_order is not None), None),
         test=_one_or_list([chunk.test for chunk in per_chunk]),
@@ -171,6 +172,7 @@ def _chunk_data(
             run, groups, train, consumed - begin, consumed_before=begin, packing=train_packing
         ),
         train_packing=train_packing,
+        train_lengths=_lengths_of_padded(run, train, begin),
         valid=[
             ValidationSet(
                 _name_of(dataset) if len(sets) > 1 else "",
@@ -232,10 +234,27 @@ def _packing(
         rank=groups.dp_cp.rank(),
         num_ranks=groups.dp_cp.size(),
         max_tokens=parallel.max_seqlen_per_dp_cp_rank or run.model.seq_length,
-        divisor=groups.tp.size() if parallel.sequence_parallel else 1,
+        # Tensor-parallel ranks route different tokens.
+        divisor=groups.tp.size()
+        if parallel.sequence_parallel or run.experts.num_moe_experts
+        else 1,
         microbatch_multiple=groups.pp.size(),
     )
     return Packing(dataset, share, work_of_sample(run), batch_size, first_sample)
+
+
+def _lengths_of_padded(
+    run: ResolvedRun, dataset: Any, first_sample: int
+) -> Callable[[int, int], tuple[int, ...]] | None:
+    """Return what tells how long samples are that are padded, if they are taken in order."""
+    if dataset is None or not run.data.sft or run.data.dataloader_type != "single":
+        return None
+
+    def lengths(consumed: int, count: int) -> tuple[int, ...]:
+        begin = consumed - first_sample
+        return tuple(dataset.num_tokens(n) for n in range(begin, min(begin + count, len(dataset))))
+
+    return lengths
 
 
 def _evaluation_packing(

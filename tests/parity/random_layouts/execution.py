@@ -10,13 +10,13 @@ from typing import Any
 
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.random_layouts.cases import Case
-from tests.parity.random_layouts.corpus import write_corpus
+from tests.parity.random_layouts.corpus import write_all
 from tests.parity.random_layouts.figures import figures_of_log, figures_of_scalars
 from tests.parity.random_layouts.job import RankOutcome, run_rank
 from tests.parity.random_layouts.outcomes import Kind, Result
 from tests.parity.random_layouts.runner import TIMEOUT_S
 from tests.parity.random_layouts.settings import number, to_words
-from tests.parity.random_layouts.training import BASE, CORPUS, SCRATCH
+from tests.parity.random_layouts.training import BASE, BEGUN, SCRATCH
 from tests.parity.training_case import assemble
 
 
@@ -33,9 +33,8 @@ class Execution:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._corpus = folder / "corpus"
+        self._corpora = write_all(folder)
         self._bases: dict[str, Path] = {}
-        write_corpus(self._corpus)
 
     def run(self, case: Case) -> Result:
         """Run one command line to its end, or to its refusal."""
@@ -65,24 +64,29 @@ class Execution:
             DistributedFailure: a rank raised, died or hung.
         """
         words, scratch = to_words(case.settings), self._folder / "scratch"
-        places = {CORPUS: str(self._corpus), SCRATCH: str(scratch)}
-        if BASE in words:
-            places[BASE] = str(self._base_of(case))
+        places = {**self._corpora, SCRATCH: str(scratch)}
+        for word, before in ((BASE, base_of), (BEGUN, begun)):
+            if word in words:
+                places[word] = str(self._checkpoint_of(before(case)))
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
         words = [places.get(word, word) for word in words]
         metrics = str(scratch / "metrics.jsonl")
         return run_distributed(body, case.ranks, *args, words, metrics, timeout_s=TIMEOUT_S)
 
-    def _base_of(self, case: Case) -> Path:
-        """Return a checkpoint of the model beside which the adapters stand."""
-        base = base_of(case)
+    def _checkpoint_of(self, base: Case) -> Path:
+        """Return the checkpoint at the end of a case."""
         place = self._bases.setdefault(str(base), self._folder / f"base-{len(self._bases)}")
         if not place.is_dir():
             result = self.run(replace(base, settings={**base.settings, "save": str(place)}))
             if result.kind is not Kind.EQUAL:
                 raise _NoBaseError(result)
         return place
+
+
+def begun(case: Case) -> Case:
+    """Return the case in one process, which ends after its first step."""
+    return case.serial.with_value("exit-interval", 1)
 
 
 def base_of(case: Case) -> Case:

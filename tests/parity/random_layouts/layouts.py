@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from megatron.core.utils import as_list
 from tests.parity.random_layouts.settings import (
     Option,
     Settings,
@@ -13,11 +14,11 @@ from tests.parity.random_layouts.settings import (
     number,
     switch,
 )
-from tests.parity.random_layouts.training import SCRATCH
+from tests.parity.random_layouts.training import BEGUN, SCRATCH
 
 TP, PP, CP = (f"{axis}-parallel-size" for axis in ("tensor-model", "pipeline-model", "context"))
 EP, ETP = "expert-model-parallel-size", "expert-tensor-parallel-size"
-WORLD_SIZES = {2: 12, 3: 1, 4: 7, 6: 1, 8: 2}
+WORLD_SIZES = {2: 12, 3: 1, 4: 7, 6: 1, 8: 2.4}
 V_SCHEDULES = ("zb-v", "dualpipe-v")
 ACTIVATIONS = ("fine-grained-activation-offloading", "cpu-offloading-num-layers")
 OFFLOADS = ("optimizer-cpu-offload", "optimizer-offload-path")
@@ -97,14 +98,48 @@ def _may_combine(s: Settings) -> bool:
         and "use-torch-fsdp2" not in s
         and s.get("recompute-granularity") != "full"
         and "moe" not in s.get("recompute-modules", ())
-        and "moe-layer-recompute" not in s
+        and not {"moe-layer-recompute", "hybrid-context-parallel"} & set(s)
     )
 
 
+def _may_share_rows(s: Settings) -> bool:
+    """Return whether samples of uneven length may be split over as many ranks as each needs."""
+    kinds = as_list(s.get("cp-comm-type", "p2p"))
+    return (
+        {"sft", "calculate-per-token-loss"} <= set(s)
+        and _has_replicas(s)
+        and number(s, "micro-batch-size") == 1
+        and not s["hidden-dropout"] + s["attention-dropout"]
+        and not {"fp8-format", "fp4-format", "dataloader-type", "lora-dropout"} & set(s)
+        and not {"a2a", "a2a+p2p"} & set(kinds)
+        and s.get("moe-router-load-balancing-type") != "sinkhorn"
+        and not {"moe-pad-expert-input-to-capacity", "dsa-indexer-loss-coeff"} & set(s)
+    )
+
+
+SHARED_ROWS = (
+    switch("hybrid-context-parallel", 0.6, _may_share_rows),
+    Option(
+        "max-seqlen-per-dp-cp-rank",
+        {160: 1},
+        lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") > 24,
+    ),
+    Option(
+        "max-seqlen-per-dp-cp-rank",
+        {16: 1, 24: 1, 160: 1},
+        lambda s: "hybrid-context-parallel" in s and number(s, "seq-length") <= 24,
+    ),
+)
+"""A rank holds one pack at least."""
+
 EXPERTS = (
-    Option("moe-token-dispatcher-type", {"alltoall": 3, None: 2}, given("num-experts")),
+    Option("moe-token-dispatcher-type", {"alltoall": 3, None: 2},
+           lambda s: "num-experts" in s and "hybrid-context-parallel" not in s),
+    Option("moe-token-dispatcher-type", {"alltoall": 1},
+           lambda s: "num-experts" in s and "hybrid-context-parallel" in s),
     Option("moe-expert-rank-capacity-factor", {None: 3, 8: 1},
-           lambda s: s.get("moe-token-dispatcher-type") == "alltoall"),
+           lambda s: s.get("moe-token-dispatcher-type") == "alltoall"
+           and "hybrid-context-parallel" not in s),
     switch("moe-grouped-gemm", 0.5, given("num-experts")),
     switch("moe-shared-expert-overlap", 0.4,
            lambda s: "moe-shared-expert-intermediate-size" in s
@@ -152,6 +187,11 @@ REPLICATION = (
            lambda s: _is_stage_3(s) and "param-offload-path" not in s),
 )  # fmt: skip
 
+RESUMED = (
+    Option("load", {None: 6, BEGUN: 1}, lambda s: not {"lora-rank", "iterations-to-skip"} & set(s)),
+)
+"""Continues what one process began."""
+
 EXECUTION = (
     Option("recompute-granularity", {None: 5, "full": 2, "selective": 2}),
     Option("recompute-method", {"uniform": 1, "block": 1},
@@ -195,7 +235,9 @@ EXECUTION = (
            lambda s: size(s, PP) > 1 and _may_combine(s)),
 )  # fmt: skip
 
-AFTER_SCHEDULE = (*EXPERTS, *PIPELINE, *TENSOR, *REPLICATION, *EXECUTION)
+AFTER_SCHEDULE = (
+    *SHARED_ROWS, *EXPERTS, *PIPELINE, *TENSOR, *REPLICATION, *EXECUTION, *RESUMED
+)  # fmt: skip
 
 TOPOLOGY = (
     TP, PP, CP, EP, ETP, "cp-comm-type", "hierarchical-context-parallel-sizes",
@@ -255,6 +297,9 @@ def _fits(s: Settings) -> bool:
     step = number(s, "micro-batch-size") * replicas(s)
     ramp = s.get("rampup-batch-size", ())[:2]
     if any(n % step for n in (number(s, "global-batch-size"), *map(int, ramp))):
+        return False
+    evaluated = number(s, "eval-micro-batch-size", number(s, "micro-batch-size")) * replicas(s)
+    if number(s, "eval-global-batch-size", evaluated) % evaluated:
         return False
     return number(s, "seq-length") % (2 * cp if cp > 1 else 1) == 0 and pp <= number(
         s, "num-layers"

@@ -148,6 +148,7 @@ EXPERTS = (
     Option("moe-token-drop-policy", {None: 1, "position": 1},
            given("moe-expert-capacity-factor")),
     Option("moe-input-jitter-eps", {None: 7, 0.1: 1}, given("num-experts")),
+    switch("moe-router-force-load-balancing", 0.06, given("num-experts")),
     Option("moe-shared-expert-intermediate-size", {None: 2, 16: 1, 24: 1}, given("num-experts")),
     switch("moe-shared-expert-gate", 0.3, given("moe-shared-expert-intermediate-size")),
     switch("moe-per-layer-logging", 1.0, given("num-experts")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.parity.random_layouts.corpus import CONVERSATIONS, CORPUS
 from tests.parity.random_layouts.models import has_attention
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
@@ -15,11 +16,11 @@ FIXED: Settings = {
 }
 """In every command line."""
 
-CORPUS = "CORPUS"
 SCRATCH = "SCRATCH"
 BASE = "BASE"
-"""Words in place of a path: of the corpus, of a directory that the run may write to, and of a
-checkpoint of the model without adapters."""
+BEGUN = "BEGUN"
+"""Words in place of a path: of a directory that the run may write to, of a checkpoint of the model
+without adapters, and of one of the same run in one process after its first step."""
 
 
 def _moves_by_signs(s: Settings) -> bool:
@@ -33,6 +34,14 @@ def _has_empty_gradients(s: Settings) -> bool:
         return True
     is_of_norm = "qk-layernorm" in s and s.get("normalization") != "RMSNorm"
     return "disable-bias-linear" not in s or "add-qkv-bias" in s or is_of_norm
+
+
+def _has_conversations(s: Settings) -> bool:
+    return s.get("data-path") in CONVERSATIONS
+
+
+def _has_text(s: Settings) -> bool:
+    return s.get("data-path") == CORPUS
 
 
 def _is_adam(s: Settings) -> bool:
@@ -49,23 +58,30 @@ BATCHES = (
     Option("train-iters", {2: 5, 3: 1}),
     Option("rampup-batch-size", {None: 14, (4, 4, 8): 1},
            lambda s: s["micro-batch-size"] == 1 and s["global-batch-size"] > 4),
-    Option("data-path", {CORPUS: 1, None: 1}),
-    switch("reset-attention-mask", 0.35, given("data-path")),
-    switch("reset-position-ids", 0.35, given("data-path")),
-    switch("eod-mask-loss", 0.3, given("data-path")),
-    switch("fim-data", 0.15, given("data-path")),
+    Option("data-path", {CORPUS: 2, None: 2, **dict.fromkeys(CONVERSATIONS, 1)}),
+    switch("sft", 1.0, _has_conversations),
+    switch("reset-attention-mask", 0.35, _has_text),
+    switch("reset-position-ids", 0.35, _has_text),
+    switch("eod-mask-loss", 0.3, _has_text),
+    switch("fim-data", 0.15, _has_text),
     Option("fim-rate", {1.0: 1, 0.6: 1}, given("fim-data")),
     Option("fim-prefix-token", {1: 1}, given("fim-data")),
     Option("fim-middle-token", {2: 1}, given("fim-data")),
     Option("fim-suffix-token", {3: 1}, given("fim-data")),
     switch("mock-data", 1.0, without("data-path")),
     Option("dataloader-type", {None: 9, "cyclic": 1}),
-    switch("calculate-per-token-loss", 0.25),
-    Option("hidden-dropout", {0: 2, 0.1: 1}),
-    Option("attention-dropout", {0: 2, 0.1: 1}),
+    switch("calculate-per-token-loss", 0.25, without("sft")),
+    # Ranks may share rows then: see `layouts`.
+    switch("calculate-per-token-loss", 0.7, given("sft")),
+    Option("hidden-dropout", {0: 2, 0.1: 1}, without("sft")),
+    Option("attention-dropout", {0: 2, 0.1: 1}, without("sft")),
+    Option("hidden-dropout", {0: 5, 0.1: 1}, given("sft")),
+    Option("attention-dropout", {0: 5, 0.1: 1}, given("sft")),
     Option("eval-interval", {None: 2, 2: 1}),
     Option("eval-iters", {1: 3, 2: 1}, given("eval-interval")),
     Option("eval-iters", {0: 1}, without("eval-interval")),
+    Option("eval-global-batch-size", {None: 2, 4: 1, 8: 1}, given("eval-interval")),
+    Option("eval-micro-batch-size", {None: 1, 1: 1}, given("eval-global-batch-size")),
     Option("seed", {None: 3, 77: 1}),
     Option("iterations-to-skip", {None: 30, 2: 1}),
 )  # fmt: skip

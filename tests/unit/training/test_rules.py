@@ -58,7 +58,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (
             ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "8"],
             4,
-            "--hybrid-context-parallel with dropout",
+            "--hybrid-context-parallel with --hidden-dropout 0.1",
         ),
         (["--context-parallel-size", "8", "--cp-comm-type", "a2a"], 8, "4 query heads of a tensor"),
         (["--context-parallel-size", "4", "--cp-comm-type", "a2a+p2p"], 4, "without the sizes"),

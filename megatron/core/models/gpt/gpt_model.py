@@ -9,6 +9,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import (
     RotaryEmbedding,
 )
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -220,7 +221,10 @@ class GPTModel(LanguageModule):
                 inference_context, self.decoder, decoder_input, self.config, packed_seq_params
             )
             if packed_seq_params is not None:
-                packed_seq_params = self._documents(packed_seq_params, decoder_input, length)
+                packed_seq_params = replace(
+                    self._documents(packed_seq_params, decoder_input, length),
+                    padding_mask=padding_mask,
+                )
             rotary_args = self._rotary_args(length, position_ids)
         hidden_states = self.decoder(
             hidden_states=decoder_input,
@@ -356,7 +360,7 @@ class GPTModel(LanguageModule):
 
     def _documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
-    ) -> PackedSeqParams:
+    ) -> Documents:
         """Bring document borders into the form that all layers read, and check them."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert states is not None, "no input: call set_input_tensor first"

@@ -24,6 +24,9 @@ _POSITIVE = (
 )
 
 
+DRAWN_BY_PLACE = "what is dropped is keyed by the place in the micro batch"
+
+
 @dataclass
 class BlockConfig:
     """Norms, MLP, attention and dropout of a layer."""
@@ -32,6 +35,7 @@ class BlockConfig:
         "transformer_engine",
         choices=("local", "transformer_engine", "inference_optimized"),
         note_values={"inference_optimized": "layers are local ones"},
+        per_micro_batch={"transformer_engine": "that library's attention has one group of ranks"},
     )
     """Where layers come from, if no layer spec says it; without Transformer Engine installed, local
     ones are used."""
@@ -81,9 +85,9 @@ class BlockConfig:
     """Bound of a gated MLP's branches before the nonlinearity: above for the gate, on both sides
     for the other; None is none."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
     """Dropout probability of the embedding and of each residual branch."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
     """Dropout probability of the attention weights."""
 
     softmax_scale: float | None = None

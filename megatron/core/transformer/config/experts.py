@@ -14,6 +14,7 @@ from megatron.core.utils import best_divisor
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 DROP_POLICIES = ("probs", "position")
+_EQUALLY_MANY = "ranks route equally many tokens"
 
 
 @dataclass
@@ -74,6 +75,7 @@ class ExpertConfig(ExpertExchangeConfig):
         ),
         part_of="num_experts",
         refuse_values={"quantile_balancing": "use --moe-router-enable-expert-bias"},
+        per_micro_batch={"sinkhorn": "the tokens of a micro batch are assigned together"},
     )
     """One or several of aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn, or none."""
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", part_of="num_experts")
@@ -89,9 +91,13 @@ class ExpertConfig(ExpertExchangeConfig):
     """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
     """Which tokens stay where an expert is full: the likeliest, or the first."""
-    moe_pad_expert_input_to_capacity: bool = flag(False, part_of="num_experts")
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
+    )
     """Give every expert an input of the same length: its capacity in each sequence."""
-    moe_expert_rank_capacity_factor: float | None = flag(None, part_of="num_experts")
+    moe_expert_rank_capacity_factor: float | None = flag(
+        None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
+    )
     """Rows that a rank sends to each expert-parallel rank, over the even share of its choices, so
     that the host never waits for the router; choices beyond them are dropped, and counted in the
     log. The expert-parallel size is enough for all. None: as many as there are, which it reads."""
@@ -127,6 +133,12 @@ class ExpertConfig(ExpertExchangeConfig):
         methods, coefficients = _as_list(self.moe_router_load_balancing_type), self._coefficients()
         chosen = zip(methods, coefficients, strict=True)
         return {m: c for m, c in chosen if m.endswith("aux_loss") and c > 0}
+
+    @property
+    def counts_by_sequence(self) -> bool:
+        """Whether what a router computes depends on where a sequence begins and ends."""
+        has_capacity = self.moe_expert_capacity_factor is not None
+        return has_capacity or "seq_aux_loss" in self.balance_losses()
 
     @property
     def routes_by_sinkhorn(self) -> bool:

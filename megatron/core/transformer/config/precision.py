@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, no_flag
 
+_SHARED_SCALES = "the ranks that share a scale are the same for all micro batches"
+
 
 @dataclass
 class PrecisionConfig:
@@ -14,7 +16,9 @@ class PrecisionConfig:
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
-    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"))
+    fp8: str | None = flag(
+        None, "--fp8-format", choices=("e4m3", "hybrid"), per_micro_batch=_SHARED_SCALES
+    )
     """Multiply operands of 8 bits in the linear layers of the transformer layers: all in E4M3, or
     gradients in E5M2 ("hybrid"). See docs/low_precision.md."""
     fp8_recipe: str = flag(
@@ -36,7 +40,7 @@ class PrecisionConfig:
     )
     """Compute weight gradients from operands of few bits too, not only outputs and input
     gradients."""
-    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",))
+    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",), per_micro_batch=_SHARED_SCALES)
     """Multiply operands of 4 bits in the linear layers of the transformer layers."""
     fp4_recipe: str = flag(
         "nvfp4",

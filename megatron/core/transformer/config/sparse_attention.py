@@ -23,7 +23,9 @@ class SparseAttentionConfig:
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
     """Keys that a query attends to: of those with the highest scores, and of equal ones the
     earliest."""
-    dsa_indexer_loss_coeff: float | None = flag(None, part_of=_MIXER)
+    dsa_indexer_loss_coeff: float | None = flag(
+        None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
+    )
     """Factor on the loss by which the indexer learns the distribution of attention. None or 0: the
     indexer stays as it is."""
     dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_MIXER)

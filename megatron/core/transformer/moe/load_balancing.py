@@ -6,9 +6,10 @@ et al., "ST-MoE", section 3.1, arXiv 2202.08906. Balance over the global batch: 
 Load Balancing Strategy for Mixture-of-Experts", section 3, arXiv 2408.15664.
 
 Every figure is one of the model and the batch, not of the layout: shares are of a sequence, of a
-micro batch, or of the global batch, whoever holds its tokens.
+micro batch, or of the global batch, whoever holds its tokens. Padding counts for nothing. A sample
+of packed documents has as many sequences as documents.
 
-Legend: s sequence, b micro batch, e experts.
+Legend: s sequence, b micro batch, t = s*b tokens of this rank, e experts.
 """
 
 from __future__ import annotations
@@ -34,39 +35,60 @@ AUX_LOSS_NAMES = {
 """Method -> name in logs."""
 
 
-def load_balancing_loss(scores: Tensor, shares: Tensor, num_tokens: Tensor | float) -> Tensor:
+@dataclass(frozen=True)
+class TokenGroups:
+    """Which group (a sequence, a sample, a micro batch) each token of this rank belongs to.
+
+    numbers: int64 [s, b], from 0; never falling along s. count: n, the groups of all ranks that
+    share the micro batch.
+    """
+
+    numbers: Tensor
+    count: int
+
+    @staticmethod
+    def of_samples(shape: Sequence[int], device: torch.device) -> TokenGroups:
+        """Make each sample, a column of `shape` [s, b, ...], a group."""
+        return TokenGroups(torch.arange(shape[1], device=device).expand(shape[0], -1), shape[1])
+
+    @staticmethod
+    def of_all(shape: Sequence[int], device: torch.device) -> TokenGroups:
+        """Make all tokens one group."""
+        return TokenGroups(torch.zeros((), dtype=torch.long, device=device).expand(shape[:2]), 1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Sum x [t, ...] over the tokens of this rank in each group: [n, ...]."""
+        if self.count == 1:
+            return x.sum(0, keepdim=True)
+        return x.new_zeros(self.count, *x.shape[1:]).index_add(0, self.numbers.flatten(), x)
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """Return for each token of this rank what x [n, ...] has for its group: [t, ...]."""
+        return x[self.numbers.flatten()] if self.count > 1 else x
+
+
+def load_balancing_loss(
+    scores: Tensor, shares: Tensor, weights: Tensor, groups: TokenGroups
+) -> Tensor:
     """Return this rank's part of e * sum over experts of (share of tokens) * (mean score).
 
-    1 where the load is even; it grows with the scores of experts with many tokens.
+    1 for each group where its load is even; it grows with the scores of experts with many tokens.
 
     Args:
-        scores: [t, e] of this rank's tokens, zero for padding.
-        shares: [e], each expert's share of all assignments; they add up to 1.
-        num_tokens: tokens that the mean is over, of all ranks.
+        scores: [t, e] of this rank's tokens.
+        shares: [n, e], each expert's share of the assignments of a group; they add up to 1.
+        weights: [t, 1] or [1, 1], of each token in the mean, zero for padding.
     """
-    return shares.numel() * (scores.sum(0) * shares.to(scores.dtype)).sum() / num_tokens
+    return shares.shape[-1] * (groups.sums(scores * weights) * shares.to(scores.dtype)).sum()
 
 
-def sequence_load_balancing_loss(
-    scores: Tensor, shares: Tensor, num_tokens: Tensor | float
-) -> Tensor:
-    """Return this rank's part of the mean over sequences of their balance losses.
+def z_loss(logits: Tensor, weights: Tensor) -> Tensor:
+    """Return this rank's part of the mean square of log-sum-exp of the logits [t, e].
 
     Args:
-        scores: [s, b, e] of this rank's tokens, zero for padding.
-        shares: [b, e], of each sequence.
-        num_tokens: tokens of each sequence, a number or [b].
+        weights: as of `load_balancing_loss`.
     """
-    per_sequence = (scores.sum(0) * shares.to(scores.dtype)).sum(-1) / num_tokens
-    return shares.shape[-1] * per_sequence.mean()
-
-
-def z_loss(logits: Tensor, is_token: Tensor | None, num_tokens: Tensor | float) -> Tensor:
-    """Return this rank's part of the mean square of log-sum-exp of the logits [s, b, e]."""
-    squares = torch.logsumexp(logits, -1).square()
-    if is_token is not None:
-        squares = squares * is_token
-    return squares.sum() / num_tokens
+    return (torch.logsumexp(logits, -1, keepdim=True).square() * weights).sum()
 
 
 class ExpertLoad:
@@ -92,7 +114,7 @@ class ExpertLoad:
         self._assignments: Tensor | None = None
         self._dropped: Tensor | None = None
         self._losses: dict[str, Tensor] = {}
-        self.num_microbatches = 0
+        self.num_microbatches = 0.0
 
     @property
     def step_dropped(self) -> int:
@@ -108,14 +130,22 @@ class ExpertLoad:
     def step_losses(self) -> dict[str, float]:
         """Name -> balance loss of the last step, the mean over micro batches."""
         _, _, count, *losses = self._step.values
-        num_microbatches = max(count / self._step.ranks_per_sample, 1)
         pairs = zip(self._step.names, losses, strict=True)
-        return {name: value / num_microbatches for name, value in pairs}
+        return {name: value / (count or 1.0) for name, value in pairs}
 
     def count(
-        self, routing_map: Tensor, dropped: Tensor | None = None, *, is_finite: Tensor
+        self,
+        routing_map: Tensor,
+        dropped: Tensor | None = None,
+        *,
+        is_finite: Tensor,
+        share: float,
     ) -> None:
-        """Add the choices [t, e] of one micro batch, and whether its logits were finite."""
+        """Add the choices [t, e] of one micro batch, and whether its logits were finite.
+
+        Args:
+            share: of this rank in the micro batches whose tokens it routes.
+        """
         is_bad = is_finite.logical_not()
         self._bad_batches = is_bad if self._bad_batches is None else self._bad_batches + is_bad
         assignments = routing_map.sum(0)
@@ -124,7 +154,7 @@ class ExpertLoad:
         )
         if dropped is not None:
             self._dropped = dropped if self._dropped is None else self._dropped + dropped
-        self.num_microbatches += 1
+        self.num_microbatches += share
 
     def add_dropped(self, number: Tensor) -> None:
         """Add choices [] of one micro batch for which a dispatcher had no row."""
@@ -147,14 +177,13 @@ class ExpertLoad:
         dropped = self._dropped if self._dropped is not None else zero
         losses = [self._losses.get(name, zero) for name in names]
         bad = self._bad_batches if self._bad_batches is not None else zero
-        count = torch.full((), self.num_microbatches, device=device)
-        self._assignments, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0
+        count = torch.full((), self.num_microbatches, dtype=torch.float64, device=device)
+        self._assignments, self._dropped, self._losses, self.num_microbatches = None, None, {}, 0.0
         self._bad_batches = None
         rest = torch.stack([x.double() for x in (dropped, bad, count, *losses)])
         return torch.cat([assignments.double(), rest])
 
-    def finish_step(self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str],
-                    ranks_per_sample: int) -> None:  # fmt: skip
+    def finish_step(self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str]) -> None:
         """Take the sums over all ranks of what `packed` returned.
 
         Args:
@@ -162,7 +191,7 @@ class ExpertLoad:
         """
         self.step_assignments = packed[: self.num_experts].clone()
         first = self.num_experts
-        self._step = _StepFigures(lambda: read()[first:].tolist(), names, ranks_per_sample)
+        self._step = _StepFigures(lambda: read()[first:].tolist(), names)
 
 
 @dataclass(frozen=True)
@@ -171,12 +200,11 @@ class _StepFigures:
 
     read: Callable[[], list[float]]
     names: Sequence[str]
-    ranks_per_sample: int
 
     @staticmethod
     def none() -> _StepFigures:
         """Return those of no step."""
-        return _StepFigures(lambda: [0.0, 0.0, 0.0], (), 1)
+        return _StepFigures(lambda: [0.0, 0.0, 0.0], ())
 
     @functools.cached_property
     def values(self) -> list[float]:
@@ -257,8 +285,7 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     # One wait for the device, not several for each router, and only when somebody asks.
     sizes = [part.numel() for part in packed]
     on_host = functools.cache(lambda: everything.cpu().split(sizes))
-    ranks_per_sample = groups.tp.size() * groups.cp.size()
     for index, (router, part) in enumerate(zip(routers, everything.split(sizes), strict=True)):
         read = functools.partial(lambda index: on_host()[index], index)
-        router.load.finish_step(part, read, names[index], ranks_per_sample)
+        router.load.finish_step(part, read, names[index])
         router.apply_load()

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
@@ -28,6 +31,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import build_dispatcher
+from megatron.core.transformer.moe.load_balancing import TokenGroups
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -126,6 +130,8 @@ class MoELayer(MegatronModule):
         hidden_states: Tensor,
         intermediate_tensors: object = None,
         padding_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, None]:
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
@@ -133,21 +139,32 @@ class MoELayer(MegatronModule):
             intermediate_tensors: must be None: a layer is computed in one go.
             padding_mask: bool [b, s/cp], True where there is no token. The routed experts give
                 zero there.
+            packed_seq_params: the documents of the whole sequences: a statistic of a sequence is
+                one of a document.
         Returns:
             (output of the input's shape, None: no bias is left to be added).
         """
         given = {"intermediate_tensors": intermediate_tensors}
         refuse_given("MoELayer", given, rule="a layer is computed in one go", fix="leave it out")
         if self.config.moe_layer_recompute and self.training:
-            return checkpoint(self._compute, False, hidden_states, padding_mask), None
-        return self._compute(hidden_states, padding_mask), None
+            return checkpoint(
+                self._compute, False, hidden_states, padding_mask, packed_seq_params
+            ), None
+        return self._compute(hidden_states, padding_mask, packed_seq_params), None
 
-    def _compute(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _compute(
+        self,
+        hidden_states: Tensor,
+        padding_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+    ) -> Tensor:
         shared_overlap = None
         if self.shared_experts is not None and self.config.moe_shared_expert_overlap:
             shared_overlap = SharedExpertOverlap(self.shared_experts, hidden_states)
         with rng_state().in_scope("experts", self.layer_number):
-            output = self._route_and_compute(hidden_states, padding_mask, shared_overlap)
+            output = self._route_and_compute(
+                hidden_states, padding_mask, packed_seq_params, shared_overlap
+            )
         if shared_overlap is not None:
             assert shared_overlap.output is not None
             return output + shared_overlap.output
@@ -170,15 +187,23 @@ class MoELayer(MegatronModule):
         self,
         hidden_states: Tensor,
         padding_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
         shared_overlap: SharedExpertOverlap | None,
     ) -> Tensor:
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]
-        x, mask = _pad_tokens(x, mask, self._cut.size())
+        missing = -rows % self._cut.size()
+        if missing:  # rows that are no tokens, so that the sequence can be cut into equal parts
+            x = F.pad(x, (0, 0, 0, 0, 0, missing))
+            mask = x.new_zeros(rows, x.shape[1]).bool() if mask is None else mask
+            mask = F.pad(mask, (0, 0, 0, missing), value=True)
         x = scatter_to_sequence_parallel_region(x, self._cut)
         if mask is not None:
-            mask = _shard_of_mask(mask, self.pg_collection.tp)
-        probs, routing_map = self.router(x, mask)
+            mask = _shard_of_rows(mask, self.pg_collection.tp)
+        options = {}
+        if packed_seq_params is not None and self.config.counts_by_sequence:
+            options["sequences"] = self._sequences(packed_seq_params, x, missing)
+        probs, routing_map = self.router(x, mask, **options)
         begin, end = (
             (None, None) if shared_overlap is None else (shared_overlap.begin, shared_overlap.end)
         )
@@ -188,12 +213,12 @@ class MoELayer(MegatronModule):
         chosen = None
         if mask is None and self.config.moe_expert_capacity_factor is None:
             chosen = tokens.shape[0] * self.config.moe_router_topk
-        capacity = self._exchange_capacity(x)
+        capacity = self._exchange_capacity(x, bool(options))
         sent = self.token_dispatcher.dispatch(tokens, probs, routing_map, begin, chosen, capacity)
         if sent.num_dropped is not None and not is_recomputing():
             self.router.load.add_dropped(sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
-            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x))
+            sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, bool(options)))
         output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
         output = sent.combine(output, end)
         if self.fc2_latent_proj is not None:
@@ -202,7 +227,22 @@ class MoELayer(MegatronModule):
         output = gather_from_sequence_parallel_region(output, False, self._cut)
         return output if output.shape[0] == rows else output[:rows]
 
-    def _exchange_capacity(self, x: Tensor) -> ExchangeCapacity | None:
+    def _sequences(self, packed: PackedSeqParams, x: Tensor, num_padded: int) -> TokenGroups:
+        """Return which documents the tokens x [s, b, h] that this rank routes belong to.
+
+        Args:
+            num_padded: rows that follow those of the ranks of `tp` together.
+        """
+        groups = self.pg_collection
+        cp, tp = groups.microbatch_cp, groups.tp.size()
+        length = x.shape[0] * tp - num_padded
+        documents = packed.resolve(x.shape[1], length * cp.size(), x.device)
+        numbers, count = documents.numbered
+        own = sequence_shard_of_rank(length, cp=cp, sp=SINGLE_RANK).positions(x.device)
+        rows = own[torch.arange(length + num_padded, device=x.device).clamp(max=length - 1)]
+        return TokenGroups(_shard_of_rows(numbers[:, rows].t(), groups.tp), count)
+
+    def _exchange_capacity(self, x: Tensor, is_packed: bool) -> ExchangeCapacity | None:
         """Return the sizes of the exchange of [s, b, h], where the settings say them."""
         config, ranks = self.config, self.pg_collection.ep.size()
         num_tokens = x.shape[0] * x.shape[1]
@@ -212,8 +252,7 @@ class MoELayer(MegatronModule):
             rows = -int(-even * config.moe_expert_rank_capacity_factor // 1)
             return ExchangeCapacity(min(rows, self._most_rows(num_tokens)), choices)
         if config.moe_pad_expert_input_to_capacity:
-            parts = self.pg_collection.tp.size() * self.pg_collection.cp.size()
-            capacity = x.shape[1] * expert_capacity(config, x.shape[0] * parts)
+            capacity = x.shape[1] * self._capacity(x, is_packed)
             return ExchangeCapacity(
                 min(num_tokens, capacity) * len(self.local_expert_indices), choices
             )
@@ -223,27 +262,24 @@ class MoELayer(MegatronModule):
         """Return how many rows a rank can send to another: each token to all that it chooses."""
         return num_tokens * min(self.config.moe_router_topk, len(self.local_expert_indices))
 
-    def _max_tokens_per_expert(self, x: Tensor) -> int:
-        """Return how many rows an expert gets at most: its capacity in every sequence at hand."""
+    def _capacity(self, x: Tensor, is_packed: bool) -> int:
+        """Return the most tokens that an expert takes of a sample, which this rank has a part of.
+
+        Packed sequences have a capacity each, rounded up: together at most all of their tokens.
+        """
+        length = x.shape[0] * self.pg_collection.tp.size() * self.pg_collection.cp.size()
+        return length if is_packed else expert_capacity(self.config, length)
+
+    def _max_tokens_per_expert(self, x: Tensor, is_packed: bool) -> int:
+        """Return how many rows an expert gets at most: its capacity in every sample at hand."""
         groups = self.pg_collection
-        parts = groups.tp.size() * groups.cp.size()
-        capacity = expert_capacity(self.config, x.shape[0] * parts)
+        capacity = self._capacity(x, is_packed)
         senders = groups.tp_ep.size()
         of_my_sequences = set(groups.ranks.get("tp_ep", [0])) & set(groups.ranks.get("tp_cp", [0]))
         return x.shape[1] * capacity * (senders // max(len(of_my_sequences), 1))
 
 
-def _pad_tokens(x: Tensor, mask: Tensor | None, parts: int) -> tuple[Tensor, Tensor | None]:
-    """Append rows that are no tokens, so that [s, b, h] can be cut into equal parts."""
-    missing = -x.shape[0] % parts
-    if not missing:
-        return x, mask
-    if mask is None:
-        mask = x.new_zeros(x.shape[:2]).bool()
-    return F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing), value=True)
-
-
-def _shard_of_mask(mask: Tensor, group: Group) -> Tensor:
+def _shard_of_rows(x: Tensor, group: Group) -> Tensor:
     """Return this rank's piece of the rows [s, b]."""
-    length = mask.shape[0] // group.size()
-    return mask.narrow(0, group.rank() * length, length)
+    length = x.shape[0] // group.size()
+    return x.narrow(0, group.rank() * length, length)

@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parameters.keyed_draws import keyed_uniform
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.aux_loss import attach_aux_loss
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
+from megatron.core.topology.group import Group
 from megatron.core.transformer.moe.load_balancing import (
     ExpertLoad,
     LoadTrackingRouter,
+    TokenGroups,
     load_balancing_loss,
-    sequence_load_balancing_loss,
     z_loss,
 )
 from megatron.core.transformer.moe.router_replay import RouterReplay, rows_of_rank
@@ -94,39 +96,46 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         """Say which layer of the model this is: for logs."""
         self.load.layer_number = layer_number
 
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        input: Tensor,
+        padding_mask: Tensor | None = None,
+        sequences: TokenGroups | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Choose experts for the tokens [s, b, h] of this rank.
 
         Args:
             padding_mask: bool [s, b], True where there is no token: it is routed to no expert and
                 takes no part in any loss.
+            sequences: which sequence each token belongs to, where several are packed into a
+                sample. None: a sample is one sequence.
         Returns:
             (weights [t, e], zero where an expert is not chosen; routing map, bool [t, e]).
         Communication:
-            with balance losses, sums of e (or b * e) counts over tp x cp; with a capacity, an
-            all-gather of s * b * e scores over tp x cp.
+            with balance losses, sums of e counts for each sequence over the ranks that share the
+            micro batch; with a capacity, an all-gather of s * b * e scores over them.
         """
         config = self.config
         logits = self._logits(input)
         shape = logits.shape
-        choice = self._choose(logits)
-        is_token = None
-        if padding_mask is not None:
-            is_token = ~padding_mask[..., None]
-            flat = is_token.flatten(0, 1)
+        is_token = None if padding_mask is None else ~padding_mask
+        choice = self._choose(logits, is_token)
+        if is_token is not None:
+            flat = is_token.flatten()[:, None]
             choice = RoutingResult(
                 choice.probs * flat, choice.routing_map & flat, choice.scores * flat
             )
         demanded, routing_map, probs = choice.routing_map, choice.routing_map, choice.probs
         dropped = None
         if config.moe_expert_capacity_factor is not None:
-            routing_map = self._apply_capacity(choice, shape)
+            routing_map = self._apply_capacity(choice, shape, is_token, sequences)
             dropped = demanded.sum() - routing_map.sum()
             probs = probs * routing_map
         if self.training and torch.is_grad_enabled():
             if not is_recomputing():
-                self.load.count(demanded, dropped, is_finite=logits.detach().isfinite().all())
-            probs = self._with_losses(probs, logits, choice, is_token)
+                is_finite = logits.detach().isfinite().all()
+                self.load.count(demanded, dropped, is_finite=is_finite, share=self._share())
+            probs = self._with_losses(probs, logits, choice, is_token, sequences)
         return probs, routing_map
 
     def loss_names(self) -> list[str]:
@@ -175,8 +184,8 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
 
-    def _choose(self, logits: Tensor) -> RoutingResult:
-        """Return the experts of the tokens of logits [s, b, e]."""
+    def _choose(self, logits: Tensor, is_token: Tensor | None) -> RoutingResult:
+        """Return the experts of the tokens of logits [s, b, e]; is_token: bool [s, b]."""
         s, b, _ = logits.shape
 
         def replaced(indices: Tensor) -> Tensor:
@@ -186,73 +195,123 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         flat = logits.flatten(0, 1)
         if not self.config.routes_by_sinkhorn:
             return topk_routing(flat, self.config, self.expert_bias, replaced)
-        total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences)
+        real = None if is_token is None else is_token.flatten()
+        total = partial(sinkhorn, sum_over_ranks=self._sum_over_sequences, is_token=real)
         balanced = total if self.training else None
         return sinkhorn_routing(flat, self.config, balanced, replaced)
 
     def _sum_over_sequences(self, x: Tensor) -> Tensor:
         """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
-        group = self.pg_collection.tp_cp
-        return x if group.size() == 1 else collectives.all_reduce(x.clone(), group)
+        for group in self._sharing_groups:
+            x = collectives.all_reduce(x.clone(), group)
+        return x
+
+    @property
+    def _sharing_groups(self) -> list[Group]:
+        """Groups which together hold the tokens of the micro batch."""
+        groups, cp = self.pg_collection, self.pg_collection.microbatch_cp
+        found = [groups.tp_cp] if cp is groups.cp else [groups.tp, cp]
+        return [group for group in found if group.size() > 1]
 
     @property
     def _ranks_per_sample(self) -> int:
-        return self.pg_collection.tp.size() * self.pg_collection.cp.size()
+        return self.pg_collection.tp.size() * self.pg_collection.microbatch_cp.size()
 
-    def _apply_capacity(self, choice: RoutingResult, shape: torch.Size) -> Tensor:
+    def _share(self) -> float:
+        """Return this rank's share of the micro batches that its tokens belong to."""
+        joined = rng_state().scope.samples
+        return (1 if joined is None else joined.count) / self._ranks_per_sample
+
+    def _apply_capacity(
+        self,
+        choice: RoutingResult,
+        shape: torch.Size,
+        is_token: Tensor | None,
+        sequences: TokenGroups | None,
+    ) -> Tensor:
         """Return the choices [t, e] within the capacity of the experts.
 
-        The capacity is that of a whole sequence, of which this rank holds a part.
+        The capacity follows from the tokens of a whole sequence, of which this rank holds a part.
         """
-        config, group = self.config, self.pg_collection.tp_cp
-        length = shape[0] * self._ranks_per_sample
-        capacity = expert_capacity(config, length)
-        priorities, chosen = choice.probs.detach().view(shape), choice.routing_map.view(shape)
-        if group.size() == 1:
-            kept = apply_capacity(priorities, chosen, capacity, config.moe_token_drop_policy)
-            return kept.flatten(0, 1)
-        rows = rows_of_rank(shape[0], self.pg_collection)
-        own = rows.positions(priorities.device)
+        config, policy = self.config, self.config.moe_token_drop_policy
+        chosen, numbers = choice.routing_map.view(shape), None
+        if sequences is None and is_token is not None:
+            sequences = TokenGroups.of_samples(shape, chosen.device)
         # A weight may be rounded to zero where an expert is chosen: two values in one message.
-        marked = torch.where(chosen, priorities, -1.0)
-        everyone = collectives.all_gather(marked.contiguous(), group)
-        positions = collectives.all_gather(own, group)
-        full = torch.empty_like(everyone)
-        full[positions] = everyone
-        kept = apply_capacity(full, full >= 0, capacity, config.moe_token_drop_policy)
+        marked = torch.where(chosen, choice.probs.detach().view(shape), -1.0)
+        own = rows_of_rank(shape[0], self.pg_collection).positions(marked.device)
+        gathered = [marked, own]
+        if sequences is not None:
+            gathered.append(sequences.numbers)
+        for group in self._sharing_groups:
+            gathered = [collectives.all_gather(x.contiguous(), group) for x in gathered]
+        order = gathered[1].argsort()
+        full = gathered[0][order]
+        capacity: int | Tensor = expert_capacity(config, len(full))
+        if sequences is not None:
+            numbers = gathered[2][order]
+            lengths = TokenGroups(numbers, sequences.count).sums(
+                (full >= 0).any(-1).long().flatten()
+            )
+            capacity = expert_capacities(config, lengths[numbers, None])
+        kept = apply_capacity(full, full >= 0, capacity, policy, numbers)
         return kept[own].flatten(0, 1)
 
     def _with_losses(
-        self, probs: Tensor, logits: Tensor, choice: RoutingResult, is_token: Tensor | None
+        self,
+        probs: Tensor,
+        logits: Tensor,
+        choice: RoutingResult,
+        is_token: Tensor | None,
+        sequences: TokenGroups | None,
     ) -> Tensor:
         """Attach the balance losses to the weights."""
         config, losses = self.config, self.config.balance_losses()
         if not losses and not config.moe_z_loss_coeff:
             return probs
-        shape = logits.shape
-        num_tokens: Tensor | float = float(shape[0] * shape[1] * self._ranks_per_sample)
-        if is_token is not None:
-            num_tokens = self._sum_over_sequences(is_token.sum().float()).clamp(min=1)
-        scores, assignments = choice.scores, choice.routing_map
+        shape, scores = logits.shape, choice.scores
+        joined = rng_state().scope.samples
+        batch = TokenGroups.of_all(shape, logits.device)
+        if joined is not None:
+            own = rows_of_rank(shape[0], self.pg_collection).positions(logits.device)
+            places = joined.places.to(logits.device)[own, None]
+            batch = TokenGroups(places, max(joined.count, 1))
+        count = float(shape[0] * shape[1] * self._ranks_per_sample)
+        num_tokens: Tensor | float = count
+        weights, real = scores.new_full((1, 1), 1.0 / count), None
+        if is_token is not None or joined is not None:
+            real = scores.new_ones(len(scores), 1)
+            if is_token is not None:
+                real = is_token.flatten().to(scores)[:, None]
+            lengths = self._sum_over_sequences(batch.sums(real))
+            weights, num_tokens = real / batch.of_tokens(lengths.clamp(min=1)), lengths.sum()
         parts: dict[str, tuple[float, Tensor]] = {}
-        if "aux_loss" in losses or "seq_aux_loss" in losses:
-            counts = self._sum_over_sequences(assignments.view(shape).sum(0))  # [b, e]
         if "aux_loss" in losses:
-            part = load_balancing_loss(scores, _shares(counts.sum(0)), num_tokens)
+            counts = self._sum_over_sequences(batch.sums(choice.routing_map.long()))
+            part = load_balancing_loss(scores, _shares(counts), weights, batch)
             parts["aux_loss"] = losses["aux_loss"], part
         if "seq_aux_loss" in losses:
-            lengths: Tensor | float = float(shape[0] * self._ranks_per_sample)
-            if is_token is not None:
-                lengths = self._sum_over_sequences(is_token.sum((0, 2)).float()).clamp(min=1)
-            part = sequence_load_balancing_loss(scores.view(shape), _shares(counts), lengths)
+            groups = sequences or TokenGroups.of_samples(shape, logits.device)
+            counts = self._sum_over_sequences(groups.sums(choice.routing_map.long()))
+            in_groups = weights
+            if real is not None or sequences is not None:
+                lengths = counts.sum(-1, keepdim=True) / config.moe_router_topk
+                in_groups = (1.0 if real is None else real) / groups.of_tokens(lengths.clamp(min=1))
+                if joined is None:
+                    in_groups = in_groups / (lengths > 0).sum().clamp(min=1)
+                else:
+                    in_groups = in_groups / joined.num_sequences.to(logits.device)[own, None].clamp(
+                        min=1
+                    )
+            part = load_balancing_loss(scores, _shares(counts), in_groups, groups)
             parts["seq_aux_loss"] = losses["seq_aux_loss"], part
         if "global_aux_loss" in losses:
             assert self.global_shares is not None
-            part = load_balancing_loss(scores, self.global_shares, num_tokens)
+            part = load_balancing_loss(scores, self.global_shares[None], weights, batch)
             parts["global_aux_loss"] = losses["global_aux_loss"], part
         if config.moe_z_loss_coeff:
-            mask = None if is_token is None else is_token[..., 0]
-            parts["z_loss"] = config.moe_z_loss_coeff, z_loss(logits, mask, num_tokens)
+            part = z_loss(logits.flatten(0, 1), weights)
+            parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
                 self.load.add_loss(name, part)
@@ -265,6 +324,13 @@ def expert_capacity(config: TransformerConfig, sequence_length: int) -> int:
     assert config.moe_expert_capacity_factor and config.num_moe_experts
     even = sequence_length * config.moe_router_topk / config.num_moe_experts
     return max(1, -int(-even * config.moe_expert_capacity_factor // 1))
+
+
+def expert_capacities(config: TransformerConfig, lengths: Tensor) -> Tensor:
+    """Return how many tokens an expert takes of sequences of these lengths, [...] of any shape."""
+    assert config.moe_expert_capacity_factor and config.num_moe_experts
+    even = lengths.double() * config.moe_router_topk / config.num_moe_experts
+    return (even * config.moe_expert_capacity_factor).ceil().long().clamp(min=1)
 
 
 def _shares(counts: Tensor) -> Tensor:

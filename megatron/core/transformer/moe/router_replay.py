@@ -232,7 +232,7 @@ def rows_of_rank(num_rows: int, groups: ProcessGroupCollection) -> SequenceShard
 
     Ranks of tp x cp share the sequences of a micro batch, with and without sequence parallelism.
     """
-    return sequence_shard_of_rank(num_rows, cp=groups.cp, sp=groups.tp)
+    return sequence_shard_of_rank(num_rows, cp=groups.microbatch_cp, sp=groups.tp)
 
 
 @contextmanager

@@ -105,18 +105,26 @@ def sinkhorn_routing(
 
 
 @torch.no_grad()
-def sinkhorn(logits: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+def sinkhorn(
+    logits: Tensor,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    is_token: Tensor | None = None,
+) -> Tensor:
     """Scale exp(logits) so that every token gives 1/t and every expert receives 1/e.
 
     Args:
         logits: [t, e] of this rank; the assignment is that of all ranks' tokens together.
         sum_over_ranks: adds a small tensor over the ranks that share the micro batch.
+        is_token: bool [t], False for padding, which gives nothing.
     Communication: one sum of e numbers per round.
     """
     # A token's own factor drops out of the assignment: shift each by its largest logit.
     cost = torch.exp(logits - logits.amax(-1, keepdim=True))
     num_tokens, num_experts = logits.shape
-    total = sum_over_ranks(torch.tensor([float(num_tokens)], device=logits.device))
+    total = torch.tensor([float(num_tokens)], device=logits.device)
+    if is_token is not None:
+        cost, total = cost * is_token[:, None], is_token.sum(0, keepdim=True).to(total)
+    total = sum_over_ranks(total)
     by_expert = torch.ones(num_experts, device=logits.device)
     by_token = torch.ones(num_tokens, device=logits.device)
     for _ in range(MAX_SINKHORN_ROUNDS):
@@ -150,21 +158,40 @@ def _scatter_probs(weights: Tensor, indices: Tensor, scores: Tensor) -> RoutingR
     return RoutingResult(probs, chosen, scores)
 
 
-def apply_capacity(priorities: Tensor, chosen: Tensor, capacity: int, policy: str) -> Tensor:
+def apply_capacity(
+    priorities: Tensor,
+    chosen: Tensor,
+    capacity: int | Tensor,
+    policy: str,
+    sequences: Tensor | None = None,
+) -> Tensor:
     """Return which choices stay when an expert takes at most `capacity` tokens of a sequence.
 
     Args:
         priorities: [s, b, e], the weights of the choices, in order of position.
         chosen: bool [s, b, e].
+        capacity: a number, or [s, b, 1] of the sequence of each token.
         policy: "probs" keeps the likeliest (of those that are equal to three digits the first),
             "position" the first.
+        sequences: int64 [s, b], the sequence of each token, never falling along s. None: one.
     """
+    place = torch.arange(len(chosen), device=chosen.device).view(-1, 1, 1)
+    begin = torch.zeros_like(place)
+    if sequences is not None:
+        is_first = F.pad(sequences.diff(dim=0) != 0, (0, 0, 1, 0), value=True)[..., None]
+        begin = torch.where(is_first, place, 0).cummax(0).values
     if policy == "position":
-        return chosen & (chosen.cumsum(0) <= capacity)
+        before = chosen.cumsum(0) - chosen.long()
+        before = before - before.gather(0, begin.expand_as(before))
+        return chosen & (before < capacity)
     # Equal tokens, as the first ones of documents, differ in their last bits only, and
     # those depend on the layout.
     mantissa, exponent = torch.frexp(priorities)
     rounded = torch.ldexp((mantissa * 2**PRIORITY_BITS).round(), exponent)
     ranked = rounded.masked_fill(~chosen, -1.0)
-    best = ranked.sort(dim=0, descending=True, stable=True).indices[:capacity]
-    return chosen & torch.zeros_like(chosen).scatter_(0, best, True)
+    order = ranked.sort(dim=0, descending=True, stable=True).indices
+    if sequences is not None:
+        by_sequence = sequences[..., None].expand_as(order).gather(0, order)
+        order = order.gather(0, by_sequence.sort(dim=0, stable=True).indices)
+    fits = (place - begin < capacity).expand_as(chosen)
+    return chosen & torch.zeros_like(chosen).scatter_(0, order, fits)
