@@ -10,7 +10,8 @@ import pytest
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
-from tests.unit.values.cases import CASES, Case, shifted
+from tests.unit.values.cases import CASES
+from tests.unit.values.comparison import Case, shifted
 from tests.unit.values.draws import FEATURES, SEEDS, Draw, draw
 
 
