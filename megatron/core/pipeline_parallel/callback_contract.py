@@ -78,7 +78,7 @@ def loss_parts(
         raise _wrong_loss(f"{_described(loss)} for the loss")
     if len(result) == 3 and not (_is_single(num_tokens) and num_tokens.dtype is not torch.bool):
         raise _wrong_loss(f"{_described(num_tokens)} for the number of tokens")
-    if num_tokens is None and (type(report) is int or _is_single(report) and _is_whole(report)):
+    if num_tokens is None and (type(report) is int or _is_single(report) and _is_integer(report)):
         raise _wrong_loss(f"{_described(report)}, which is a number of tokens, for the report")
     if not trains:
         return loss, num_tokens, report
@@ -105,7 +105,7 @@ def _is_single(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() == 1
 
 
-def _is_whole(value: Tensor) -> bool:
+def _is_integer(value: Tensor) -> bool:
     return not value.is_floating_point() and value.dtype is not torch.bool
 
 
