@@ -33,27 +33,32 @@ def call_forward_step(
         DataError: the data iterator had no batch left.
     """
     try:
-        result = forward_step(data_iterator, model)
+        result: Any = forward_step(data_iterator, model)
     except StopIteration:
         raise DataError(
             "the data iterator ended before the last micro batch of the step.",
             rule="every step takes num_microbatches batches from the iterator of each chunk",
             fix="use an iterator that starts again at the end of the data, or fewer steps",
         ) from None
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise _wrong_forward_step(f"the forward step returned {_described(result)}.")
-    output, loss_function = result
-    if is_last:
-        if not callable(loss_function):
-            found = f"the forward step returned {_described(loss_function)} for the loss function."
-            raise _wrong_forward_step(found)
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    output: Any
+    output, loss_function = result if is_pair else (None, None)
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    if not is_pair:
+        found = _described(result)
+    elif is_last and not callable(loss_function):
+        found = f"{_described(loss_function)} for the loss function"
+    elif not (is_last or (parts and all(isinstance(part, Tensor) for part in parts))):
+        found = f"{_described(output)} for the output of an earlier stage"
     else:
-        parts = output if isinstance(output, (tuple, list)) else (output,)
-        wrong = [part for part in parts if not isinstance(part, Tensor)]
-        if wrong or not parts:
-            found = f"the forward step of an earlier stage returned {_described(output)}."
-            raise _wrong_forward_step(found)
-    return output, loss_function
+        return output, loss_function
+    raise ConfigError(
+        f"the forward step returned {found}.",
+        rule="it returns (output, loss function); the output of all stages but the last is a tensor"
+        " or a list of tensors",
+        fix="return the model's output and a function of this output, such as"
+        " partial(loss_func, loss_mask)",
+    )
 
 
 def loss_parts(
@@ -120,16 +125,6 @@ def _described(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"{len(value)} values"
     return shown(value)
-
-
-def _wrong_forward_step(found: str) -> ConfigError:
-    return ConfigError(
-        found,
-        rule="it returns (output, loss function); the output of all stages but the last is a tensor"
-        " or a list of tensors",
-        fix="return the model's output and a function of this output, such as"
-        " partial(loss_func, loss_mask)",
-    )
 
 
 def _wrong_loss(found: str) -> ConfigError:

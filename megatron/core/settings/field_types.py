@@ -122,7 +122,7 @@ def _described(hint: Any) -> str:
     if typing.get_origin(hint) in _UNIONS:
         return " or ".join(map(_described, typing.get_args(hint)))
     if _is_enum(hint):
-        return f"a {hint.__name__} or the name of one: {', '.join(hint.__members__)}"
+        return f"{hint.__name__} or one of its names: {', '.join(hint.__members__)}"
     if typing.get_origin(hint) is collections.abc.Callable:
         return "a function"
     if typing.get_args(hint):

@@ -244,7 +244,7 @@ def test_an_earlier_stage_that_returns_no_tensors_is_told_so():
             nn.Linear(1, 1), lambda _, model, out=output: (out, None), None, is_last=False,
             loss=loss, reported=StepReport(),
         )  # fmt: skip
-        with pytest.raises(ConfigError, match="of an earlier stage returned"):
+        with pytest.raises(ConfigError, match="for the output of an earlier stage"):
             stage.forward(0, None)
 
 
