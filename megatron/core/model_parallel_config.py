@@ -15,8 +15,11 @@ from megatron.core.settings.computation import (
     ParallelComputation,
     WeightGradientComputation,
 )
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag, no_flag
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+
+NoSync = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -148,8 +151,8 @@ class ModelParallelConfig(
     """`megatron.core.timers.Timers` of the run, or None."""
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Scales the loss before backward (fp16)."""
-    no_sync_func: Callable[[], AbstractContextManager[None]] | None = None
-    """Context in which gradients accumulate without data-parallel reduction."""
+    no_sync_func: NoSync | list[NoSync] | None = None
+    """Context in which a chunk's gradients accumulate without data-parallel reduction."""
     grad_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
     """Starts the data-parallel reduction of a chunk's gradients."""
     param_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
@@ -164,6 +167,7 @@ class ModelParallelConfig(
 
     def __post_init__(self) -> None:
         """Derive dtypes and raise all problems of the parallel settings together."""
+        check_types(self)
         self._derive_parallel()
         raise_together(
             [*self.check_parallel(), *refused_settings(self)], summary=type(self).__name__

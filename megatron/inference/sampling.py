@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.parameters.rng import derive_seed
+from megatron.core.settings.field_types import check_types
 
 NO_TOKEN = -1
 """Chosen where the logits hold no largest finite number, as those of a broken model."""
@@ -39,6 +40,7 @@ class Sampling:
     """Key of the draws."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for found, rule, flag, fix, is_wrong in (
             (f"temperature={self.temperature:g}", "it divides the logits", "--temperature",
              "use 0 (greedy) or a number such as 0.8", not 0 <= self.temperature < float("inf")),

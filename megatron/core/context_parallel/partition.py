@@ -134,7 +134,7 @@ def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
     Returns:
         [b, s/cp], zeros where the sequence has ended.
     Communication:
-        an all-gather on `cp`: for token ids, not for activations.
+        an all-gather on `cp`: for token ids and weights of tokens, not for activations.
     """
     size = cp.size()
     full = x

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.datasets.utils import Blend
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.settings.field_types import check_types
 
 SAMPLE_ORDERS = ("megatron", "native")
 SplitMatrix = list[tuple[float, float] | None]
@@ -59,6 +60,7 @@ class BlendedMegatronDatasetConfig:
     "native": windows of the corpus and blends that are computed when they are asked for."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.sample_order not in SAMPLE_ORDERS:
             raise ConfigError(
                 f"sample_order={self.sample_order!r}.",

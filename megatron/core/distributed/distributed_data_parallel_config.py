@@ -15,6 +15,7 @@ from megatron.core.settings.computation import (
     WeightGradientComputation,
 )
 from megatron.core.settings.config_base import check_all
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag, no_flag
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
@@ -124,6 +125,7 @@ class DistributedDataParallelConfig(
 
     def __post_init__(self) -> None:
         """Make the ways of asking for a ZeRO stage agree; raise all problems together."""
+        check_types(self)
         if self.data_parallel_sharding_strategy == "no_shard":
             if self.use_megatron_fsdp:
                 self.data_parallel_sharding_strategy = "optim_grads_params"

@@ -17,6 +17,7 @@ from megatron.core.settings.computation import (
     StateComputation,
 )
 from megatron.core.settings.config_base import check_all
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
@@ -204,6 +205,7 @@ class OptimizerConfig(
 
     def __post_init__(self) -> None:
         """Raise all problems together."""
+        check_types(self)
         check_all(self, [_check_update, _check_precision, _check_state, refused_settings])
         warn_of_unused_settings(self)
 

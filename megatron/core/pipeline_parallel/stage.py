@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.foundation import device
-from megatron.core.foundation.errors import ConfigError
+from megatron.core.pipeline_parallel.callback_contract import call_forward_step, loss_parts
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import (
     AuxLossScale,
@@ -157,7 +157,9 @@ class Stage:
         set_aux_loss_scale(self._loss.aux_loss_scale())
         later: dict[str, Tensor] | None = {} if self.is_last and self._trains else None
         with self._autocast(), within_step(later_losses=later):
-            output, loss_function = self._forward_step(self._data_iterator, self.model)
+            output, loss_function = call_forward_step(
+                self._forward_step, self._data_iterator, self.model, is_last=self.is_last
+            )
             if self.is_last:
                 return self._finish_model(microbatch, inputs, output, loss_function)
         outputs = list(output) if isinstance(output, (list, tuple)) else [output]
@@ -227,31 +229,19 @@ class Stage:
         if settings.collect_non_loss_data:
             reported.entries.append(loss_function(output, non_loss_data=True))
             return []
-        result = loss_function(output)
-        if isinstance(result, Tensor):
-            result = (result, result.detach())
-        if len(result) == 3:
-            loss, num_tokens, entry = result
-            if settings.per_token:
-                total = reported.num_tokens
-                counted = num_tokens.detach().to(torch.int)
-                reported.num_tokens = counted if total is None else total + counted
-            else:
-                # A micro batch without a token to learn from has loss 0, not 0 / 0.
-                shared = self._over_context_parallel(num_tokens)
-                loss = loss * cp_size / shared.clamp(min=1) / settings.num_microbatches
-        elif len(result) == 2:
-            loss, entry = result
-            if cp_size > 1:
-                loss = loss * cp_size
-            loss = loss / settings.num_microbatches
+        loss, num_tokens, entry = loss_parts(
+            loss_function(output), output, per_token=settings.per_token, trains=self._trains
+        )
+        if num_tokens is None:
+            loss = loss * cp_size / settings.num_microbatches
+        elif settings.per_token:
+            total = reported.num_tokens
+            counted = num_tokens.detach().to(torch.int)
+            reported.num_tokens = counted if total is None else total + counted
         else:
-            raise ConfigError(
-                f"the loss function returned {len(result)} values.",
-                rule="it returns (summed loss, number of tokens, report), (mean loss, report), or "
-                "the mean loss alone",
-                fix="return one of these forms",
-            )
+            # A micro batch without a token to learn from has loss 0, not 0 / 0.
+            shared = self._over_context_parallel(num_tokens)
+            loss = loss * cp_size / shared.clamp(min=1) / settings.num_microbatches
         later = current_step().later_losses
         reported.entries.append(
             {**entry, **later} if later and isinstance(entry, Mapping) else entry

@@ -38,6 +38,7 @@ from megatron.core.parameters.keyed_draws import keyed_dropout, keyed_keep_mask
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -106,6 +107,9 @@ class LoraConfig:
     use_dora: bool = flag(False, part_of="lora_rank")
     """Learn the norm of each row of the adapted weights beside them (DoRA, arXiv 2402.09353)."""
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
@@ -119,6 +123,9 @@ class AdapterSettings:
     target_modules: tuple[str, ...] = TARGETS
     use_dora: bool = False
     """Train a magnitude of each output, too."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def scale(self) -> float:

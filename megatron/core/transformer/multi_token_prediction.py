@@ -6,10 +6,11 @@ them through one transformer layer, and predicts the token after that one, with 
 embedding and head. The layer of every depth is its own, or one for all
 (`mtp_use_repeated_layer`).
 
-The losses of the depths enter through backward alone: the loss of a token stays that of the next
-token, and its gradient flows, weighted, into those of the depths too. So they are scaled, masked
-and normalised exactly as the loss function does it, in every layout. Reports have them as
-`mtp_1 loss` and so on: means over the tokens that the loss function counts.
+The losses of the depths enter through backward alone. The loss function gives every target token
+a weight (its mask and its normalisation), which backward sees as a gradient; each depth learns the
+token with this weight. Labels and weights are shifted together, so a masked token is learned by no
+depth, in every layout. Reports have the losses as `mtp_1 loss` and so on: means over the tokens
+that the loss function counts.
 
 Legend: s sequence, b micro batch, h hidden, D number of depths.
 """
@@ -181,47 +182,59 @@ def with_prediction_losses(
         loss_of: (hidden states, labels) to a loss [b, s/cp].
         weight: of each of their losses.
     Returns:
-        `loss`, with a backward pass into the predictions too, which reports their losses
+        `loss`, whose backward pass also reaches the predictions and reports their losses
         (`StepContext.later_losses`).
     Communication:
-        per depth an all-gather of b * s token ids on `cp`.
+        per depth an all-gather of b * s token ids on `cp`; in backward one of b * s gradients.
     """
     rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
     positions = rows.positions(labels.device)
     documents = None if packed_seq_params is None else packed_seq_params.seq_idx
+    is_inside = None
     reported = current_step().later_losses
     for depth, hidden_states in enumerate(predictions, 1):
-        tokens = shift_left(labels, depth, cp)
-        counts = (positions + depth < rows.total).expand_as(labels)
         if documents is not None:
             later = (positions + depth).clamp(max=rows.total - 1)
-            counts = counts & (documents[:, later] == documents[:, positions])
-        other = loss_of(hidden_states, tokens)
+            is_inside = documents[:, later] == documents[:, positions]
+        other = loss_of(hidden_states, shift_left(labels, depth, cp))
         figures = torch.zeros(2, device=loss.device)
         if reported is not None:
             reported[f"mtp_{depth} loss"] = figures
-        loss = _WithGradientFor.apply(loss, other, counts, weight, figures)
+        loss = _WithGradientFor.apply(loss, other, is_inside, depth, weight, figures, cp)
     return loss
 
 
 class _WithGradientFor(torch.autograd.Function):
-    """Return a loss whose gradient also reaches another one, where that counts.
+    """Return a loss whose gradient also flows into the loss of the tokens `depth` positions later.
 
-    Backward adds (sum, count) of the other one, where it has a gradient, to `figures`.
+    The gradient of a token's loss is the token's weight in the loss function: its mask and its
+    normalisation. A depth learns a token with the weight that this token has, so the gradient is
+    shifted as the labels are. A target after the end of the sequence, or in another document than
+    the position (`is_inside` False), has weight 0. Backward adds the (sum, count) of the losses
+    that have a weight to `figures`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, other: Tensor, counts: Tensor, weight: float, figures: Tensor
+        ctx: Any,
+        loss: Tensor,
+        other: Tensor,
+        is_inside: Tensor | None,
+        depth: int,
+        weight: float,
+        figures: Tensor,
+        cp: Group,
     ) -> Tensor:
-        ctx.save_for_backward(other, counts)
-        ctx.weight, ctx.figures = weight, figures
+        ctx.save_for_backward(other, is_inside)
+        ctx.depth, ctx.weight, ctx.figures, ctx.cp = depth, weight, figures, cp
         return loss.clone()  # no view: see `LanguageModule`
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        other, counts = ctx.saved_tensors
-        grad_of_other = grad * counts
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+        other, is_inside = ctx.saved_tensors
+        grad_of_other = shift_left(grad, ctx.depth, ctx.cp)
+        if is_inside is not None:
+            grad_of_other = grad_of_other * is_inside
         learned = grad_of_other != 0
         ctx.figures += torch.stack((torch.where(learned, other, 0).sum(), learned.sum()))
-        return grad, grad_of_other * ctx.weight, None, None, None
+        return grad, grad_of_other * ctx.weight, None, None, None, None, None

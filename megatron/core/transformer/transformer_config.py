@@ -13,6 +13,7 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.settings.computation import LayerComputation, OtherLayers
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 from megatron.core.transformer.config.activation_offload import DROPPED_BY, ActivationOffloadConfig
 from megatron.core.transformer.config.block import BlockConfig
@@ -33,7 +34,6 @@ from megatron.core.transformer.config.recompute import RecomputeConfig
 from megatron.core.transformer.config.shape import ShapeConfig
 from megatron.core.transformer.config.sparse_attention import SparseAttentionConfig
 from megatron.core.transformer.config.stages import StageConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import best_divisor
 
 
@@ -63,6 +63,7 @@ class TransformerConfig(
 
     def __post_init__(self) -> None:
         """Derive what follows from other fields, then raise all problems together."""
+        check_types(self)
         self._derive_layers()
         self._derive_parallel()
         self.virtual_pipeline_model_parallel_size = self.derived_virtual_stages(
@@ -71,7 +72,6 @@ class TransformerConfig(
             self.pipeline_schedule,
         )
         self.derive_shape(heads_share_width=not self.multi_latent_attention)
-        self.attention_backend = self.attention_backend or AttnBackend.auto
         if self.fp32_residual_connection and self.pipeline_dtype is None:
             self.pipeline_dtype = torch.float32  # stages hand on the residual stream
         self.derive_maximal_update(self.hidden_size)

@@ -9,7 +9,7 @@ from megatron.core.settings.flags import SettingsGroup, flag
 
 
 @dataclass(kw_only=True)
-class VisionSettings(VisionConfig, SettingsGroup):
+class VisionSettings(SettingsGroup, VisionConfig):
     """Images: their encoder, what of the model is trained, and how samples are made of them."""
 
     freeze_lm: bool = flag(False, "--freeze-LM", name="freeze_LM")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
@@ -40,11 +41,26 @@ class UnreadLosses:
 
     @staticmethod
     def of(reports: Sequence[Report]) -> UnreadLosses:
-        """Join reports, one per micro batch on the last pipeline stage, [] elsewhere."""
+        """Join reports, one per micro batch on the last pipeline stage, [] elsewhere.
+
+        A report that is no mapping is the figure "loss".
+
+        Raises:
+            ConfigError: micro batches report different names, or a figure is no number or pair.
+        """
         if not reports:
             return UnreadLosses(0, (), None)
-        names = tuple(reports[0])
-        rows = [_pair(report[name]) for report in reports for name in names]
+        named = [r if isinstance(r, Mapping) else {"loss": r} for r in reports]
+        names = tuple(named[0])
+        for report in named:
+            if report.keys() != named[0].keys():
+                raise ConfigError(
+                    f"the loss function reported {', '.join(names) or 'nothing'} of one micro batch"
+                    f" and {', '.join(report) or 'nothing'} of another.",
+                    rule="every micro batch reports the same names",
+                    fix="report a pair (sum 0, count 0) of what a micro batch lacks",
+                )
+        rows = [_pair(name, report[name]) for report in named for name in names]
         return UnreadLosses(len(reports), names, torch.stack(rows))
 
     def read(self) -> LossTable:
@@ -94,16 +110,25 @@ class LossTable:
         return {name: total / count if count else 0.0 for name, total, count in pairs}
 
 
-def _pair(value: Any) -> Tensor:
+def _pair(name: str, value: Any) -> Tensor:
     """Return (sum, count) as a tensor [2]; a plain mean counts once."""
-    if isinstance(value, Tensor):
-        value = value.detach()
-        if value.numel() == 2:
-            return value.reshape(2).float()
-        return torch.stack([value.reshape(()).float(), value.new_ones((), dtype=torch.float32)])
-    if isinstance(value, (tuple, list)):
-        return torch.tensor([float(part) for part in value])
-    return torch.tensor([float(value), 1.0])
+    try:
+        if isinstance(value, Tensor):
+            parts = value.detach().reshape(-1).float()
+        else:
+            several = value if isinstance(value, (tuple, list)) else (value,)
+            parts = torch.tensor([float(part) for part in several])
+    except (TypeError, ValueError):
+        parts = torch.empty(0)
+    if len(parts) == 1:
+        parts = torch.cat((parts, parts.new_ones(1)))
+    if len(parts) != 2:
+        raise ConfigError(
+            f"the loss function reported {name!r} as {shown(value)}.",
+            rule="a figure of a report is a mean, or a pair (sum, number of tokens)",
+            fix="report loss.detach(), or torch.stack((total.detach(), num_tokens))",
+        )
+    return parts
 
 
 def with_loss_tokens(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.blends.report import lines_of, shares_of
-from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -152,7 +152,14 @@ def _chunk_data(
         options["vp_stage"] = vp_stage
     consumed = state.consumed_train_samples
     begin = phase_of(run, consumed).begin
-    train, valid, test = provider(list(sample_counts(run, consumed)), **options)
+    datasets = provider(list(sample_counts(run, consumed)), **options)
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
+        raise ConfigError(
+            f"the datasets provider returned {shown(datasets)}.",
+            rule="it returns three datasets, for training, validation and test; None is no dataset",
+            fix="return train, valid, test",
+        )
+    train, valid, test = datasets
     if run.data.dataloader_type == "cyclic-megatron":
         print_rank_0(
             " > warning: --dataloader-type cyclic-megatron: the order of the samples depends on the"

@@ -18,7 +18,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.enums import ModelType
 from megatron.core.foundation import device
-from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.foundation.errors import ConfigError, refuse_given, shown
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -101,6 +101,13 @@ def build_model(
                     config=config,
                     pg_collection=groups,
                 )
+            )
+    for built in chunks:
+        if not isinstance(built, nn.Module):
+            raise ConfigError(
+                f"the model provider returned {shown(built)}.",
+                rule="it returns one chunk of the model, a torch.nn.Module",
+                fix="end the provider with `return model`",
             )
     adapters = adapter_settings(run.lora)
     if adapters is not None:

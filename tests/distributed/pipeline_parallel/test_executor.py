@@ -246,6 +246,22 @@ def test_an_output_of_another_shape_than_announced_is_refused():
     assert "(6, 2, 5)" in first.error_message
 
 
+def mean_loss_per_token(groups):
+    size = groups.pp.size()
+    config = LinearConfig(pipeline_model_parallel_size=size, calculate_per_token_loss=True)
+    run_step(groups, build_chunks(groups, config, 1), 2)
+
+
+@pytest.mark.parametrize("axes", [{}, {"cp": 2}, {"pp": 2}])
+def test_a_mean_loss_is_refused_where_gradients_are_divided_by_tokens(axes):
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(mean_loss_per_token, 2, timeout_s=20, **axes)
+    failed = sorted((o for o in failure.value.outcomes if o.failed), key=lambda o: o.failed_at)
+    with_loss = failed[:1] if "pp" in axes else failed
+    assert len(with_loss) == (1 if "pp" in axes else 2)
+    assert all("returned no number of tokens" in o.error_message for o in with_loss)
+
+
 def record(groups, num_chunks):
     config = LinearConfig(pipeline_model_parallel_size=2)
     recorder = PipelineRecorder()

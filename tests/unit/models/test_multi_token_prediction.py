@@ -122,7 +122,7 @@ def test_each_depths_loss_is_reported_as_the_mean_over_tokens_that_are_learned()
     assert list(entry) == ["lm loss", "mtp_1 loss", "mtp_2 loss"]
     _, later = by_hand(model, text, None)
     for depth, losses in enumerate(later, 1):
-        learned = [loss for place, loss in losses.items() if is_learned[place]]
+        learned = [loss for (b, i), loss in losses.items() if is_learned[b, i + depth]]
         total, count = entry[f"mtp_{depth} loss"]
         assert count == len(learned)
         assert_close(total, sum(learned), FP32_REORDERED_SUM, f"depth {depth}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.foundation.errors import ConfigError, ScheduleError
+from megatron.core.foundation.errors import ConfigError, DataError, ScheduleError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -178,9 +178,82 @@ def test_evaluation_leaves_no_gradient_with_and_without_no_grad():
     assert model.weight.grad is None
 
 
-def test_a_loss_function_that_returns_something_else_is_told_the_forms():
-    with pytest.raises(ConfigError, match="returned 4 values"):
-        run(Scale(Config()), lambda out: (1, 2, 3, 4), DATA)
+WRONG_LOSSES = {
+    "4 values": lambda out: (out.mean(), 2, 3, 4),
+    "1 values": lambda out: (out.mean(),),
+    "None": lambda out: None,
+    "{'loss'": lambda out: {"loss": out.mean()},
+    r"a tensor of shape \(2,\) and type torch.float32 for the loss": lambda out: out,
+    "1.5 for the loss": lambda out: (1.5, {}),
+    r"type torch.int64 for the loss": lambda out: (out.mean().long(), {}),
+    "3 for the number of tokens": lambda out: (out.sum(), 3, {}),
+    r"shape \(2,\) and type torch.int64 for the number": lambda out: (out.sum(), out.long(), {}),
+    "type torch.bool for the number": lambda out: (out.sum(), out.sum() > 0, {}),
+    "which is a number of tokens, for the report": lambda out: (out.sum(), torch.tensor(2)),
+    "2, which is a number of tokens": lambda out: (out.sum(), 2),
+}
+"""What the message says -> a loss function that returns it."""
+
+
+@pytest.mark.parametrize("found", WRONG_LOSSES)
+def test_a_loss_function_that_returns_something_else_is_told_the_forms(found):
+    for options in ({}, {"forward_only": True}):
+        with pytest.raises(ConfigError, match=f"returned .*{found}.*") as caught:
+            run(Scale(Config()), WRONG_LOSSES[found], DATA, **options)
+        assert "(summed loss, number of tokens, report)" in caught.value.rule
+
+
+@pytest.mark.parametrize(
+    "loss_func", [lambda out: (out.mean(), {}), lambda out: [out.mean(), {}], torch.mean]
+)
+def test_a_loss_without_a_number_of_tokens_is_refused_where_gradients_are_divided_by_it(loss_func):
+    model = Scale(Config(calculate_per_token_loss=True))
+    with pytest.raises(ConfigError, match="returned no number of tokens") as caught:
+        run(model, loss_func, DATA)
+    assert caught.value.flags == ("--calculate-per-token-loss",)
+    assert model.weight.grad is None
+    assert len(run(model, loss_func, DATA, forward_only=True)) == 2  # nothing is divided
+
+
+def test_a_loss_that_is_cut_from_the_output_is_refused():
+    for loss_func in (lambda out: out.mean().detach(), lambda out: (torch.zeros(()), {})):
+        with pytest.raises(ConfigError, match="does not depend on the model's output"):
+            run(Scale(Config()), loss_func, DATA)
+    frozen = Scale(Config()).requires_grad_(False)
+    assert len(run(frozen, torch.mean, DATA)) == 2  # nothing to train is no mistake of the loss
+
+
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (lambda data, model: model(next(data)), "returned a tensor of shape"),
+        (lambda data, model: (model(next(data)), torch.mean, 3), "returned 3 values"),
+        (lambda data, model: (model(next(data)), {"loss": 1}), "for the loss function"),
+        (lambda data, model: None, "returned None"),
+    ],
+)
+def test_a_forward_step_that_returns_something_else_is_told_what_it_returns(step, found):
+    with pytest.raises(ConfigError, match=f"the forward step .*{found}"):
+        run(Scale(Config()), None, DATA, forward_step_func=step)
+
+
+def test_an_earlier_stage_that_returns_no_tensors_is_told_so():
+    loss = LossSettings(num_microbatches=1, cp_group=SINGLE_RANK)
+    for output in (None, {"states": torch.ones(1)}, [torch.ones(1), None], []):
+        stage = Stage(
+            nn.Linear(1, 1), lambda _, model, out=output: (out, None), None, is_last=False,
+            loss=loss, reported=StepReport(),
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match="for the output of an earlier stage"):
+            stage.forward(0, None)
+
+
+def test_data_that_end_within_a_step_are_an_error_of_the_data():
+    with pytest.raises(DataError, match="ended before the last micro batch"):
+        run(
+            Scale(Config()), None, DATA,
+            forward_step_func=lambda _, model: (model(next(iter(()))), torch.mean),
+        )  # fmt: skip
 
 
 @dataclass

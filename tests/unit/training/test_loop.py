@@ -31,6 +31,7 @@ from megatron.training.run.context import StepPlan, ValidationSet
 from megatron.training.run.loss_reduction import LossTable
 from megatron.training.run.state import StepResult, StopReason, TrainState
 from megatron.training.setup.data import build_data, sample_counts
+from megatron.training.setup.model import build_model
 from tests.harness.resolved_run import run_of
 
 
@@ -246,6 +247,28 @@ def test_plain_means_are_averaged():
     assert LossTable.of(reports).means(SINGLE_RANK) == {"lm loss": 2.0}
 
 
+def test_a_report_of_one_number_is_the_loss():
+    assert LossTable.of([torch.tensor(1.0), 3.0]).means(SINGLE_RANK) == {"loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("reports", "found"),
+    [
+        ([{"lm loss": torch.ones(3)}], "reported 'lm loss' as"),
+        ([{"lm loss": "high"}], "reported 'lm loss' as 'high'"),
+        ([{"lm loss": None}], "reported 'lm loss' as None"),
+        ([{"lm loss": (1.0, 2.0, 3.0)}], "reported 'lm loss' as"),
+        ([None], "reported 'loss' as None"),
+        ([{"a": 1.0}, {"b": 1.0}], "reported a of one micro batch and b of another"),
+        ([{"a": 1.0}, {"a": 1.0, "b": 1.0}], "reported a of one micro batch and a, b of"),
+        ([{}, {"a": 1.0}], "reported nothing of one micro batch and a of"),
+    ],
+)
+def test_a_report_that_is_no_mean_is_refused(reports, found):
+    with pytest.raises(ConfigError, match=found):
+        LossTable.of(reports)
+
+
 def test_a_rank_without_losses_reports_none():
     assert LossTable.of([]).means(SINGLE_RANK) == {}
     assert LossTable.of([]).first_not_finite() is None
@@ -344,13 +367,27 @@ def test_lines_of_the_last_rank_are_kept_until_all_meet(run, capsys):
     assert capsys.readouterr().out == "line 3\n"
 
 
+WORDS = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16"
+    " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2"
+    " --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 30"
+)
+
+
 def test_rows_are_shared_only_where_every_rank_builds_the_datasets():
     words = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16"
-        " --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2"
-        " --hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 30"
-        " --calculate-per-token-loss --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8"
+        f"{WORDS} --calculate-per-token-loss --hybrid-context-parallel"
+        " --max-seqlen-per-dp-cp-rank 8"
     )
     groups = ProcessGroupCollection.single()
     with pytest.raises(ConfigError, match="set is_distributed = True on the datasets provider"):
         build_data(run_of(words, 2), lambda counts: (None, None, None), groups, TrainState())
+
+
+def test_providers_that_return_something_else_are_told_what_they_return():
+    run, groups = run_of(WORDS, 1), ProcessGroupCollection.single()
+    for found in (None, [], (None, None), "three"):
+        with pytest.raises(ConfigError, match="the datasets provider returned"):
+            build_data(run, lambda counts, found=found: found, groups, TrainState())
+        with pytest.raises(ConfigError, match="the model provider returned"):
+            build_model(run, lambda found=found: found, groups)

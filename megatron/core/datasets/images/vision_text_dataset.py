@@ -22,6 +22,7 @@ from megatron.core.datasets.images.patches import PatchShape
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.packing import pack
 from megatron.core.foundation.errors import DataError
+from megatron.core.settings.field_types import check_types
 
 PACKED_AT_ONCE = 1024
 """Conversations among which those that share a row are chosen."""
@@ -51,6 +52,9 @@ class VisionTextConfig:
     after_image: int | None
     vocab_size: int
     has_patches: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 class VisionTextDataset:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron.core.activations import fast_gelu
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -87,6 +88,9 @@ class VisionConfig:
     Default none."""
     image_token_id: int | None = None
     """Token that stands for a block of an image."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def kind(self) -> VisionKind:

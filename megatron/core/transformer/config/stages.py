@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.layout import virtual_stages_of
+from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout, virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flags import flag
 
@@ -25,7 +25,7 @@ class StageConfig:
     """Count the embedding as one layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the loss as one layer of the last stage."""
-    pipeline_model_parallel_layout: str | list | None = None
+    pipeline_model_parallel_layout: str | list | PipelineParallelLayerLayout | None = None
     """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also says how many chunks each pipeline
     rank has, unless virtual_pipeline_model_parallel_size does."""
 
