@@ -35,8 +35,6 @@ from tests.unit.values.draws import LENGTH, VOCABULARY
 from tests.unit.values.language_models import DEPTHS, model_case, plant_in_depths
 from tests.unit.values.routers import (
     ROUTED,
-    ROUTER_NORM,
-    UNMENDED_PER_TOKEN,
     plant_in_router,
     routed_formula,
     routed_step,
@@ -93,8 +91,6 @@ CASES: dict[str, Case] = {
         partial(routed_step, options),
         partial(routed_formula, name, options),
         plant_in_router,
-        {"several documents": "the router takes the padding alone"}
-        | ({"per token": ROUTER_NORM} if name in UNMENDED_PER_TOKEN else {}),
     )
     for name, options in ROUTED.items()
 }

@@ -113,6 +113,7 @@ def train_step(
         num_microbatches=drawn.num_microbatches,
         seq_length=LENGTH,
         micro_batch_size=SAMPLES,
+        tokens_per_microbatch=torch.stack(drawn.masks).sum() / drawn.num_microbatches,
         pg_collection=groups,
     )
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

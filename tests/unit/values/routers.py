@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.load_balancing import TokenGroups
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.unit.values.comparison import Values
@@ -17,8 +18,6 @@ from tests.unit.values.draws import LENGTH, SAMPLES, Draw, train_step
 EXPERTS = 6
 TOPK = 2
 COEFFICIENT = 0.7
-ROUTER_NORM = "a router's loss is weighted by the tokens that it routes"
-UNMENDED_PER_TOKEN = {"aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"}
 
 
 class Routed(nn.Module):
@@ -38,14 +37,25 @@ class Routed(nn.Module):
     def set_input_tensor(self, _: object) -> None:
         """Take nothing: it is the first stage."""
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        """Return zeros [b, s]."""
-        probs, _ = self.router(x.transpose(0, 1), padding.t())
+    def forward(self, x: Tensor, padding: Tensor, sequences: Tensor | None) -> Tensor:
+        """Return zeros [b, s]; `sequences` numbers the documents of tokens [b, s]."""
+        packed = None
+        if sequences is not None:
+            packed = TokenGroups(sequences.t(), int(sequences.max()) + 1)
+        probs, _ = self.router(x.transpose(0, 1), padding.t(), packed)
         return probs.sum() * 0 + torch.zeros(x.shape[:2])
 
 
 def inputs(drawn: Draw, m: int) -> Tensor:
     return drawn.normal(f"x {m}", SAMPLES, LENGTH, 8)
+
+
+def sequences(drawn: Draw, m: int) -> Tensor | None:
+    """Return the number of each token's document in the micro batch [b, s]; None without."""
+    if drawn.documents is None:
+        return None
+    ids = drawn.documents[m] + LENGTH * torch.arange(SAMPLES)[:, None]
+    return ids.unique(return_inverse=True)[1]
 
 
 def routed_step(options: dict[str, Any], drawn: Draw) -> Values:
@@ -54,7 +64,7 @@ def routed_step(options: dict[str, Any], drawn: Draw) -> Values:
     for step in range(2):  # the second step reads what the first has counted
 
         def forward_step(m, model, step=step):
-            output = model(inputs(drawn, m + 10 * step), drawn.padding[m])
+            output = model(inputs(drawn, m + 10 * step), drawn.padding[m], sequences(drawn, m))
             mask = drawn.masks[m]
             return output, lambda out: (
                 (out * mask).sum(),
@@ -78,7 +88,8 @@ def routed_formula(name: str, options: dict[str, Any], drawn: Draw) -> Values:
 
     aux_loss: "Switch Transformers", equations 4 to 6, arXiv 2101.03961, with k experts per token:
     e * sum of (share of the assignments) * (mean score); per micro batch, per sequence (mean over
-    sequences), or with the shares of the step before. z_loss: "ST-MoE", equation 5, 2202.08906.
+    documents that hold tokens), or with the shares of the step before. z_loss: "ST-MoE", equation
+    5, arXiv 2202.08906.
     The bias: arXiv 2408.15664, algorithm 1.
     """
     weight = Routed(**options).router.weight.detach().double().requires_grad_()
@@ -94,12 +105,18 @@ def routed_formula(name: str, options: dict[str, Any], drawn: Draw) -> Values:
             ranked = scores.detach() + bias
             chosen = F.one_hot(ranked.topk(TOPK).indices, EXPERTS).sum(-2) * is_token
             total += chosen.sum((0, 1))
-            of_sequence = chosen.sum(1) / chosen.sum((1, 2), keepdim=False)[:, None]
-            means = (scores * is_token).sum(1) / is_token.sum(1)
+            numbers = sequences(drawn, m)
+            if numbers is None:
+                numbers = torch.arange(SAMPLES)[:, None].expand(-1, LENGTH)
+            of_sequences = []
+            for number in numbers[~padding].unique():
+                own = (numbers == number) & ~padding
+                share = chosen[own].sum(0) / chosen[own].sum()
+                of_sequences.append((share * scores[own].mean(0)).sum())
             mean = (scores * is_token).sum((0, 1)) / is_token.sum()
             losses.append({
                 "aux_loss": EXPERTS * (chosen.sum((0, 1)) / chosen.sum() * mean).sum(),
-                "seq_aux_loss": EXPERTS * (of_sequence * means).sum(-1).mean(),
+                "seq_aux_loss": EXPERTS * torch.stack(of_sequences).mean(),
                 "global_aux_loss": EXPERTS * (shares * mean).sum(),
                 "z_loss": (logits.logsumexp(-1, keepdim=True) ** 2 * is_token).sum()
                 / is_token.sum(),
