@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
 )
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
-from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
 from megatron.hugging_face.model_description import ModelDescription
 
@@ -66,10 +65,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     fields = read_json(file)
     _check_counts(file, fields)
     family = family_of_config(fields, str(file))
-    config = ConfigFields(fields, str(file))
-    settings = family.settings(config)
-    config.finish()
-    return ModelDirectory(path, fields, family, settings)
+    return ModelDirectory(path, fields, family, family.read(fields, str(file)))
 
 
 def _check_counts(file: Path, fields: dict[str, Any]) -> None:

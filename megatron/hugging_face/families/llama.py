@@ -168,6 +168,7 @@ def _family(
     architecture: str,
     settings: Callable[[ConfigFields], ModelDescription],
     fields: Callable[[ModelDescription], dict[str, Any]],
+    **absent: Any,
 ) -> Family:
     return Family(
         model_type,
@@ -175,11 +176,15 @@ def _family(
         settings,
         fields,
         _rules,
+        absent,
         without_meaning=(r".*rotary_emb\.inv_freq",),
     )
 
 
 LLAMA = _family("llama", "LlamaForCausalLM", _llama_settings, _llama_fields)
-MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields)
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields)
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields)
+MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields,
+                  num_key_value_heads=8, sliding_window=4096)  # fmt: skip
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields,
+                num_key_value_heads=32)  # fmt: skip
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields,
+                num_key_value_heads=32, head_dim=128)  # fmt: skip
