@@ -126,7 +126,11 @@ def _family(model_type: str, prefix: str, *, is_post_norm: bool) -> Family:
         fields=lambda settings: _fields(settings, prefix),
         rules=lambda settings: _rules(settings, norms(settings)),
         prefixes=("bert.",),
-        without_meaning=(r"embeddings\.position_ids", r"/cls\.predictions\.decoder\.(weight|bias)"),
+        without_meaning=(r"embeddings\.position_ids",),
+        copies={
+            "/cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+            "/cls.predictions.decoder.bias": "/cls.predictions.bias",
+        },
         left_out={
             r"bert\.pooler\..*": "the pooler",
             r"cls\.seq_relationship\..*": "the head for pairs of texts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,11 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule
+
+
+def full_name(name: str, prefix: str) -> str:
+    """Return the name in the file; a leading slash says that it takes no prefix."""
+    return name[1:] if name.startswith("/") else prefix + name
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,22 @@ class Family:
     """What may be before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()
     """Patterns of tensors that older files hold besides weights."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that files may hold -> the one whose values each of them repeats."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Patterns of names in other files -> what is written instead."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Patterns of weights that are not read -> what they are; `{num_layers}` is their number."""
+
+    def prefix(self, names: Container[str], first: str) -> str:
+        """Return the prefix in a file.
+
+        Args:
+            names: of the tensors in it.
+            first: one that every model has, without prefix.
+        """
+        known = [prefix for prefix in self.prefixes if full_name(first, prefix) in names]
+        return known[0] if known else self.prefixes[0]
 
     def config(self, fields: Mapping[str, object], source: str) -> ConfigFields:
         """Return the fields of a `config.json` of this family, to be given to `settings`."""

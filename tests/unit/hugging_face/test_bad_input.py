@@ -162,6 +162,7 @@ def test_a_truncated_file_is_refused(model):
 
 
 def test_an_index_cannot_lead_out_of_the_directory(model):
+    (model / WEIGHTS).unlink()
     (model / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}})
     )
