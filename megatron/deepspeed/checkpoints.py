@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
@@ -57,6 +57,7 @@ def save(
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "client_state": dict(client_state),
         "engine": engine.counters(),
+        "shared": shared_names(engine.module),
     }
     if excludes_frozen:
         frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
@@ -171,6 +172,8 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
             format.
     """
     state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
+    shared = shared_names(engine.module)
+    state |= {n: state[first] for n, first in shared.items() if {n, first} <= state.keys()}
     if not name.endswith(".safetensors"):
         raise CheckpointError(
             f"save_16bit_model(save_filename={name!r}).",
@@ -181,14 +184,30 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
     _on_first_rank(path, lambda: write_safetensors(path, state))
 
 
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Return each further name of a tied parameter or buffer -> its first name."""
+    first: dict[int, str] = {}
+    pairs = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {n: first[id(t)] for n, t in pairs if first.setdefault(id(t), n) != n}
+
+
 def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write tensors to one file, which appears complete or not at all: this process alone."""
+    """Write tensors to one file, which appears complete or not at all: this process alone.
+
+    A tensor of several names is stored under the first. The file's metadata gives it for each
+    further name, as `safetensors.torch.save_model` does.
+    """
+    first: dict[int, str] = {}
+    shared = {n: first[id(t)] for n, t in state.items() if first.setdefault(id(t), n) != n}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)
-    tensors = list(state.items())
-    header = header_of(tensors, {"format": "pt"})
-    num_bytes = len(header) + sum(t.numel() * t.element_size() for t in state.values())
+    tensors = [(name, tensor) for name, tensor in state.items() if name not in shared]
+    header = header_of(tensors, {"format": "pt", **shared})
+    num_bytes = len(header) + sum(t.numel() * t.element_size() for _, t in tensors)
     with DurableFile(draft, num_bytes) as file:
         write_shards(draft.name, header, tensors, file)
     rename_durably(draft, path)
