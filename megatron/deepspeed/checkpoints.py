@@ -7,12 +7,12 @@ SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
@@ -57,7 +57,7 @@ def save(
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "client_state": dict(client_state),
         "engine": engine.counters(),
-        "shared": shared_names(engine.module),
+        "shared": _names_in_module(engine),
     }
     if excludes_frozen:
         frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
@@ -172,7 +172,7 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
             format.
     """
     state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
-    shared = shared_names(engine.module)
+    shared = _names_in_module(engine)
     state |= {n: state[first] for n, first in shared.items() if {n, first} <= state.keys()}
     if not name.endswith(".safetensors"):
         raise CheckpointError(
@@ -184,14 +184,14 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
     _on_first_rank(path, lambda: write_safetensors(path, state))
 
 
-def shared_names(module: nn.Module) -> dict[str, str]:
-    """Return each further name of a tied parameter or buffer -> its first name."""
+def _further_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return each further name of a tensor -> its first name."""
     first: dict[int, str] = {}
-    pairs = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return {n: first[id(t)] for n, t in pairs if first.setdefault(id(t), n) != n}
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
+def _names_in_module(engine: EngineState) -> dict[str, str]:
+    return _further_names(engine.module.named_parameters(remove_duplicate=False))
 
 
 def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
@@ -200,8 +200,7 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
     A tensor of several names is stored under the first. The file's metadata gives it for each
     further name, as `safetensors.torch.save_model` does.
     """
-    first: dict[int, str] = {}
-    shared = {n: first[id(t)] for n, t in state.items() if first.setdefault(id(t), n) != n}
+    shared = _further_names(state.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)

@@ -101,13 +101,14 @@ class ConfigFields:
         self._unread.discard(name)
         return self._fields.get(name)
 
-    def one_of(self, *statements: tuple[str, Any]) -> Any:
-        """Return the first statement about one thing that is not None; refuse another value.
+    def one_of(self, *statements: str | tuple[str, Any]) -> Any:
+        """Return the value of the first field that states one thing; refuse another value of it.
 
         Args:
-            statements: (name of the field, value).
+            statements: names of fields, or (name, value) of nested ones.
         """
-        made = [(name, value) for name, value in statements if value is not None]
+        named = [(s, self.stated(s)) if isinstance(s, str) else s for s in statements]
+        made = [(name, value) for name, value in named if value not in (None, {})]
         for name, value in made[1:]:
             if value != made[0][1]:
                 rule = f"{made[0][0]} = {made[0][1]!r} describes the same thing"

@@ -28,17 +28,15 @@ def with_rope(
         ("rope_theta", base_name, 10000.0),
         ("partial_rotary_factor", percent_name, 1.0),
     ):
-        nested, top = (f"rope_parameters.{name}", found.get(name)), (older, config.stated(older))
-        value = config.one_of(nested, top)
+        value = config.one_of((f"rope_parameters.{name}", found.get(name)), older)
         found[name] = config.absent.get(name, default) if value is None else value
     return with_rope_parameters(model, found, f"rope_scaling in {config.source}")
 
 
 def rope_parameters(config: ConfigFields) -> dict[str, Any]:
     """Return `rope_parameters`, which older configs call `rope_scaling`."""
-    names = ("rope_parameters", "rope_scaling")
-    found = config.one_of(*((name, config.stated(name) or None) for name in names))
-    return dict(found or config.absent.get(names[0], {}))
+    found = config.one_of("rope_parameters", "rope_scaling")
+    return dict(found or config.absent.get("rope_parameters", {}))
 
 
 def with_rope_parameters(

@@ -22,9 +22,7 @@ _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
 
 def _num_experts(config: ConfigFields) -> int:
     """Return the number of experts, which versions of Transformers call by two names."""
-    names = ("num_local_experts", "num_experts")
-    number = config.one_of(*((name, config.stated(name)) for name in names))
-    return int(number or config.take(names[1]))
+    return int(config.one_of("num_local_experts", "num_experts") or config.take("num_experts"))
 
 
 def _mixtral_settings(config: ConfigFields) -> ModelDescription:

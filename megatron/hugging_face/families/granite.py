@@ -128,8 +128,7 @@ def _hybrid_settings(config: ConfigFields) -> ModelDescription:
 
 
 def _with_mixers(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
-    names = ("layer_types", "layers_block_type")
-    stated = config.one_of(*((name, config.stated(name)) for name in names))
+    stated = config.one_of("layer_types", "layers_block_type")
     kinds = stated or [_RECURRENT[0]] * settings.num_layers
     if set(kinds) - {*_RECURRENT, *_ATTENDING}:
         config.only("layer_types", *_RECURRENT, *_ATTENDING)

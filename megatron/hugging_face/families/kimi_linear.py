@@ -55,10 +55,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
     usual = config.with_fields({name: found for name, found in named.items() if found is not None})
     model = judged_by_sigmoid(latent_settings(usual), usual)
     sizes = {
-        name: config.one_of(
-            (f"linear_attn_config.{old}", older.get(old)), (name, config.stated(name))
-        )
-        or default
+        name: config.one_of((f"linear_attn_config.{old}", older.get(old)), name) or default
         for (old, name), default in zip(_OLDER_SIZES.items(), (128, 32, 4), strict=True)
     }
     heads, width = sizes["linear_num_heads"], sizes["linear_head_dim"]

@@ -25,13 +25,8 @@ from megatron.hugging_face.weight_map import (
 _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
 
 
-def gated_settings(config: ConfigFields, *, is_tied: bool = False) -> ModelDescription:
-    """Return the settings that all relatives with RMSNorm and a gated MLP have.
-
-    Args:
-        is_tied: whether the output head has the weights of the embedding, where the config does not
-            say it.
-    """
+def gated_settings(config: ConfigFields) -> ModelDescription:
+    """Return the settings that all relatives with RMSNorm and a gated MLP have."""
     heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
     groups = config.take("num_key_value_heads", heads)
     return ModelDescription(
@@ -43,7 +38,7 @@ def gated_settings(config: ConfigFields, *, is_tied: bool = False) -> ModelDescr
         kv_channels=config.take("head_dim", hidden // heads),
         ffn_hidden_size=config.take("intermediate_size"),
         max_position_embeddings=config.take("max_position_embeddings"),
-        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", is_tied),
+        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
         normalization="RMSNorm",
         norm_epsilon=config.take("rms_norm_eps"),
         add_bias_linear=False,

@@ -47,7 +47,11 @@ def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
     for name in ("type", "rope_type"):
         if rope.get(name) == "mrope":
             rope[name] = "default"
-    is_tied = config.take("tie_word_embeddings", False) or text.take("tie_word_embeddings", False)
+    is_tied = config.take("tie_word_embeddings", False)
+    if decoder is QWEN2:
+        is_tied = text.take("tie_word_embeddings", False) or is_tied
+    else:
+        text.only("tie_word_embeddings", is_tied)
     whole = text.with_fields({"rope_parameters": rope, "tie_word_embeddings": is_tied})
     settings = decoder.settings(whole)
     if nested is not None:
@@ -77,8 +81,9 @@ def _vision(config: ConfigFields, hidden_size: int) -> ConfigFields:
     rope.only("rope_theta", 10000.0)
     rope.finish()
     vision.only("out_hidden_size", hidden_size)
-    vision.only("in_chans", vision.take("in_channels", 3))  # older names, which Transformers
-    vision.only("spatial_patch_size", vision.take("patch_size"))  # does not read
+    # Older names, which Transformers does not read.
+    vision.only("in_chans", vision.take("in_channels", 3))
+    vision.only("spatial_patch_size", vision.take("patch_size"))
     vision.take("tokens_per_second", None)  # positions of clips are given with the samples
     return vision
 

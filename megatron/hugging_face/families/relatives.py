@@ -77,14 +77,14 @@ def _windowed_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**LLAMA.fields(settings), **window_fields(settings)}
 
 
-def _plain_settings(config: ConfigFields, norm_epsilon: str, **options: Any) -> ModelDescription:
+def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription:
     """Return the settings of a model with LayerNorm and rotary positions.
 
     Args:
         norm_epsilon: what the config calls it.
     """
     renamed = config.renamed(norm_epsilon, "rms_norm_eps")
-    settings = replace(gated_settings(renamed, **options), normalization="LayerNorm")
+    settings = replace(gated_settings(renamed), normalization="LayerNorm")
     return with_rope(settings, config)
 
 
@@ -138,7 +138,7 @@ def _starcoder2_settings(config: ConfigFields) -> ModelDescription:
     config.only("use_bias", True)
     for name in ("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"):
         config.take(name, None)
-    settings = _plain_settings(config, "norm_epsilon", is_tied=True)
+    settings = _plain_settings(config, "norm_epsilon")
     window = config.take("sliding_window", None)
     return replace(
         settings,
@@ -248,6 +248,7 @@ STARCODER2 = _family(
     _starcoder2_fields,
     _starcoder2_rules,
     num_key_value_heads=2,
+    tie_word_embeddings=True,
 )
 FAMILIES = (
     SEED_OSS,

@@ -91,10 +91,10 @@ def compare_vocabularies(classes: object, contents: Contents, strict: StrictHand
     if not isinstance(classes, int):
         return None
     layout, args = contents.manifest.info.get("layout"), contents.common_state().get("args")
-    known = [source.get("unpadded_vocab_size") for source in (layout, vars(args or Namespace()))
-             if isinstance(source, dict)]  # fmt: skip
-    stored = next((size for size in known if isinstance(size, int)), None)
-    if stored is None:
+    known = dict(vars(args) if isinstance(args, Namespace) else {})
+    known |= layout if isinstance(layout, dict) else {}
+    stored = known.get("unpadded_vocab_size")
+    if not isinstance(stored, int):
         # The other program stores padded rows alone: too few are too few all the same.
         rows = [t.shape[0] for key, t in contents.manifest.tensors.items() if key == EMBEDDING]
         stored = min([classes, *rows])
