@@ -27,6 +27,7 @@ _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> ModelDescription:
     config.only("position_embedding_type", "absolute")
     config.only("type_vocab_size", 2)
+    config.only("is_decoder", False)  # its mask would be causal
     config.take("classifier_dropout", None)
     # Untied, Transformers' head has two biases, one of which does nothing.
     config.only("tie_word_embeddings", True)

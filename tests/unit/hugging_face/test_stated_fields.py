@@ -65,3 +65,18 @@ def test_two_fields_that_contradict_each_other_are_refused(case, besides, named)
     ours(fields)
     with pytest.raises(ConfigError, match=named):
         ours({**fields, **besides})
+
+
+def test_a_bert_with_a_causal_mask_is_refused():
+    fields = spellings("bert")["newer"]
+    with pytest.raises(ConfigError, match="is_decoder"):
+        ours({**fields, "is_decoder": True})
+
+
+def test_a_tie_that_transformers_reads_in_one_place_only_is_refused():
+    fields = spellings("qwen3 with images")["newer"]
+    text = {**fields["text_config"], "tie_word_embeddings": True}
+    their_config = transformers.Qwen3VLConfig(**{**fields, "text_config": text})
+    assert not their_config.tie_word_embeddings
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        ours({**fields, "text_config": text})
