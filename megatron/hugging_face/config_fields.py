@@ -62,7 +62,7 @@ class ConfigFields:
             absent: fields -> the values that they have where the file does not name them.
         """
         self.source = source
-        self.absent = dict(absent or {})
+        self.absent: dict[str, Any] = dict(absent or {})
         self._fields = dict(fields)
         self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}
         self._problems: list[MegatronError] = []
