@@ -5,7 +5,7 @@ Each config of every family, in the spelling of Transformers and in the older on
 states null for it, or states another value; and it loses all fields at once that may be absent.
 The settings here are compared with the settings of the config that Transformers' own class makes
 of such a file, in which every field is stated. `--logits` also loads the weights of each model
-with these configs in both programs. Here, a config may be refused instead. Exits with status 1 if
+with the configs that lack a field in both programs. Here, a config may be refused instead. Exits with status 1 if
 a model would differ.
 """
 
@@ -272,7 +272,7 @@ class Flags:
     cases: str = ""
     """Only cases whose name begins so."""
     logits: bool = False
-    """Compare logits too, for which the models are built."""
+    """Compare logits too, where a field is absent: the models are built."""
 
 
 def main() -> int:
@@ -295,8 +295,8 @@ def main() -> int:
             for spelling, fields in spellings(case).items():
                 for change in changes(fields, besides):
                     results = [compare_settings(change)]
-                    is_loaded = spelling != "more heads" and not change.what.endswith("besides")
-                    if has_weights and is_loaded and results == ["equal"]:
+                    is_loaded = has_weights and "absent" in change.what
+                    if is_loaded and spelling != "more heads" and results == ["equal"]:
                         results.append(compare_logits(change, Path(folder)))
                     for result in results:
                         kind = (
