@@ -5,8 +5,8 @@ Each config of every family, in the spelling of Transformers and in the older on
 states null for it, or states another value; and it loses all fields at once that may be absent.
 The settings here are compared with the settings of the config that Transformers' own class makes
 of such a file, in which every field is stated. `--logits` also loads the weights of each model
-with the configs that lack a field in both programs. Here, a config may be refused instead. Exits with status 1 if
-a model would differ.
+with the configs that lack a field in both programs. Here, a config may be refused instead. Exits
+with status 1 if a model would differ.
 """
 
 from __future__ import annotations
