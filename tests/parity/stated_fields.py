@@ -113,8 +113,11 @@ def ours(fields: Fields) -> ModelDescription:
 
 def stated_by_transformers(fields: Fields) -> Fields:
     """Return the config that Transformers makes of `fields`, with every field stated."""
-    kind = CONFIG_MAPPING[fields["model_type"]]
-    config = kind.from_dict(copy.deepcopy(fields))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(fields, file)
+        file.flush()
+        # From a file: infinity is an object in it, which from_dict() does not read.
+        config = CONFIG_MAPPING[fields["model_type"]].from_json_file(file.name)
     return dict(json.loads(config.to_json_string(use_diff=False)))
 
 

@@ -355,6 +355,7 @@ def layer_rules(rules: list[WeightRule], settings: ModelDescription) -> list[Wei
 def _bamba_settings(config: ConfigFields) -> ModelDescription:
     attending = set(config.take("attn_layer_indices", []))
     mixers = mixer_settings(config, "bamba")
+    config.only("partial_rotary_factor", 0.5)  # Transformers reads another share nested only
     settings = LLAMA.settings(config)
     return replace(
         settings,
@@ -367,10 +368,12 @@ def _bamba_settings(config: ConfigFields) -> ModelDescription:
 def _bamba_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
+    rope = {"rope_type": "default", **(fields.pop("rope_scaling") or {})}
+    rope |= {"rope_theta": fields["rope_theta"], "partial_rotary_factor": settings.rotary_percent}
     return {
         **fields,
         **mixer_fields(settings, "bamba"),
-        "partial_rotary_factor": settings.rotary_percent,
+        "rope_parameters": rope,
         "attn_layer_indices": list(settings.layers_where(lambda kind: kind.attends)),
     }
 
