@@ -7,7 +7,7 @@ SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ def save(
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "client_state": dict(client_state),
         "engine": engine.counters(),
+        "shared": _names_in_module(engine),
     }
     if excludes_frozen:
         frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
@@ -171,6 +172,8 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
             format.
     """
     state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
+    shared = _names_in_module(engine)
+    state |= {n: state[first] for n, first in shared.items() if {n, first} <= state.keys()}
     if not name.endswith(".safetensors"):
         raise CheckpointError(
             f"save_16bit_model(save_filename={name!r}).",
@@ -181,14 +184,29 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
     _on_first_rank(path, lambda: write_safetensors(path, state))
 
 
+def _further_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return each further name of a tensor -> its first name."""
+    first: dict[int, str] = {}
+    return {name: first[id(t)] for name, t in named if first.setdefault(id(t), name) != name}
+
+
+def _names_in_module(engine: EngineState) -> dict[str, str]:
+    return _further_names(engine.module.named_parameters(remove_duplicate=False))
+
+
 def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Write tensors to one file, which appears complete or not at all: this process alone."""
+    """Write tensors to one file, which appears complete or not at all: this process alone.
+
+    A tensor of several names is stored under the first. The file's metadata gives it for each
+    further name, as `safetensors.torch.save_model` does.
+    """
+    shared = _further_names(state.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.unfinished")
     draft.unlink(missing_ok=True)
-    tensors = list(state.items())
-    header = header_of(tensors, {"format": "pt"})
-    num_bytes = len(header) + sum(t.numel() * t.element_size() for t in state.values())
+    tensors = [(name, tensor) for name, tensor in state.items() if name not in shared]
+    header = header_of(tensors, {"format": "pt", **shared})
+    num_bytes = len(header) + sum(t.numel() * t.element_size() for _, t in tensors)
     with DurableFile(draft, num_bytes) as file:
         write_shards(draft.name, header, tensors, file)
     rename_durably(draft, path)

@@ -41,8 +41,8 @@ from megatron.hugging_face.adapters import (
     WEIGHTS_NAME,
     experts_module,
 )
+from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_directory import ModelDirectory, tensors_of_file
-from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.weight_map import RowRange, WeightRule
 
 _MAGNITUDES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.shard_file import dtype_name
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import family_of_settings
+from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.stored import Factors, stored_adapters, stored_values
 from megatron.hugging_face.weight_map import WeightRule
 from megatron.hugging_face.writing import new_directory, write_tensors

@@ -54,20 +54,29 @@ def is_without_effect(name: str, value: object) -> bool:
 class ConfigFields:
     """The fields of a config, each to be taken or checked once; `finish` refuses the rest."""
 
-    def __init__(self, fields: Mapping[str, object], source: str) -> None:
+    def __init__(
+        self, fields: Mapping[str, object], source: str, absent: Mapping[str, object] | None = None
+    ) -> None:
+        """
+        Args:
+            absent: fields -> the values that they have where the file does not name them.
+        """
         self.source = source
+        self.absent: dict[str, Any] = dict(absent or {})
         self._fields = dict(fields)
         self._unread = {n for n, value in fields.items() if not is_without_effect(n, value)}
         self._problems: list[MegatronError] = []
 
     def take(self, name: str, default: object = _REQUIRED) -> Any:
-        """Return a field; null counts as absent.
+        """Return a field, or its value in `absent`.
 
+        Args:
+            default: if the field is null, or absent in the file and in `absent`.
         Raises:
-            ConfigError: it is absent and there is no default.
+            ConfigError: the same, and there is no default.
         """
         self._unread.discard(name)
-        value = self._fields.get(name)
+        value = self._fields.get(name, self.absent.get(name))
         if value is not None:
             return value
         if default is _REQUIRED:
@@ -87,9 +96,30 @@ class ConfigFields:
             self._refuse(name, value, f"the model here is built for {name} = {values}")
         return value
 
+    def stated(self, name: str) -> Any:
+        """Return a field of the file; None if it is null or absent there."""
+        self._unread.discard(name)
+        return self._fields.get(name)
+
+    def one_of(self, *statements: str | tuple[str, Any]) -> Any:
+        """Return the value of the first field that states one thing; refuse another value of it.
+
+        Args:
+            statements: names of fields, or (name, value) of nested ones.
+        """
+        named = [(s, self.stated(s)) if isinstance(s, str) else s for s in statements]
+        made = [(name, value) for name, value in named if value not in (None, {})]
+        for name, value in made[1:]:
+            if value != made[0][1]:
+                rule = f"{made[0][0]} = {made[0][1]!r} describes the same thing"
+                self._refuse(name, value, rule, f"delete the wrong one of {made[0][0]} and {name}")
+        return made[0][1] if made else None
+
     def without(self, name: str) -> ConfigFields:
         """Return this config without a field that has been taken, for a reader of relatives."""
-        return self._with({n: value for n, value in self._fields.items() if n != name})
+        view = self._with({n: value for n, value in self._fields.items() if n != name})
+        view.absent = {n: value for n, value in self.absent.items() if n != name}
+        return view
 
     def renamed(self, name: str, usual: str) -> ConfigFields:
         """Return this config with field `name` under its usual name, for a reader of relatives."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron.core.dist_checkpointing.interop.stored_view import (
     MAX_DIMS,
     StoredBytes,
     StoredView,
+    ViewReader,
     contiguous_stride,
 )
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
-from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import Family, family_of_config
+from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_description import ModelDescription
 
 CONFIG_NAME = "config.json"
@@ -26,6 +30,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100 << 20
 _MAX_PARTS = 1 << 16
+_COMPARED = 1 << 23
+"""Elements of a tensor that are compared at once."""
 _COUNTS = frozenset(
     {
         "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers",
@@ -46,6 +52,8 @@ class ModelDirectory:
     family: Family
     settings: ModelDescription
     """What the config means here."""
+    notes: tuple[str, ...] = ()
+    """What is read otherwise than the config says."""
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
@@ -66,10 +74,59 @@ def read_model_directory(path: Path) -> ModelDirectory:
     fields = read_json(file)
     _check_counts(file, fields)
     family = family_of_config(fields, str(file))
-    config = ConfigFields(fields, str(file))
-    settings = family.settings(config)
-    config.finish()
+    settings = family.read(fields, str(file))
+    untied = replace(settings, untie_embeddings_and_output_weights=True)
+    has_weights = any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    if settings == untied or not has_weights:
+        return ModelDirectory(path, fields, family, settings)
+    stored = stored_tensors(path)
+    heads = repeated(family, settings, stored).items() - repeated(family, untied, stored).items()
+    for head, embedding in heads:
+        if not are_equal(stored[head], stored[embedding]):
+            note = (
+                f"{CONFIG_NAME} ties the output head to the embedding, but {head} has other values"
+                f" than {embedding}: the head is read untied, as Transformers does"
+            )
+            return ModelDirectory(path, fields, family, untied, (note,))
     return ModelDirectory(path, fields, family, settings)
+
+
+def repeated(family: Family, settings: ModelDescription, stored: Collection[str]) -> dict[str, str]:
+    """Return the tensors of a model that repeat others -> those others, by their names in files.
+
+    Args:
+        stored: names of the tensors in the files.
+    """
+    untied = family.rules(replace(settings, untie_embeddings_and_output_weights=True))
+    heads = [rule.hf_names[0] for rule in untied if rule.megatron_name == "output_layer.weight"]
+    embedding, copies = untied[0].hf_names[0], dict(family.copies)
+    if not settings.untie_embeddings_and_output_weights:
+        copies |= dict.fromkeys(heads, embedding)
+    prefix = family.prefix(stored, embedding)
+    named = {full_name(name, prefix): full_name(other, prefix) for name, other in copies.items()}
+    return {name: other for name, other in named.items() if {name, other} <= set(stored)}
+
+
+def are_equal(one: StoredView, other: StoredView) -> bool:
+    """Return whether two tensors of files are equal; it reads them up to the first difference."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    count = math.prod(one.shape)
+    flat = [view.reshaped((count,)) for view in (one, other)]
+    with ViewReader() as reader:
+        for begin in range(0, count, _COMPARED):
+            box = ((begin,), (min(_COMPARED, count - begin),))
+            first, second = (reader.read_full(view.narrow(box)) for view in flat)
+            if not torch.equal(first, second):
+                return False
+    return True
+
+
+def both_forms(path: Path) -> list[str]:
+    """Return a note if a directory holds its weights in one file and in several."""
+    if not all((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+        return []
+    return [f"{SINGLE_NAME} is read, as Transformers does, and {INDEX_NAME} beside it is not"]
 
 
 def _check_counts(file: Path, fields: dict[str, Any]) -> None:
@@ -88,15 +145,15 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
         CheckpointError: files are missing, or not what they should be; the message names them.
     """
     index = path / INDEX_NAME
-    if index.is_file():
+    if (path / SINGLE_NAME).is_file():
+        names, weight_map = [SINGLE_NAME], None
+    elif index.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(
             isinstance(n, str) for n in weight_map.values()
         ):
             raise _damaged(index, "it has no weight_map from tensors to files")
         names = sorted(set(weight_map.values()))
-    elif (path / SINGLE_NAME).is_file():
-        names, weight_map = [SINGLE_NAME], None
     else:
         raise CheckpointError(
             f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.",
@@ -108,7 +165,10 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
     for name in names:
         if name != Path(name).name:
             raise _damaged(index, f"it names the file {shown(name)}, which has a path in it")
-        found.update(tensors_of_file(path / name))
+        in_file = tensors_of_file(path / name)
+        if twice := sorted(found.keys() & in_file.keys()):
+            raise _damaged(path / name, f"{shown(twice[0])} is in another file, too")
+        found.update(in_file)
     missing = sorted(set(weight_map or ()) - set(found))
     if missing:
         raise _damaged(index, f"it names {shown(missing[0])}, which no file holds")

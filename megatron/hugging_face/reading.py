@@ -27,10 +27,13 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.foundation.errors import CheckpointError
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_directory import (
     ModelDirectory,
+    are_equal,
+    both_forms,
     read_model_directory,
+    repeated,
     stored_tensors,
 )
 from megatron.hugging_face.weight_map import Geometry, WeightRule
@@ -96,6 +99,10 @@ def open_model(path: Path) -> ModelContents:
     model = read_model_directory(path)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
     stored = stored_tensors(path)
+    draft.notes += [*model.notes, *both_forms(path)]
+    for name, original in repeated(model.family, model.settings, stored).items():
+        if not are_equal(stored[name], stored[original]):
+            raise _not_as_expected(path, f"{name!r} differs from {original!r}, which it repeats")
     unused = stored.keys() - _used(model, stored)
     for pattern, what in _left_out(model).items():
         if any(re.fullmatch(pattern, name) for name in unused):
@@ -111,7 +118,7 @@ def open_model(path: Path) -> ModelContents:
 def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
     """Return the names of the tensors that parameters are made of."""
     rules, geometry = model.family.rules(model.settings), model.settings.geometry
-    prefix = _prefix(model.family, rules, stored)
+    prefix = model.family.prefix(stored, rules[0].hf_names[0])
     made = [names for rule in rules for _, names in rule.names(geometry)]
     return {full_name(name, prefix) for names in made for name in names}
 
@@ -139,7 +146,7 @@ def arranged(
     rules = family.rules(model.settings)
     for pattern, written in family.other_names.items():
         stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
-    prefix = _prefix(family, rules, stored)
+    prefix = family.prefix(stored, rules[0].hf_names[0])
     found, used = [], set()
     for rule in rules:
         shapes: list[tuple[int, ...]] | None = None
@@ -159,8 +166,7 @@ def arranged(
             found.append((megatron_name, *_pieces(model, rule, names, stored, geometry)))
     meaningless = [full_name(pattern, prefix) for pattern in family.without_meaning]
     meaningless += _left_out(model)
-    if not model.settings.untie_embeddings_and_output_weights:
-        meaningless.append("lm_head.weight")  # a copy of the embedding
+    used.update(repeated(family, model.settings, stored))
     unknown = [
         name
         for name in stored
@@ -171,17 +177,6 @@ def arranged(
             model.path, f"the tensor {unknown[0]!r} is not understood ({len(unknown)} such)"
         )
     return found
-
-
-def full_name(name: str, prefix: str) -> str:
-    """Return the name in the file; a leading slash says that it takes no prefix."""
-    return name[1:] if name.startswith("/") else prefix + name
-
-
-def _prefix(family: Family, rules: list[WeightRule], stored: dict[str, StoredView]) -> str:
-    first = rules[0].hf_names[0]
-    known = [prefix for prefix in family.prefixes if full_name(first, prefix) in stored]
-    return known[0] if known else family.prefixes[0]
 
 
 def _pieces(
@@ -198,7 +193,11 @@ def _pieces(
         views = [replace(v, shape=v.shape[::-1], stride=v.stride[::-1]) for v in views]
     if any(rule.unit_dims):
         views = [_without_units(model, rule, *named) for named in zip(names, views, strict=True)]
-    rest = views[0].shape[1:]
+    rest, classes = views[0].shape[1:], model.settings.unpadded_vocab_size
+    if rule.has_vocabulary_rows and views[0].shape[0] != classes:
+        raise _not_as_expected(
+            model.path, f"{names[0]!r} has {views[0].shape[0]} rows for a vocabulary of {classes}"
+        )
     if any(v.shape[1:] != rest or v.dtype != views[0].dtype for v in views):
         raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
     pieces: Pieces = []
@@ -274,4 +273,4 @@ def _not_as_expected(path: Path, what: str) -> CheckpointError:
     )
 
 
-__all__ = ["ModelContents", "arranged", "full_name", "open_model"]
+__all__ = ["ModelContents", "arranged", "open_model"]

@@ -14,27 +14,29 @@ def with_rope(
     model: ModelDescription,
     config: ConfigFields,
     *,
-    default_base: float = 10000.0,
     base_name: str = "rope_theta",
     percent_name: str = "partial_rotary_factor",
-    default_percent: float = 1.0,
 ) -> ModelDescription:
     """Return `model` with the rotary positions of older fields or of `rope_parameters`.
 
     Args:
         base_name, percent_name: what older configs of the family call base and rotated share;
             the scaling is `rope_scaling` there.
-        default_base, default_percent: what absence means.
     """
-    both = dict(config.take("rope_parameters", {}))
-    both.update(config.take("rope_scaling", None) or {})
+    found = rope_parameters(config)
     for name, older, default in (
-        ("rope_theta", base_name, default_base),
-        ("partial_rotary_factor", percent_name, default_percent),
+        ("rope_theta", base_name, 10000.0),
+        ("partial_rotary_factor", percent_name, 1.0),
     ):
-        value = config.take(older, None)
-        both[name] = both.get(name, default) if value is None else value
-    return with_rope_parameters(model, both, f"rope_scaling in {config.source}")
+        value = config.one_of((f"rope_parameters.{name}", found.get(name)), older)
+        found[name] = config.absent.get(name, default) if value is None else value
+    return with_rope_parameters(model, found, f"rope_scaling in {config.source}")
+
+
+def rope_parameters(config: ConfigFields) -> dict[str, Any]:
+    """Return `rope_parameters`, which older configs call `rope_scaling`."""
+    found = config.one_of("rope_parameters", "rope_scaling")
+    return dict(found or config.absent.get("rope_parameters", {}))
 
 
 def with_rope_parameters(
@@ -58,6 +60,7 @@ def with_rope_parameters(
     if kind == "llama3":
         factor = float(scaling.take("factor"))
         model = replace(model, use_rope_scaling=True, rope_scaling_factor=factor)
+        scaling.absent["original_max_position_embeddings"] = model.max_position_embeddings
         scaling.only("low_freq_factor", 1.0)
         scaling.only("high_freq_factor", 4.0)
         scaling.only("original_max_position_embeddings", 8192)

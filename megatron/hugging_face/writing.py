@@ -32,10 +32,9 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_
 from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import Family, full_name
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.model_directory import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
-from megatron.hugging_face.reading import full_name
 from megatron.hugging_face.stored import (
     Source,
     StoredAdapters,

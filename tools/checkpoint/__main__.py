@@ -10,7 +10,7 @@
     python tools/checkpoint export SAVE OUT [--weights]         write it for Megatron-LM
     python tools/checkpoint convert SAVE DIRECTORY              write a Hugging Face model
 
-SAVE is one checkpoint (SAVE/iter_0000100) or a save directory, whose newest one is taken.
+SAVE is one checkpoint (SAVE/iter_0000100) or a save directory: the one that a run would load.
 
 Each command is a file of this directory with a docstring, a dataclass `Flags` and `run(flags)`,
 which returns the exit status.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.interop.opening import find_deepspeed, open_any, recognise
+from megatron.core.dist_checkpointing.interop.opening import open_any, recognise
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.settings.flags import positional
 from megatron.core.transport.object_collectives import SingleProcess
+from megatron.training.checkpointing.selection import select_checkpoints
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -31,13 +32,15 @@ class PathFlags:
 
 
 def checkpoint_in(path: StoragePath) -> StoragePath:
-    """Return `path` if it is a checkpoint, else the newest one in it."""
+    """Return `path` if it is a checkpoint, else the one in it that a run would load."""
     if is_checkpoint(path) or recognise(path) is not None:
         return path
-    found = commit.list_checkpoints(path).checkpoints or find_deepspeed(path)
-    if not found:
+    found = select_checkpoints(path, None)
+    if not found.candidates:
         raise CheckpointError(f"{path} holds no checkpoint.", fix="give SAVE or SAVE/iter_NNNNNNN")
-    return found[0].path
+    if found.is_set_back:
+        print(found.notes[-1], file=sys.stderr)
+    return found.candidates[0].path
 
 
 def is_checkpoint(path: StoragePath) -> bool:

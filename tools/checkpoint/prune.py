@@ -25,7 +25,7 @@ class Flags:
     path: str = positional()
     """A save directory, or its URL."""
     keep_last: int = 1
-    """The newest N; default 1."""
+    """The newest N, and the one that the tracker names; default 1."""
     keep_every: int | None = None
     """Iterations that N divides as well."""
     yes: bool = False
@@ -49,7 +49,12 @@ def run(flags: Flags) -> int:
         ]
         if not found:
             raise CheckpointError(f"{directory} holds no iterations.", fix="give a save directory")
-        kept = [f for i, f in enumerate(found) if i < last or (every and f.iteration % every == 0)]
+        named = commit.read_tracker(directory)  # a person may have set it back
+        kept = [
+            f
+            for i, f in enumerate(found)
+            if i < last or f.iteration == named or (every and f.iteration % every == 0)
+        ]
         doomed = [f for f in found if f not in kept]
         if doomed:
             problems = verify_checkpoint(found[0].path).problems

@@ -87,6 +87,13 @@ class ObjectDirectory:
         """Whether an object is there."""
         return bool(self._call("reading", lambda: self.files.exists(f"{self.path}/{name}")))
 
+    def time_of(self, name: str) -> float:
+        """Return when an object was written, in seconds; 0 if the store does not keep it."""
+        try:
+            return float(self.files.modified(f"{self.path}/{name}").timestamp())
+        except (NotImplementedError, FileNotFoundError):
+            return 0.0
+
     def names(self) -> list[str]:
         """Return the names in this directory; empty if there is no such directory."""
 

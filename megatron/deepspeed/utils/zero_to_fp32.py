@@ -26,7 +26,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return name -> fp32 tensor.
+    """Return name -> fp32 tensor; all names of a tied weight have the same tensor.
 
     Args:
         tag: of the checkpoint; None takes the newest one.
@@ -54,12 +54,15 @@ def get_fp32_state_dict_from_zero_checkpoint(
     trained = mains or {
         k.partition(".exp_avg.")[2] for k in tensors if k.startswith("optimizer.state.exp_avg.")
     }
-    return {
+    shared = dist_checkpointing.load_common_state_dict(path).get("shared", {})
+    found = {
         name: mains[name] if name in mains else value.float()
         for name, value in tensors.items()
         if not name.startswith(_OPTIMIZER)
+        and name not in shared
         and not (exclude_frozen_parameters and name not in trained)
     }
+    return found | {name: found[first] for name, first in shared.items() if first in found}
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families import (
     bert,
     deepseek,
@@ -109,7 +108,7 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return in which settings a model would differ after a way out and back; none if it fits."""
     fields = family.fields(settings)
-    return differences(settings, family.settings(ConfigFields(fields, "the exported config")))
+    return differences(settings, family.settings(family.config(fields, "the exported config")))
 
 
 __all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

@@ -27,6 +27,7 @@ _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> ModelDescription:
     config.only("position_embedding_type", "absolute")
     config.only("type_vocab_size", 2)
+    config.only("is_decoder", False)  # its mask would be causal
     config.take("classifier_dropout", None)
     # Untied, Transformers' head has two biases, one of which does nothing.
     config.only("tie_word_embeddings", True)
@@ -126,7 +127,11 @@ def _family(model_type: str, prefix: str, *, is_post_norm: bool) -> Family:
         fields=lambda settings: _fields(settings, prefix),
         rules=lambda settings: _rules(settings, norms(settings)),
         prefixes=("bert.",),
-        without_meaning=(r"embeddings\.position_ids", r"/cls\.predictions\.decoder\.(weight|bias)"),
+        without_meaning=(r"embeddings\.position_ids",),
+        copies={
+            "/cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+            "/cls.predictions.decoder.bias": "/cls.predictions.bias",
+        },
         left_out={
             r"bert\.pooler\..*": "the pooler",
             r"cls\.seq_relationship\..*": "the head for pairs of texts",

@@ -301,6 +301,7 @@ DEEPSEEK_V2 = replace(
     settings=_v2_settings,
     fields=_v2_fields,
     rules=_rules,
+    absent={"q_lora_rank": 1536},
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -308,9 +309,11 @@ DEEPSEEK_V3 = Family(
     _v3_settings,
     _v3_fields,
     _rules,
+    absent={"num_key_value_heads": 128, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
     without_meaning=LLAMA.without_meaning,
     left_out=LATER_TOKENS,
-)
+)  # fmt: skip
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
@@ -324,4 +327,5 @@ GLM_MOE_DSA = replace(
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     settings=_glm_dsa_settings,
+    absent={"num_key_value_heads": 64, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
 )

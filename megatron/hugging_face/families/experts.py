@@ -22,9 +22,7 @@ _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
 
 def _num_experts(config: ConfigFields) -> int:
     """Return the number of experts, which versions of Transformers call by two names."""
-    newer = config.take("num_local_experts", None)
-    number: int = config.take("num_experts", newer) if newer else config.take("num_experts")
-    return number
+    return int(config.one_of("num_local_experts", "num_experts") or config.take("num_experts"))
 
 
 def _mixtral_settings(config: ConfigFields) -> ModelDescription:
@@ -155,6 +153,7 @@ MIXTRAL = replace(
     settings=_mixtral_settings,
     fields=_mixtral_fields,
     rules=_rules(MISTRAL, "block_sparse_moe", "w1", "w3", "w2"),
+    absent={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
 )
 QWEN2_MOE = replace(
     QWEN2,
@@ -163,6 +162,7 @@ QWEN2_MOE = replace(
     settings=_qwen2_settings,
     fields=_qwen2_fields,
     rules=_qwen2_rules,
+    absent={"num_key_value_heads": 16},
 )
 QWEN3_MOE = replace(
     QWEN3,
@@ -171,4 +171,5 @@ QWEN3_MOE = replace(
     settings=_qwen3_settings,
     fields=_qwen3_fields,
     rules=_rules(QWEN3, "mlp", "gate_proj", "up_proj", "down_proj"),
+    absent={"num_key_value_heads": 4},
 )

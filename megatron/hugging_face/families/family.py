@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule
+
+
+def full_name(name: str, prefix: str) -> str:
+    """Return the name in the file; a leading slash says that it takes no prefix."""
+    return name[1:] if name.startswith("/") else prefix + name
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,50 @@ class Family:
     fields: Callable[[ModelDescription], dict[str, Any]]
     """From settings to the fields of `config.json`."""
     rules: Callable[[ModelDescription], list[WeightRule]]
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Fields -> what they are in Transformers if a config does not name them, where null means
+    something else there."""
     prefixes: tuple[str, ...] = ("",)
     """What may be before all names in the files, written first to last."""
     without_meaning: tuple[str, ...] = ()
     """Patterns of tensors that older files hold besides weights."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that files may hold -> the one whose values each of them repeats."""
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Patterns of names in other files -> what is written instead."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Patterns of weights that are not read -> what they are; `{num_layers}` is their number."""
+
+    def prefix(self, names: Container[str], first: str) -> str:
+        """Return the prefix in a file.
+
+        Args:
+            names: of the tensors in it.
+            first: one that every model has, without prefix.
+        """
+        known = [prefix for prefix in self.prefixes if full_name(first, prefix) in names]
+        return known[0] if known else self.prefixes[0]
+
+    def config(self, fields: Mapping[str, object], source: str) -> ConfigFields:
+        """Return the fields of a `config.json` of this family, to be given to `settings`."""
+        return ConfigFields(fields, source, self.absent)
+
+    def read(self, fields: Mapping[str, object], source: str) -> ModelDescription:
+        """Return what a `config.json` of this family describes.
+
+        Raises:
+            ConfigError: it cannot be built here, with all reasons.
+        """
+        config = self.config(fields, source)
+        try:
+            settings = self.settings(config)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            config.finish()
+            raise ConfigError(
+                f"{source} has a field of another kind than its name says: {error}.",
+                rule="fields are what Transformers writes: numbers, lists or objects",
+                flags=["--load-hf"],
+                fix="download or save the model again",
+            ) from error
+        config.finish()
+        return settings

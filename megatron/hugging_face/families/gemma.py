@@ -33,7 +33,7 @@ def _first_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_bias", False)
     for name in ("hidden_act", "hidden_activation"):
         config.only(name, "gelu_pytorch_tanh", "gelu_tanh")
-    settings = gated_settings(config, is_tied=True)
+    settings = gated_settings(config)
     return replace(
         settings,
         geglu=True,
@@ -97,10 +97,15 @@ def _gemma3_settings(config: ConfigFields) -> ModelDescription:
     period = config.take("sliding_window_pattern", period)
     settings = replace(_common_settings(config, period), qk_layernorm=True)
     by_kind = config.take("rope_parameters", {})
-    full = dict(by_kind.get(FULL) or {}) | dict(config.take("rope_scaling", None) or {})
+    newer = by_kind.get(FULL, by_kind if "rope_theta" in by_kind else None)
+    full = dict(config.one_of(("rope_parameters", newer), "rope_scaling") or {})
     local = dict(by_kind.get(SLIDING) or {})
-    full.setdefault("rope_theta", config.take("rope_theta", _GEMMA3_GLOBAL_BASE))
-    local.setdefault("rope_theta", config.take("rope_local_base_freq", _GEMMA3_LOCAL_BASE))
+    for found, name, base in (
+        (full, "rope_theta", _GEMMA3_GLOBAL_BASE),
+        (local, "rope_local_base_freq", _GEMMA3_LOCAL_BASE),
+    ):
+        nested = ("rope_parameters.rope_theta", found.get("rope_theta"))
+        found["rope_theta"] = config.one_of(nested, name) or base
     windowed = with_rope_parameters(
         settings, local, f"rope_parameters of windows in {config.source}"
     )
@@ -131,6 +136,7 @@ def _family(
     architecture: str,
     settings: Callable[[ConfigFields], ModelDescription],
     fields: Callable[[ModelDescription], dict[str, Any]],
+    **absent: Any,
 ) -> Family:
     return replace(
         LLAMA,
@@ -139,6 +145,13 @@ def _family(
         settings=settings,
         fields=fields,
         rules=_rules,
+        absent={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            **absent,
+        },
     )
 
 
@@ -148,6 +161,8 @@ GEMMA = replace(
     architecture="GemmaForCausalLM",
     settings=_gemma_settings,
     fields=_gemma_fields,
+    absent={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
 )
-GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", _gemma2_settings, _gemma2_fields)
+GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", _gemma2_settings, _gemma2_fields,
+                 attn_logit_softcapping=50.0, final_logit_softcapping=30.0)  # fmt: skip
 GEMMA3 = _family("gemma3_text", "Gemma3ForCausalLM", _gemma3_settings, _gemma3_fields)

@@ -30,10 +30,7 @@ _GATE_AND_UP = identity(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_
 
 def _settings(config: ConfigFields) -> ModelDescription:
     has_bias = config.take("attention_bias", True)
-    share = config.take("partial_rotary_factor", None)
     settings = LLAMA.settings(config.without("attention_bias"))
-    if share is not None:
-        settings = replace(settings, rotary_percent=share)
     return replace(settings, add_qkv_bias=has_bias, rotary_interleaved=True)
 
 
@@ -63,10 +60,7 @@ def _glm4_moe_settings(config: ConfigFields) -> ModelDescription:
     config.take("num_mtp_layers", None)
     config.take("num_nextn_predict_layers", None)
     has_bias = config.take("attention_bias", False)
-    share = config.take("partial_rotary_factor", None)
     dense = LLAMA.settings(config.without("attention_bias"))
-    if share is not None:
-        dense = replace(dense, rotary_percent=share)
     return replace(
         judged_by_sigmoid(with_experts(dense, config), config),
         add_qkv_bias=has_bias,
@@ -108,6 +102,7 @@ GLM = replace(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    absent={"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5},
 )
 GLM4 = replace(
     GLM,
@@ -123,6 +118,7 @@ GLM4_MOE = replace(
     settings=_glm4_moe_settings,
     fields=_glm4_moe_fields,
     rules=_expert_rules,
+    absent={"num_key_value_heads": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5},
     left_out=LATER_TOKENS,
 )
 DOTS1 = replace(
@@ -132,4 +128,5 @@ DOTS1 = replace(
     settings=_dots1_settings,
     fields=_dots1_fields,
     rules=_expert_rules,
+    absent={"num_key_value_heads": 32, "sliding_window": 4096, "norm_topk_prob": False},
 )

@@ -37,7 +37,6 @@ def _settings(config: ConfigFields) -> ModelDescription:
         config,
         base_name="rotary_emb_base",
         percent_name="rotary_pct",
-        default_percent=0.25,
     )
 
 
@@ -84,6 +83,7 @@ GPT_NEOX = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    absent={"partial_rotary_factor": 0.25},
     prefixes=("gpt_neox.", ""),
     without_meaning=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
 )

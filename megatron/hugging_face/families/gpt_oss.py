@@ -18,7 +18,14 @@ from megatron.hugging_face.rope import with_rope
 from megatron.hugging_face.weight_map import WeightRule, alternating_experts, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
-_BASE, _GAIN, _BOUND = 150_000.0, 1.702, 7.0
+_GAIN, _BOUND = 1.702, 7.0
+_ABSENT = {
+    "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
@@ -27,12 +34,10 @@ def _settings(config: ConfigFields) -> ModelDescription:
     config.only("hidden_act", "silu")
     config.only("attention_bias", True)
     config.only("swiglu_alpha", _GAIN)
-    if config.take("rope_scaling", None) is None:
-        config.take("rope_parameters")  # without either, theirs is stretched all the same
     settings = gated_settings(config)
     topk = config.take("num_experts_per_tok")
     config.only("experts_per_token", topk)
-    settings = with_rope(settings, config, default_base=_BASE)
+    settings = with_rope(settings, config)
     settings = with_window(settings, config, [n % 2 == 0 for n in range(settings.num_layers)])
     return replace(
         settings,
@@ -93,4 +98,4 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     return found
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _settings, _fields, _rules)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _settings, _fields, _rules, _ABSENT)

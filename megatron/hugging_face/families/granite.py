@@ -128,8 +128,8 @@ def _hybrid_settings(config: ConfigFields) -> ModelDescription:
 
 
 def _with_mixers(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
-    kinds = config.take("layers_block_type", None)
-    kinds = config.take("layer_types", kinds or [_RECURRENT[0]] * settings.num_layers)
+    stated = config.one_of("layer_types", "layers_block_type")
+    kinds = stated or [_RECURRENT[0]] * settings.num_layers
     if set(kinds) - {*_RECURRENT, *_ATTENDING}:
         config.only("layer_types", *_RECURRENT, *_ATTENDING)
     heads, width = config.take("mamba_n_heads"), config.take("mamba_d_head", "auto")

@@ -55,7 +55,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
     usual = config.with_fields({name: found for name, found in named.items() if found is not None})
     model = judged_by_sigmoid(latent_settings(usual), usual)
     sizes = {
-        name: older.get(old, config.take(name, default))
+        name: config.one_of((f"linear_attn_config.{old}", older.get(old)), name) or default
         for (old, name), default in zip(_OLDER_SIZES.items(), (128, 32, 4), strict=True)
     }
     heads, width = sizes["linear_num_heads"], sizes["linear_head_dim"]
@@ -176,6 +176,7 @@ KIMI_LINEAR = Family(
     _settings,
     _fields,
     _rules,
+    absent={"num_key_value_heads": 32, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1},
     without_meaning=LLAMA.without_meaning,
     # Published files call an MLP without experts `mlp`, those that Transformers writes do not.
     other_names={r"(model\.layers\.\d+)\.mlp\.": rf"\1.{_BLOCK}."},

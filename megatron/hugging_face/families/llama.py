@@ -25,13 +25,8 @@ from megatron.hugging_face.weight_map import (
 _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
 
 
-def gated_settings(config: ConfigFields, *, is_tied: bool = False) -> ModelDescription:
-    """Return the settings that all relatives with RMSNorm and a gated MLP have.
-
-    Args:
-        is_tied: whether the output head has the weights of the embedding, where the config does not
-            say it.
-    """
+def gated_settings(config: ConfigFields) -> ModelDescription:
+    """Return the settings that all relatives with RMSNorm and a gated MLP have."""
     heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
     groups = config.take("num_key_value_heads", heads)
     return ModelDescription(
@@ -43,7 +38,7 @@ def gated_settings(config: ConfigFields, *, is_tied: bool = False) -> ModelDescr
         kv_channels=config.take("head_dim", hidden // heads),
         ffn_hidden_size=config.take("intermediate_size"),
         max_position_embeddings=config.take("max_position_embeddings"),
-        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", is_tied),
+        untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
         normalization="RMSNorm",
         norm_epsilon=config.take("rms_norm_eps"),
         add_bias_linear=False,
@@ -168,6 +163,7 @@ def _family(
     architecture: str,
     settings: Callable[[ConfigFields], ModelDescription],
     fields: Callable[[ModelDescription], dict[str, Any]],
+    **absent: Any,
 ) -> Family:
     return Family(
         model_type,
@@ -175,11 +171,15 @@ def _family(
         settings,
         fields,
         _rules,
+        absent,
         without_meaning=(r".*rotary_emb\.inv_freq",),
     )
 
 
 LLAMA = _family("llama", "LlamaForCausalLM", _llama_settings, _llama_fields)
-MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields)
-QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields)
-QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields)
+MISTRAL = _family("mistral", "MistralForCausalLM", _mistral_settings, _mistral_fields,
+                  num_key_value_heads=8, sliding_window=4096)  # fmt: skip
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _qwen2_settings, _qwen2_fields,
+                num_key_value_heads=32)  # fmt: skip
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM", _qwen3_settings, _qwen3_fields,
+                num_key_value_heads=32, head_dim=128)  # fmt: skip

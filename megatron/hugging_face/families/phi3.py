@@ -50,4 +50,5 @@ PHI3 = replace(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    absent={},
 )

@@ -57,7 +57,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
         moe_shared_expert_gate=True,
         **{name: config.take(name, default) for name, default in _SIZES.items()},
     )
-    return with_rope(model, config, default_percent=0.25)
+    return with_rope(model, config)
 
 
 def _fields(settings: ModelDescription) -> dict[str, Any]:
@@ -124,6 +124,7 @@ QWEN3_NEXT = Family(
     _settings,
     _fields,
     _rules,
+    absent={"num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25},
     without_meaning=QWEN3.without_meaning,
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )

@@ -15,6 +15,7 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import QWEN2, QWEN3
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.rope import rope_parameters
 from megatron.hugging_face.weight_map import (
     Geometry,
     RowRange,
@@ -32,23 +33,25 @@ _TOKENS = {
 }
 """Their values where a config does not give them."""
 _OURS, _LAYER = "vision_model.", "vision_model.decoder.layers.{}."
-_ROPE = ("rope_parameters", "rope_scaling")
 
 
 def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
     """Return the settings of the decoder, whose fields are nested, or beside the encoder's."""
     nested = config.take("text_config", None)
-    text = config if nested is None else ConfigFields(dict(nested), f"{config.source} text_config")
-    rope: dict[str, Any] = {}
-    for name in _ROPE:
-        rope.update(text.take(name, None) or {})
-        text = text.without(name)
+    text = config
+    if nested is not None:
+        text = ConfigFields(nested, f"{config.source} text_config", config.absent)
+    rope = rope_parameters(text)
+    text = text.without("rope_scaling")
     section, in_turn = rope.pop("mrope_section", None), rope.pop("mrope_interleaved", None)
     for name in ("type", "rope_type"):
         if rope.get(name) == "mrope":
             rope[name] = "default"
-    is_tied = text.take("tie_word_embeddings", None)
-    is_tied = config.take("tie_word_embeddings", is_tied or False)
+    is_tied = config.take("tie_word_embeddings", False)
+    if decoder is QWEN2:
+        is_tied = text.take("tie_word_embeddings", False) or is_tied
+    else:
+        text.only("tie_word_embeddings", is_tied)
     whole = text.with_fields({"rope_parameters": rope, "tie_word_embeddings": is_tied})
     settings = decoder.settings(whole)
     if nested is not None:
@@ -70,14 +73,17 @@ def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
 
 def _vision(config: ConfigFields, hidden_size: int) -> ConfigFields:
     """Return the fields of the encoder."""
-    vision = ConfigFields(dict(config.take("vision_config")), f"{config.source} vision_config")
+    vision = ConfigFields(
+        config.take("vision_config"), f"{config.source} vision_config", {"out_hidden_size": 3584}
+    )
     rope = ConfigFields(vision.take("rope_parameters", {}), f"{vision.source} rope_parameters")
     rope.only("rope_type", "axial", "default")
     rope.only("rope_theta", 10000.0)
     rope.finish()
     vision.only("out_hidden_size", hidden_size)
-    vision.take("in_chans", None)  # older name of a field that has the same value
-    vision.take("spatial_patch_size", None)  # the same for patch_size
+    # Older names, which Transformers does not read.
+    vision.only("in_chans", vision.take("in_channels", 3))
+    vision.only("spatial_patch_size", vision.take("patch_size"))
     vision.take("tokens_per_second", None)  # positions of clips are given with the samples
     return vision
 
@@ -280,6 +286,7 @@ QWEN2_5_VL = Family(
     settings=_qwen2_5_settings,
     fields=_qwen2_5_fields,
     rules=_qwen2_5_rules,
+    absent={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
     without_meaning=(r".*rotary_emb\.inv_freq",),
 )
 QWEN3_VL = replace(
@@ -289,4 +296,5 @@ QWEN3_VL = replace(
     settings=_qwen3_settings,
     fields=_qwen3_fields,
     rules=_qwen3_rules,
+    absent={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500_000.0},
 )

@@ -77,14 +77,14 @@ def _windowed_fields(settings: ModelDescription) -> dict[str, Any]:
     return {**LLAMA.fields(settings), **window_fields(settings)}
 
 
-def _plain_settings(config: ConfigFields, norm_epsilon: str, **options: Any) -> ModelDescription:
+def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription:
     """Return the settings of a model with LayerNorm and rotary positions.
 
     Args:
         norm_epsilon: what the config calls it.
     """
     renamed = config.renamed(norm_epsilon, "rms_norm_eps")
-    settings = replace(gated_settings(renamed, **options), normalization="LayerNorm")
+    settings = replace(gated_settings(renamed), normalization="LayerNorm")
     return with_rope(settings, config)
 
 
@@ -138,7 +138,7 @@ def _starcoder2_settings(config: ConfigFields) -> ModelDescription:
     config.only("use_bias", True)
     for name in ("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"):
         config.take(name, None)
-    settings = _plain_settings(config, "norm_epsilon", is_tied=True)
+    settings = _plain_settings(config, "norm_epsilon")
     window = config.take("sliding_window", None)
     return replace(
         settings,
@@ -191,6 +191,7 @@ def _family(
     settings: Callable[[ConfigFields], ModelDescription],
     fields: Callable[[ModelDescription], dict[str, Any]],
     rules: Callable[[ModelDescription], list[WeightRule]] = LLAMA.rules,
+    **absent: Any,
 ) -> Family:
     return replace(
         LLAMA,
@@ -199,14 +200,23 @@ def _family(
         settings=settings,
         fields=fields,
         rules=rules,
+        absent=absent,
     )
 
 
-SEED_OSS = _family("seed_oss", "SeedOss", _seed_oss_settings, _seed_oss_fields)
-ERNIE4_5 = _family("ernie4_5", "Ernie4_5", _ernie_settings, _ernie_fields)
-SMOLLM3 = _family("smollm3", "SmolLM3", _smollm3_settings, _smollm3_fields)
-CWM = _family("cwm", "Cwm", _cwm_settings, _windowed_fields)
-MINISTRAL = _family("ministral", "Ministral", _ministral_settings, _windowed_fields)
+SEED_OSS = _family("seed_oss", "SeedOss", _seed_oss_settings, _seed_oss_fields,
+                   num_key_value_heads=8, head_dim=128, attention_dropout=0.1)  # fmt: skip
+ERNIE4_5 = _family("ernie4_5", "Ernie4_5", _ernie_settings, _ernie_fields, num_key_value_heads=2,
+                   head_dim=128, rope_theta=500_000.0, tie_word_embeddings=True)  # fmt: skip
+SMOLLM3 = _family("smollm3", "SmolLM3", _smollm3_settings, _smollm3_fields, num_key_value_heads=4,
+                  rope_theta=2_000_000.0, tie_word_embeddings=True)  # fmt: skip
+CWM = _family("cwm", "Cwm", _cwm_settings, _windowed_fields, num_key_value_heads=8, head_dim=128,
+              sliding_window=8192, rope_theta=1_000_000.0, rope_parameters={
+                  "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0,
+                  "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                  "original_max_position_embeddings": 8192})  # fmt: skip
+MINISTRAL = _family("ministral", "Ministral", _ministral_settings, _windowed_fields,
+                    num_key_value_heads=8, sliding_window=4096)  # fmt: skip
 ARCEE = _family(
     "arcee",
     "Arcee",
@@ -220,6 +230,8 @@ STABLELM = _family(
     _stablelm_settings,
     _stablelm_fields,
     lambda settings: _with_biases(LLAMA.rules(settings), ("norm",)),
+    num_key_value_heads=32,
+    partial_rotary_factor=0.25,
 )
 NEMOTRON = _family(
     "nemotron",
@@ -227,9 +239,16 @@ NEMOTRON = _family(
     _nemotron_settings,
     _nemotron_fields,
     lambda settings: _with_biases(_without_gate(LLAMA.rules(settings)), ("norm",)),
+    partial_rotary_factor=0.5,
 )
 STARCODER2 = _family(
-    "starcoder2", "Starcoder2", _starcoder2_settings, _starcoder2_fields, _starcoder2_rules
+    "starcoder2",
+    "Starcoder2",
+    _starcoder2_settings,
+    _starcoder2_fields,
+    _starcoder2_rules,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
 )
 FAMILIES = (
     SEED_OSS,

@@ -17,7 +17,6 @@ from megatron.hugging_face.families.deepseek import judged_by_sigmoid
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     by_block,
@@ -181,13 +180,15 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
         config.only(name, False)
     config.only("n_shared_experts", 1)
     for name in ("expand", "time_step_limit", "sliding_window", "num_nextn_predict_layers",
-                 "mtp_layers_block_type", "num_hidden_layers"):  # fmt: skip
+                 "mtp_layers_block_type"):  # fmt: skip
         config.take(name, None)  # unread by Transformers' model, or of what is left out
-    kinds = config.take("layers_block_type", None)
     letters = config.take("hybrid_override_pattern", None)
-    if kinds is not None:
-        letters = "".join((_LETTERS | _OLDER).get(kind, "?") for kind in kinds)
-    if letters is None or set(letters) - set(_LETTERS.values()):
+    if letters is None or config.stated("layers_block_type") is not None:
+        kinds = config.take("layers_block_type")
+        named = "".join((_LETTERS | _OLDER).get(kind, "?") for kind in kinds)
+        letters = config.one_of(("layers_block_type", named), ("hybrid_override_pattern", letters))
+    config.only("num_hidden_layers", len(letters))
+    if set(letters) - set(_LETTERS.values()):
         config.only("layers_block_type", *_LETTERS)
         letters = "M"
     groups, heads = config.take("num_key_value_heads"), config.take("num_attention_heads")
@@ -354,7 +355,8 @@ def layer_rules(rules: list[WeightRule], settings: ModelDescription) -> list[Wei
 def _bamba_settings(config: ConfigFields) -> ModelDescription:
     attending = set(config.take("attn_layer_indices", []))
     mixers = mixer_settings(config, "bamba")
-    settings = with_rope(LLAMA.settings(config), config, default_percent=0.5)
+    config.only("partial_rotary_factor", 0.5)  # Transformers reads another share nested only
+    settings = LLAMA.settings(config)
     return replace(
         settings,
         experimental_attention_variant="mamba2",
@@ -366,10 +368,12 @@ def _bamba_settings(config: ConfigFields) -> ModelDescription:
 def _bamba_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["head_dim"]
+    rope = {"rope_type": "default", **(fields.pop("rope_scaling") or {})}
+    rope |= {"rope_theta": fields["rope_theta"], "partial_rotary_factor": settings.rotary_percent}
     return {
         **fields,
         **mixer_fields(settings, "bamba"),
-        "partial_rotary_factor": settings.rotary_percent,
+        "rope_parameters": rope,
         "attn_layer_indices": list(settings.layers_where(lambda kind: kind.attends)),
     }
 
@@ -393,6 +397,7 @@ NEMOTRON_H = Family(
     _nemotron_settings,
     _nemotron_fields,
     _nemotron_rules,
+    absent={"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )
 BAMBA = Family(
@@ -401,6 +406,7 @@ BAMBA = Family(
     _bamba_settings,
     _bamba_fields,
     _bamba_rules,
+    absent={"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     without_meaning=LLAMA.without_meaning,
 )
 FAMILIES = (MAMBA2, NEMOTRON_H, BAMBA)

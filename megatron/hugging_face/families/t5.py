@@ -134,8 +134,8 @@ T5 = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     without_meaning=(
-        r"(encoder|decoder)\.embed_tokens\.weight",
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
     ),
 )

@@ -11,6 +11,8 @@ far as they would have moved the shared tensor, where moments of zero would let 
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import torch
 
 from megatron.core.dist_checkpointing.loader import Contents
@@ -74,3 +76,41 @@ def compare_heads(
     if is_wanted and not is_stored and any(key.endswith(EMBEDDING) for key in stored):
         return "the head begins as a copy of the word embedding, to which it was tied"
     return None
+
+
+def compare_vocabularies(classes: object, contents: Contents, strict: StrictHandling) -> str | None:
+    """Compare the vocabulary of this run with the stored one; the rows after both are padding.
+
+    Args:
+        classes: the size of the vocabulary of this run without padding; None if it has none.
+    Returns:
+        what to tell the user if rows are missing or dropped, and `strict` accepts it.
+    Raises:
+        CheckpointError: on every rank, since all hold the same description, if they differ.
+    """
+    if not isinstance(classes, int):
+        return None
+    layout, args = contents.manifest.info.get("layout"), contents.common_state().get("args")
+    known = dict(vars(args) if isinstance(args, Namespace) else {})
+    known |= layout if isinstance(layout, dict) else {}
+    stored = known.get("unpadded_vocab_size")
+    if not isinstance(stored, int):
+        # The other program stores padded rows alone: too few are too few all the same.
+        rows = [t.shape[0] for key, t in contents.manifest.tensors.items() if key == EMBEDDING]
+        stored = min([classes, *rows])
+    if stored == classes:
+        return None
+    what = "are missing" if stored < classes else "are left out"
+    found = f"rows {min(stored, classes)} to {max(stored, classes) - 1} of the vocabulary {what}"
+    if strict.tolerates_unexpected:
+        return f"{found}: it has {classes} rows here, and {stored} in {contents.directory}"
+    fix = (
+        "use the tokenizer of the checkpoint" if stored < classes else f"give --vocab-size {stored}"
+    )
+    raise CheckpointError(
+        f"{contents.directory} holds a vocabulary of {stored}; this run has {classes}: {found}.",
+        rule="every row of a vocabulary but its padding comes from the checkpoint",
+        flags=["--vocab-size", "--tokenizer-type", "--tokenizer-model", "--dist-ckpt-strictness"],
+        fix=f"{fix}; with --dist-ckpt-strictness ignore_all missing rows begin random, and rows"
+        " too many are dropped",
+    )

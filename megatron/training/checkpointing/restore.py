@@ -21,7 +21,11 @@ from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.validation import parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
-from megatron.training.checkpointing.key_mapping import compare_heads, stored_key
+from megatron.training.checkpointing.key_mapping import (
+    compare_heads,
+    compare_vocabularies,
+    stored_key,
+)
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     apply_model,
@@ -86,9 +90,13 @@ class Restorer:
             template = read_from_dense(template, contents.manifest)
             print_once(self.peers, "  every expert begins as a copy of the dense MLP of its layer")
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
-        note = compare_heads(template, contents, strict, peers=self.peers)
-        if note:
-            print_once(self.peers, f"  {note}")
+        vocabulary = self.context.args.get("unpadded_vocab_size")
+        for note in (
+            compare_heads(template, contents, strict, peers=self.peers),
+            compare_vocabularies(vocabulary, contents, strict),
+        ):
+            if note:
+                print_once(self.peers, f"  {note}")
         generators = template.get("generators")
         if generators is not None and generators.unique_key not in contents.objects:
             del template["generators"]  # another grid of ranks; nothing of ours depends on it

@@ -150,7 +150,8 @@ class ResumeSource:
         for note in selection.notes:
             print_once(self.peers, note)
         in_memory = -1 if self.memory is None else self.memory.newest_iteration
-        if (ckpt_step is None and not is_finetuning) or in_memory >= 0:
+        is_newest_wanted = ckpt_step is None and not is_finetuning and not selection.is_set_back
+        if is_newest_wanted or in_memory >= 0:
             newest = selection.candidates[0].iteration if selection.candidates else -1
             newest = newest if isinstance(newest, int) else -1
             restored = self._load_non_persistent(max(newest, in_memory))

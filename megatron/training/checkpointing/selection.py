@@ -1,7 +1,12 @@
 """Which checkpoint to load: the newest intact one, and the reason is said.
 
-The tracker is a hint. A directory that holds, or held, a checkpoint never leads to a start from
-random weights: if nothing in it can be used, that is an error.
+The tracker names the newest one. It names an older one after a crash between the rename of a
+checkpoint and the write of the tracker: the checkpoint is the later of the two, and is loaded.
+Where the tracker is the later one, a person has set it back: checkpoints that are newer than the
+one it names are left alone.
+
+A directory that holds, or held, a checkpoint never leads to a start from random weights: if
+nothing in it can be used, that is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, find_deepspeed, recognise
-from megatron.core.dist_checkpointing.manifest import METADATA_NAME
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
 from megatron.core.foundation.errors import CheckpointError, MissingCheckpointError
@@ -27,6 +32,8 @@ class Selection:
 
     candidates: list[commit.FoundCheckpoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    is_set_back: bool = False
+    """A person wrote an earlier iteration into the tracker."""
 
 
 def select_checkpoints(
@@ -64,16 +71,38 @@ def select_checkpoints(
         is_own = save is not None and (os.path.realpath(str(directory)) == os.path.realpath(save))
         _refuse_if_something_was_here(directory, listing, tracker, is_own=is_own)
         return selection
-    newest = selection.candidates[0]
-    if ckpt_step is None and tracker is not None and tracker != newest.iteration:
-        if _age(newest.iteration) > _age(tracker):
-            selection.notes.append(
-                f"{commit.TRACKER_NAME} names {tracker}, but {newest.path.name} is newer: trying "
-                f"that one first (--ckpt-step loads another)"
-            )
-        else:
-            selection.notes.append(f"{commit.TRACKER_NAME} names {tracker}, which is not there")
+    if ckpt_step is None and tracker is not None:
+        _follow_tracker(selection, directory, tracker)
     return selection
+
+
+def _follow_tracker(selection: Selection, directory: StoragePath, tracker: int | str) -> None:
+    """Leave out checkpoints that are newer than the one that the tracker names, unless they were
+    saved after it was written."""
+    found = selection.candidates
+    newer = [one for one in found if _age(one.iteration) > _age(tracker)]
+    if tracker not in {one.iteration for one in found}:
+        selection.notes.append(f"{commit.TRACKER_NAME} names {tracker}, which is not there")
+    elif newer:
+        written = _time_of(directory, commit.TRACKER_NAME)
+        later = [one for one in newer if _time_of(one.path, MANIFEST_NAME) >= written]
+        selection.candidates = later + [one for one in found if one not in newer]
+        selection.is_set_back = not later
+        first = selection.candidates[0].path.name
+        why = f"and was set after {newer[0].path.name} was saved: loading {first}"
+        if later:
+            why = f"but {first} was saved after it: trying that one first"
+        selection.notes.append(
+            f"{commit.TRACKER_NAME} names {tracker}, {why} (--ckpt-step loads another)"
+        )
+
+
+def _time_of(directory: StoragePath, name: str) -> float:
+    """Return when a file in a directory was written, or the directory if it lacks the file."""
+    if not isinstance(directory, Path):
+        return directory.time_of(name)
+    file = directory / name
+    return (file if file.exists() else directory).stat().st_mtime
 
 
 def _refuse_a_file(directory: Path) -> None:

@@ -3,13 +3,20 @@
 import contextlib
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron import deepspeed
 from megatron.core.foundation.errors import CheckpointError, ConfigError, ScheduleError
 from megatron.deepspeed.optimizers import check_client
 from megatron.deepspeed.settings import engine_settings
+from megatron.deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from tests.unit.dist_checkpointing.interop import interop_files as foreign
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -170,6 +177,43 @@ def test_weights_are_written_without_pickle(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size > 0
     with pytest.raises(CheckpointError, match="pytorch_model.safetensors"):
         engine.save_16bit_model(str(tmp_path), "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_tied_weight_is_written_once_as_transformers_writes_it(stage, tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    engine, *_ = start(model, bf16={"enabled": True}, zero_optimization={"stage": stage})
+    ids = torch.arange(8).repeat(2, 1)
+    engine.backward(engine(ids, labels=ids).loss)
+    engine.step()
+    engine.save_16bit_model(str(tmp_path / "ours"))
+    whole = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    theirs = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    theirs.load_state_dict(whole)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    config.save_pretrained(tmp_path / "ours")
+    loaded = [
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / who, dtype=torch.bfloat16)
+        for who in ("ours", "theirs")
+    ]
+    assert torch.equal(*(model(ids).logits for model in loaded))
+    safetensors.torch.load_model(
+        transformers.LlamaForCausalLM(config), tmp_path / "ours" / "model.safetensors"
+    )
+
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "checkpoint"))
+    assert found["lm_head.weight"] is found["model.embed_tokens.weight"]
+    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "checkpoint"), str(tmp_path / "fp32"))
+    assert load_file(tmp_path / "fp32" / "model.safetensors").keys() == expected.keys()
 
 
 def test_missing_checkpoint_is_none_and_a_warning(tmp_path):

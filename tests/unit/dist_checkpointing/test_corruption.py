@@ -15,8 +15,9 @@ from megatron.core.dist_checkpointing import ShardedTensor, commit
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
+from megatron.training.run.state import TrainState
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
-from tests.unit.dist_checkpointing.runs import load, save
+from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, load, save
 
 FILES = ("__0_0.safetensors", "__1_0.safetensors", "common.json", "manifest.json", "metadata.json")
 
@@ -182,16 +183,79 @@ def test_no_intact_checkpoint_is_an_error_and_never_a_random_model(ram_path: Pat
         load(ram_path)
 
 
-def test_the_tracker_is_only_a_hint(ram_path: Path, capsys) -> None:
+def test_a_tracker_that_names_no_checkpoint_is_only_a_hint(ram_path: Path) -> None:
     for iteration in (5, 10):
         save(ram_path, iteration)
     tracker = ram_path / commit.TRACKER_NAME
-    for text in (b"5", b"999", b"release", b"", b"\xff\xfe", b"10; rm -rf /", b"9" * 100):
+    for text in (b"999", b"release", b"", b"\xff\xfe", b"10; rm -rf /", b"9" * 100):
         tracker.write_bytes(text)
         assert load(ram_path) == 10
     tracker.unlink()
     assert load(ram_path) == 10
-    assert "names 5, but iter_0000010 is newer" in capsys.readouterr().out
+
+
+def set_back(directory: Path, text: str) -> None:
+    """Write the tracker as a person does, some time after the last save."""
+    for checkpoint in directory.glob("iter_*"):
+        for path in (*checkpoint.iterdir(), checkpoint):
+            os.utime(path, ns=(1, path.stat().st_mtime_ns - 10**9))
+    (directory / commit.TRACKER_NAME).write_text(text)
+
+
+def test_a_tracker_that_a_person_has_set_back_wins_and_a_line_says_so(
+    ram_path: Path, capsys
+) -> None:
+    for iteration in (5, 10, 15):
+        save(ram_path, iteration)
+    set_back(ram_path, "10\n")
+    assert load(ram_path) == 10
+    told = capsys.readouterr().out
+    assert "names 10, and was set after iter_0000015 was saved: loading iter_0000010" in told
+    # Where the named one is damaged, older ones take its place, never one that was left behind.
+    damage(ram_path / "iter_0000010" / "__0_0.safetensors")
+    assert load(ram_path) == 5
+    damage(ram_path / "iter_0000005" / "__0_0.safetensors")
+    with pytest.raises(CheckpointError, match="is intact"):
+        load(ram_path)
+
+
+def test_a_run_that_was_set_back_leaves_its_non_persistent_checkpoint_alone(ram_path: Path) -> None:
+    kind = {"non_persistent_ckpt_type": "global"}
+    for iteration in (5, 10):
+        save(ram_path, iteration)
+    saver = checkpointer(ram_path, TinyModel(12.0), **kind)
+    saver.save_non_persistent(TrainState(iteration=12, consumed_train_samples=48))
+    saver.close()
+    assert load(ram_path, **kind) == 12
+    set_back(ram_path, "5")
+    assert load(ram_path, **kind) == 5
+
+
+def test_a_run_that_was_set_back_resumes_from_what_it_has_saved_since(ram_path: Path) -> None:
+    for iteration in (5, 10):
+        save(ram_path, iteration)
+    set_back(ram_path, "5")
+    save(ram_path, 7)
+    assert load(ram_path) == 7
+    # A crash before the tracker is written: the checkpoint that was saved after it counts.
+    (ram_path / commit.TRACKER_NAME).write_text("5")
+    os.utime(ram_path / commit.TRACKER_NAME, ns=(1, manifest_time(ram_path / "iter_0000007") - 1))
+    os.utime(ram_path / "iter_0000010" / "manifest.json", ns=(1, 1))
+    assert load(ram_path) == 7
+
+
+def test_a_checkpoint_that_was_saved_after_the_tracker_is_loaded(ram_path: Path, capsys) -> None:
+    for iteration in (5, 10):
+        save(ram_path, iteration)
+    tracker = ram_path / commit.TRACKER_NAME
+    tracker.write_text("5")
+    os.utime(tracker, ns=(1, manifest_time(ram_path / "iter_0000010") - 1))
+    assert load(ram_path) == 10
+    assert "names 5, but iter_0000010 was saved after it" in capsys.readouterr().out
+
+
+def manifest_time(checkpoint: Path) -> int:
+    return (checkpoint / "manifest.json").stat().st_mtime_ns
 
 
 def test_a_named_step_is_loaded_or_refused_and_nothing_else_is_tried(ram_path: Path) -> None:

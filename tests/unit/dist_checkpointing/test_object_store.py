@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,3 +206,11 @@ def test_a_damaged_object_is_named(url: str) -> None:
         flip_last_bit(f"{url}/iter_0000001/{name}")
     with pytest.raises(CheckpointError, match=r"missing|metadata.json"):
         dist_checkpointing.load({}, f"{url}/iter_0000002")
+
+
+def test_a_tracker_that_was_set_back_wins_in_a_store_too(url: str) -> None:
+    for iteration in (5, 10):
+        save(url, iteration)
+    time.sleep(0.05)
+    storage_path(url).write(commit.TRACKER_NAME, b"5")
+    assert load(url) == 5

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, save
 from tests.unit.dist_checkpointing.states import one_tensor
-from tests.unit.dist_checkpointing.test_corruption import damage
+from tests.unit.dist_checkpointing.test_corruption import damage, set_back
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +154,23 @@ def test_prune_keeps_what_the_rule_keeps_and_deletes_nothing_for_a_damaged_one(
     assert tool.main([*words, "--yes"]) == 0
     assert names() == [4, 6, 9]
     assert tool.main(["prune", str(ram_path), "--keep-last", "0"]) == 1
+
+
+def test_the_tools_take_and_keep_the_one_that_a_person_has_set_back_to(
+    tool, ram_path: Path, capsys
+) -> None:
+    for iteration in (5, 10, 15):
+        save(ram_path, iteration)
+    set_back(ram_path, "5")
+    digests = {}
+    capsys.readouterr()
+    for name in (".", "iter_0000005"):
+        assert tool.main(["digest", str(ram_path / name)]) == 0
+        digests[name] = capsys.readouterr().out.split()[0]
+    assert digests["."] == digests["iter_0000005"]
+    assert tool.main(["prune", str(ram_path), "--yes"]) == 0
+    there = sorted(path.name for path in ram_path.glob("iter_*"))
+    assert there == ["iter_0000005", "iter_0000015"]
 
 
 def test_it_runs_as_a_script_from_any_directory(ram_path: Path) -> None:
