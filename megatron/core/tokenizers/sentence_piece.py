@@ -110,18 +110,17 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
     def __init__(self, model_file: str) -> None:
         super().__init__(model_file)
-        self.begins_every_text_with = self.bos
+        self.around_a_text = (() if self.bos is None else (self.bos,)), ()
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         """Return the ids, after the begin piece and before the end piece if asked."""
-        begin = [self.bos] if bos and self.bos is not None else []
+        begin = self.around_a_text[0] if bos else ()
         end = [self.eos] if eos and self.eos is not None else []
         return [*begin, *super().tokenize(text), *end]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, each after the begin piece."""
-        begin = [] if self.bos is None else [self.bos]
-        return [[*begin, *ids] for ids in super().tokenize_batch(texts)]
+        return [[*self.around_a_text[0], *ids] for ids in super().tokenize_batch(texts)]
 
 
 def _or_none(number: int) -> int | None:

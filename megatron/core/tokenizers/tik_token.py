@@ -210,10 +210,19 @@ class TikTokenizer(TextTokenizer):
         return [number + self.first_text_id for number in ids] if self.first_text_id else ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text; the special tokens of a rank list are left out."""
+        """Return the text; ids without a token and the specials of a list are left out."""
         ranks = [number - self.first_text_id for number in ids if number >= self.first_text_id]
-        text: str = self._model.decode(ranks)
+        try:
+            text: str = self._model.decode(ranks)
+        except KeyError:
+            text = self._model.decode([rank for rank in ranks if self._has(rank)])
         return text
+
+    def _has(self, rank: int) -> bool:
+        try:
+            return bool(self._model.decode_single_token_bytes(rank))
+        except KeyError:
+            return False
 
     @property
     def vocab(self) -> dict[str, int]:

@@ -49,9 +49,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 class Bytes:
     """One token a byte."""
 
-    eod = 128  # outside the vocabulary: nothing ends early
-
     def tokenize(self, text):
+        return list(text.encode())
+
+    def tokenize_part(self, text):
         return list(text.encode())
 
     def detokenize(self, tokens):
