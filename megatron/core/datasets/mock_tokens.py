@@ -10,14 +10,21 @@ from megatron.core.foundation.errors import DataError
 
 
 class MockTokens:
-    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
+    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end.
+
+    Args:
+        tokenizer: has `vocab_size` and `eod`.
+        num_classes: of a model that may have fewer than the tokenizer has ids.
+    """
 
     num_documents = 10_000
     longest_document = 4096
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._eod = special_id(tokenizer, "eod")
-        self._cycle = max(1, min(self.longest_document, int(tokenizer.vocab_size) - 2))
+    def __init__(self, tokenizer: Any, num_classes: int | None = None) -> None:
+        most = min(int(tokenizer.vocab_size), num_classes or int(tokenizer.vocab_size))
+        eod = special_id(tokenizer, "eod")
+        self._eod = None if eod is None or eod >= most else eod
+        self._cycle = max(1, min(self.longest_document, most - 2))
         random = np.random.default_rng(seed=0)
         self.sequence_lengths = random.integers(
             1, self.longest_document, size=self.num_documents, dtype=np.int32

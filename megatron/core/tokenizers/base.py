@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
 from itertools import chain
 from typing import Any
 
@@ -149,6 +149,14 @@ class TextTokenizer(ABC):
         """
         return None
 
+    def fast_form(self) -> Any | None:
+        """Return the same tokenizer as a new `tokenizers.Tokenizer`, or None if it has none.
+
+        Its ids are those of `tokenize` if its `encode_special_tokens` is set; they may differ on
+        some texts, so they are to be compared.
+        """
+        return None
+
     @cached_property
     def inv_vocab(self) -> dict[int, str]:
         """Id to token text."""
@@ -193,6 +201,14 @@ def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
             part, size = [], 0
     if part:
         yield part
+
+
+@cache
+def byte_characters() -> tuple[str, ...]:
+    """Return the visible character that stands for each byte in a byte-level vocabulary."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return tuple(chr(byte) if byte in visible else chr(next(others)) for byte in range(256))
 
 
 def digest_of_file(path: str) -> str:

@@ -6,6 +6,7 @@ folder without `tokenizer.json` goes through `transformers`.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import urllib.request
@@ -79,6 +80,14 @@ class FastTokenizer(TextTokenizer):
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_json(self._backend.to_str())
+
+    def fast_form(self) -> Any:
+        """Return a copy of the `tokenizers.Tokenizer`, with its post-processor if it is used."""
+        library = require("tokenizers", purpose=type(self).__name__)
+        fields = json.loads(self._backend.to_str())
+        if not self._adds_special_tokens:
+            fields["post_processor"] = None
+        return library.Tokenizer.from_str(json.dumps(fields))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text, special tokens included."""
@@ -162,6 +171,7 @@ class HuggingFaceTokenizer(FastTokenizer):
         else:
             backend, named = _through_transformers(path, trust_remote_code)
             super().__init__(tokenizer=path, vocabulary=backend.get_vocab_size())
+        self.folder = path if os.path.isdir(path) else None
         self._use(backend)
         if include_special_tokens:
             self._find_special_tokens_around_a_text()
