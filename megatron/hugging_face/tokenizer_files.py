@@ -68,12 +68,27 @@ def write_tokenizer(tokenizer: TextTokenizer, target: Path) -> str | None:
     return note
 
 
-def special_ids(tokenizer: TextTokenizer, vocabulary: int) -> dict[str, int | list[int] | None]:
-    """Return the fields of a config.json that name special ids, those below `vocabulary` only."""
+def special_ids(
+    tokenizer: TextTokenizer, vocabulary: int, architecture: str = "gpt"
+) -> dict[str, int | list[int] | None]:
+    """Return the fields of a config.json that name special ids, those below `vocabulary` only.
+
+    A begin or an end that is missing is None, since families have defaults for the two.
+    """
+
+    def inside(number: int | None) -> int | None:
+        return None if number is None or number >= vocabulary else number
+
     ends = sorted(number for number in tokenizer.ends if number < vocabulary)
-    found = {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
-    inside = {n: i if i is not None and i < vocabulary else None for n, i in found.items()}
-    return {**inside, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    found: dict[str, int | list[int] | None] = {
+        "bos_token_id": inside(tokenizer.bos),
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+    }
+    if inside(tokenizer.pad) is not None:
+        found["pad_token_id"] = tokenizer.pad
+    if architecture == "t5":
+        found["decoder_start_token_id"] = inside(tokenizer.bos)
+    return found
 
 
 def write_generation_config(target: Path, ids: dict[str, int | list[int] | None]) -> None:

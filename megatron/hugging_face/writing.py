@@ -337,7 +337,7 @@ def _write_config(
         carried = json.loads((companion / CONFIG_NAME).read_bytes())
     if tokenizer is not None:
         note = write_tokenizer(tokenizer, draft)
-        ids = special_ids(tokenizer, settings.unpadded_vocab_size)
+        ids = special_ids(tokenizer, settings.unpadded_vocab_size, settings.architecture)
         write_generation_config(draft, ids)
     elif companion is not None:
         copy_tokenizer(companion, draft)

@@ -66,7 +66,8 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
     base: Any = require("lm_eval.api.model", purpose=PURPOSE).LM
     tokenizer, longest = session.tokenizer, session.max_sequence_length
     begin = tokenizer.around_a_text[0]
-    prefix = next(n for n in (*begin[-1:], tokenizer.bos, tokenizer.eod) if n is not None)
+    known = [number for number in (*begin[-1:], tokenizer.bos) if number is not None]
+    prefix = known[0] if known else tokenizer.special_id("eod", purpose=PURPOSE)
 
     def scored(rows: Sequence[Row]) -> list[Score]:
         # Rows of like length share a micro batch; the longest come first, so that memory that
