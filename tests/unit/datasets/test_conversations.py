@@ -407,6 +407,20 @@ def test_null_is_never_learned_as_a_word(folder, capsys, source):
     ("document", "message"),
     [
         ({"messages": CALLING}, "the template does not write the tool_calls of message 2"),
+        (
+            {
+                "messages": [
+                    *talk("a"),
+                    {"role": "assistant", "content": None, "function_call": {}},
+                    {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+                ]
+            },
+            "refused by the chat template (message 2: ",
+        ),
+        (
+            {"messages": [*talk("a"), {"role": "assistant", "function_call": {"name": "f"}}]},
+            "the template does not write the function_call of message 2",
+        ),
         ({"messages": talk("a", "b"), "tools": TOOLS}, "the template does not write the tools"),
         ({"messages": talk("a", "b"), "tools": "add"}, "'tools' is no list"),
         ({"messages": talk("a", {"x": 1})}, "not a list of messages (message 2)"),

@@ -181,7 +181,9 @@ class JsonLines:
         """Return what is given and what is learned, in turn."""
         if self.template is not None:
             return self.template.segments(messages, tools)
-        if tools is not None or any(message.get("tool_calls") for message in messages):
+        if tools is not None or any(
+            message.get(n) for message in messages for n in ("tool_calls", "function_call")
+        ):
             raise BadDocumentError("calls of tools without a chat template")
         segments = [""]
         for message in messages:

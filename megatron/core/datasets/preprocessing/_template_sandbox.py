@@ -137,6 +137,10 @@ def environment() -> Sandbox:
 Messages = Sequence[Mapping[str, Any]]
 
 
+_CALLS = ("tool_calls", "function_call")
+"""Members of a message that call tools; the second is an older spelling."""
+
+
 class RefusedError(Exception):
     """The template does not write these messages."""
 
@@ -169,14 +173,7 @@ class Renderer:
     def render(self, messages: Messages, *, to_be_answered: bool, tools: Any = None) -> str:
         """Write messages; see `ChatTemplate.render`."""
         try:
-            with self._timer():
-                text: str = self.template.render(
-                    messages=messages,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=to_be_answered,
-                    **self.special_tokens,
-                )
+            text = self._rendered(messages, to_be_answered, tools)
         except MemoryError:
             raise
         except (NotTextError, TypeError) as error:
@@ -187,14 +184,27 @@ class Renderer:
             raise TextLimitError
         return text
 
+    def _rendered(self, messages: Messages, to_be_answered: bool, tools: Any) -> str:
+        with self._timer():
+            text: str = self.template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=to_be_answered,
+                **self.special_tokens,
+            )
+        return text
+
     def _message_of(self, error: Exception, messages: Messages, tools: Any) -> str:
         """Return which message an error is about: the last of the shortest part that raises it."""
         for count in range(1, len(messages)):
             try:
-                self.render(messages[:count], to_be_answered=False, tools=tools)
-            except RefusedError as found:
-                if str(found).endswith(str(error)):
-                    return str(found).removesuffix(str(error))
+                self._rendered(messages[:count], False, tools)
+            except MemoryError:
+                raise
+            except Exception as found:
+                if (type(found), str(found)) == (type(error), str(error)):
+                    return f"message {count}: "
         return f"message {len(messages)}: "
 
     def _check_written(self, messages: Messages, tools: Any, full: str) -> None:
@@ -205,8 +215,8 @@ class Renderer:
         """
         parts: list[tuple[str, Messages, Any]] = [("tools", messages, None)] if tools else []
         for at, message in enumerate(messages):
-            for key in ("tool_calls", "content"):
-                if isinstance(message.get(key), list) and message[key]:
+            for key in (*_CALLS, "content"):
+                if message.get(key) and not isinstance(message[key], str):
                     rest = {name: value for name, value in message.items() if name != key}
                     rest |= {"content": ""} if key == "content" else {}
                     others = [*messages[:at], rest, *messages[at + 1 :]]
@@ -238,11 +248,10 @@ class Renderer:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent back for a request."""
         messages = request["messages"]
+        plain = [_plain(message) for message in messages]
         why = ""
-        for variant in (messages, [_plain(message) for message in messages]):
+        for variant in [messages] if plain == messages else [messages, plain]:
             try:
-                if why and variant == messages:
-                    break
                 return self._answer(request, variant)
             except RefusedError as error:
                 why = str(error)
@@ -260,7 +269,7 @@ def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
     Parts of text are joined. A message that calls tools need not have text.
     """
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
+    if content is None and any(message.get(name) for name in _CALLS):
         return {**message, "content": ""}
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
