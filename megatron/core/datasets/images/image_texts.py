@@ -46,9 +46,10 @@ class Tokenizer(Protocol):
     """What is asked of a tokenizer; see `megatron.core.tokenizers.base.TextTokenizer`."""
 
     eod: int | None
+    around_a_text: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a part of a text."""
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:

@@ -219,8 +219,8 @@ class Renderer:
                 if message.get(key) and not isinstance(message[key], str):
                     rest = {name: value for name, value in message.items() if name != key}
                     rest |= {"content": ""} if key == "content" else {}
-                    others = [*messages[:at], rest, *messages[at + 1 :]]
-                    parts.append((f"{key} of message {at + 1}", others, tools))
+                    without = [*messages[:at], rest, *messages[at + 1 :]]
+                    parts.append((f"{key} of message {at + 1}", without, tools))
         for what, others, given in parts:
             rendered = None
             with contextlib.suppress(RefusedError):
