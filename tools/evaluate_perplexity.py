@@ -136,7 +136,7 @@ def main() -> None:
             for found in score(
                 session.model,
                 rows[begin : begin + chunk],
-                vocab_size=session.tokenizer.vocab_size,
+                vocab_size=session.vocab_size,
                 batch_size=batch_size,
                 groups=session.groups,
             ):

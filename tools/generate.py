@@ -130,7 +130,7 @@ def continuations(
                 max_new_tokens=options.max_new_tokens,
                 sampling=sampling,
                 sequence=number,
-                stop_tokens=frozenset({tokenizer.eod}),
+                stop_tokens=session.ends,
                 num_top_logprobs=options.log_probs,
             )
             for number, prompt in enumerate(prompts)
@@ -147,10 +147,10 @@ def continuations(
         session.model,
         prompts,
         max_new_tokens=options.max_new_tokens,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=session.vocab_size,
         max_sequence_length=session.max_sequence_length,
         sampling=sampling,
-        eod=tokenizer.eod,
+        eod=session.ends,
         pg_collection=session.groups,
     )
     found = []

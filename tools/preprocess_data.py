@@ -55,7 +55,8 @@ from megatron.core.tokenizers.gigatoken_backend import (
     TokenizerBackend,
     make_engine,
 )
-from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
+from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
 DESCRIPTION = """Turn text into token files for training: PREFIX_text_document.bin and .idx.
 The same input gives the same bytes with any number of workers. A killed run continues where it
@@ -89,6 +90,8 @@ class TokenizerFlags:
     """Names of the first of them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a tokenizer."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out the special tokens with which a Hugging Face tokenizer begins and ends a text."""
     tokenizer_backend: TokenizerBackend = flag(
         TokenizerBackend.auto, values={one.value: one for one in TokenizerBackend}
     )
@@ -98,18 +101,7 @@ class TokenizerFlags:
 
     def load(self) -> TextTokenizer:
         """Load the tokenizer."""
-        return make_tokenizer(
-            self.tokenizer_type,
-            tokenizer_model=self.tokenizer_model,
-            vocab_file=self.vocab_file,
-            merge_file=self.merge_file,
-            vocab_size=self.vocab_size,
-            vocab_extra_ids=self.vocab_extra_ids,
-            tiktoken_pattern=self.tiktoken_pattern,
-            tiktoken_num_special_tokens=self.tiktoken_num_special_tokens,
-            tiktoken_special_tokens=self.tiktoken_special_tokens,
-            trust_remote_code=self.trust_remote_code,
-        )
+        return build_tokenizer(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +150,16 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
             seed=flags.fill_in_middle.fim_seed,
             names=flags.fill_in_middle.fim_tokens,
         )
+    # Datasets of sentences put special tokens around the sentences that they join.
+    around = ((), ()) if flags.input.split_sentences else tokenizer.around_a_text
+    if around[1][-1:] == (end,):
+        end = None  # the tokenizer writes it
     return Encoder(
         engine=checked,
         keys=flags.json_keys,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
+        around_a_text=around,
         end_of_document=end,
         split=splitter,
         transform=middle,

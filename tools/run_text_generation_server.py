@@ -199,7 +199,9 @@ def main() -> None:
                 name = options.served_model_name
                 access = access_of(options)
                 log = None if options.no_request_log else _print_line
-                app = App(service, session.tokenizer, name, limits, template, access, log)
+                app = App(
+                    service, session.tokenizer, name, limits, template, access, log, session.ends
+                )
                 listener = listen(options.host, options.port)
             except MegatronError as error:
                 problem = error

@@ -57,7 +57,7 @@ def main() -> None:
                 prompt += part.tokens
         prompts.append(prompt)
         images.append(seen)
-        answers.append([token for token in answer if token != tokenizer.eod])
+        answers.append([token for token in answer if token not in session.ends])
     right = 0
     for begin in range(0, len(prompts), ROWS):
         rows = slice(begin, begin + ROWS)
@@ -66,9 +66,9 @@ def main() -> None:
             prompts[rows],
             images=images[rows],
             max_new_tokens=max(map(len, answers)) + 1,
-            vocab_size=int(session.run.model.unpadded_vocab_size or tokenizer.vocab_size),
+            vocab_size=session.vocab_size,
             max_sequence_length=session.max_sequence_length,
-            eod=tokenizer.eod,
+            eod=session.ends,
             pg_collection=session.groups,
         )
         for prompt, row, answer in zip(prompts[rows], written, answers[rows], strict=True):

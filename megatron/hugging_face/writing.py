@@ -30,6 +30,8 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, build_header, dtype_name
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.tokenizers.base import TextTokenizer
+from megatron.core.tokenizers.special_ids import GENERATION_NAME
 from megatron.hugging_face.config_fields import is_without_effect
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.families.family import Family, full_name
@@ -44,16 +46,16 @@ from megatron.hugging_face.stored import (
     stored_adapters,
     stored_values,
 )
+from megatron.hugging_face.tokenizer_files import (
+    copy_tokenizer,
+    special_ids,
+    write_generation_config,
+    write_tokenizer,
+)
 from megatron.hugging_face.weight_map import RowRange, WeightRule
 
 FILE_BYTES = 5_000_000_000
 """A file ends before the tensor that would make it longer."""
-CARRIED_ALONG = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
-"""Files beside the weights that are copied from the model that training began with."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Written:
     num_bytes: int
     files: tuple[str, ...]
     dtype: str
+    note: str | None = None
+    """What there is to know of the tokenizer's files."""
 
 
 def write_model(
@@ -96,6 +100,7 @@ def write_model(
     dtype: torch.dtype | None = None,
     adapters: Contents | None = None,
     companion: Path | None = None,
+    tokenizer: TextTokenizer | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Written:
     """Write the weights of a checkpoint and a config.json that describes them.
@@ -109,6 +114,7 @@ def write_model(
         companion: directory of the model that training began with: its tokenizer files are
             copied, and those fields of its config that change no weight. The model is written as
             one of its family, if that can express it.
+        tokenizer: is written beside the model, instead of the files of the companion.
         file_bytes: size above which another file begins.
     Raises:
         ConfigError: no family can express this model.
@@ -122,10 +128,10 @@ def write_model(
     with new_directory(target) as draft:
         files, total = _write_weights(contents, groups, merge, draft, dtype, file_bytes)
         stored = DTYPES[groups[0].source.tensor.dtype] if dtype is None else dtype
-        _write_config(draft, family, model, stored, companion)
+        note = _write_config(draft, family, model, stored, companion, tokenizer)
     count = sum(len(group.names) for group in groups)
     return Written(
-        family.model_type, count, total, tuple(files), str(stored).removeprefix("torch.")
+        family.model_type, count, total, tuple(files), str(stored).removeprefix("torch."), note
     )
 
 
@@ -320,24 +326,34 @@ def _write_config(
     settings: ModelDescription,
     dtype: torch.dtype,
     companion: Path | None,
-) -> None:
+    tokenizer: TextTokenizer | None,
+) -> str | None:
+    """Write config.json and what is beside it; return a note on the tokenizer, or None."""
     carried: Mapping[str, Any] = {}
+    note = None
+    ids: dict[str, int | list[int] | None] = {}
     if companion is not None:
         carried = json.loads((companion / CONFIG_NAME).read_bytes())
-        for name in CARRIED_ALONG:
-            if (companion / name).is_file():
-                shutil.copyfile(companion / name, draft / name)
+    if tokenizer is not None:
+        note = write_tokenizer(tokenizer, draft)
+        ids = special_ids(tokenizer, settings.unpadded_vocab_size, settings.architecture)
+        write_generation_config(draft, ids)
+    elif companion is not None:
+        copy_tokenizer(companion, draft)
+        if (companion / GENERATION_NAME).is_file():
+            shutil.copyfile(companion / GENERATION_NAME, draft / GENERATION_NAME)
     fields = {
         name: carried[name] for name in sorted(carried) if is_without_effect(name, carried[name])
     }
     fields["architectures"] = [family.architecture]
-    fields |= family.fields(settings)
+    fields |= family.fields(settings) | ids
     fields |= {
         "model_type": family.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     fields.pop("dtype", None)
     write_durably(draft / CONFIG_NAME, (json.dumps(fields, indent=2) + "\n").encode())
+    return note
 
 
 def write_tensors(file: Path, entries: Sequence[Described], values: Iterator[Tensor]) -> None:

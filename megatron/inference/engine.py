@@ -221,7 +221,7 @@ def check_prompt(
     if wrong is not None:
         return ConfigError(
             f"token id {wrong} is outside the vocabulary of {vocab_size}.",
-            rule="prompts use the tokenizer the model was trained with",
+            rule="texts use the tokenizer the model was trained with",
             flags=["--tokenizer-type", "--tokenizer-model", "--vocab-file"],
             fix="pass the tokenizer flags of the training run",
         )

@@ -7,7 +7,7 @@ through the model: slow for long texts, right for looking at what a run has lear
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -28,7 +28,7 @@ def generate(
     vocab_size: int,
     max_sequence_length: int,
     sampling: Sampling | None = None,
-    eod: int | None = None,
+    eod: int | Collection[int] | None = None,
     max_rows: int = 32,
     uses_cache: bool | None = None,
     sources: Sequence[Sequence[int]] | None = None,
@@ -45,7 +45,7 @@ def generate(
         vocab_size: number of real tokens; logits of padding beyond it are ignored.
         max_sequence_length: longest row the model has positions for.
         sampling: how to choose; None takes the most likely token.
-        eod: a row ends before this token; None never ends early.
+        eod: a row ends before this token, or before any of these; None never ends early.
         max_rows: rows of the cache; more prompts wait until others have ended.
         uses_cache: None keeps keys and values wherever the layout can.
         sources: for a T5, what its encoder reads for each prompt of the decoder (of one token, with
@@ -60,6 +60,7 @@ def generate(
     """
     groups = resolve_groups(pg_collection)
     sampling = sampling or Sampling()
+    ends = frozenset((eod,) if isinstance(eod, int) else eod or ())
     problems = [
         check_prompt(prompt, max_new_tokens, vocab_size, max_sequence_length)
         for prompt in prompts or [[]]
@@ -73,7 +74,7 @@ def generate(
             raise problem
     if isinstance(model, CachedModel):
         with evaluating(model.chunks):
-            return _through_cache(model, prompts, max_new_tokens, sampling, eod)
+            return _through_cache(model, prompts, max_new_tokens, sampling, ends)
     if uses_cache is None:
         uses_cache = sources is None and images is None and has_cache(model)
     with evaluating(model):
@@ -84,7 +85,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 vocab_size=vocab_size,
                 sampling=sampling,
-                eod=eod,
+                ends=ends,
                 groups=groups,
                 sources=sources,
                 images=images,
@@ -96,7 +97,7 @@ def generate(
             max_length=max(map(len, prompts)) + max_new_tokens,
             groups=groups,
         )
-        return _through_cache(cached, prompts, max_new_tokens, sampling, eod)
+        return _through_cache(cached, prompts, max_new_tokens, sampling, ends)
 
 
 def _number_of_sources(num_prompts: int, num_sources: int) -> ConfigError | None:
@@ -114,11 +115,10 @@ def _through_cache(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    eod: int | None,
+    ends: frozenset[int],
 ) -> list[list[int]]:
     engine = Engine(cached)
     rows = [list(prompt) for prompt in prompts]
-    stop = frozenset(() if eod is None else (eod,))
     row_of = {
         engine.add(
             Request(
@@ -126,7 +126,7 @@ def _through_cache(
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 sequence=number,
-                stop_tokens=stop,
+                stop_tokens=ends,
             )
         ): rows[number]
         for number, prompt in enumerate(prompts)

@@ -65,8 +65,9 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
     """
     base: Any = require("lm_eval.api.model", purpose=PURPOSE).LM
     tokenizer, longest = session.tokenizer, session.max_sequence_length
-    beginning = getattr(tokenizer, "bos", None)
-    prefix = tokenizer.eod if beginning is None else beginning
+    begin = tokenizer.around_a_text[0]
+    known = [number for number in (*begin[-1:], tokenizer.bos) if number is not None]
+    prefix = known[0] if known else tokenizer.special_id("eod", purpose=PURPOSE)
 
     def scored(rows: Sequence[Row]) -> list[Score]:
         # Rows of like length share a micro batch; the longest come first, so that memory that
@@ -75,7 +76,7 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
         found = score(
             session.model,
             [rows[index] for index in order],
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=session.vocab_size,
             batch_size=batch_size,
             groups=session.groups,
         )
@@ -87,11 +88,10 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         if not stripped:
-            tokens = tokenizer.tokenize(continuation)
-            return row_of_pair([prefix], tokens, longest)
-        full = tokenizer.tokenize(stripped + continuation)
-        before = tokenizer.tokenize(stripped)
-        return row_of_pair(before, full[len(before) :], longest)
+            return row_of_pair([prefix], tokenizer.tokenize_part(continuation), longest)
+        full = tokenizer.tokenize_part(stripped + continuation)
+        before = tokenizer.tokenize_part(stripped)
+        return row_of_pair([*begin, *before], full[len(before) :], longest)
 
     class Model(base):  # type: ignore[misc]
         """Answers the three kinds of requests that the harness has."""
@@ -106,7 +106,7 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
         def loglikelihood_rolling(self, requests: Any, **_options: Any) -> list[float]:
             """Score whole texts."""
             parts = [
-                rolling_rows(tokenizer.tokenize(request.args[0]), prefix, longest)
+                rolling_rows(tokenizer.tokenize_part(request.args[0]), prefix, longest)
                 for request in requests
             ]
             rows = [row for part in parts for row in part]
@@ -181,7 +181,7 @@ def _written(
         tokens=tokens,
         max_new_tokens=most,
         sampling=sampling,
-        stop_tokens=frozenset({tokenizer.eod}),
+        stop_tokens=session.ends,
     )
     words = [until] if isinstance(until, str) else list(until)
     (found,) = continue_texts(engine, [request], tokenizer, words)

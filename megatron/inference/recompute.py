@@ -8,7 +8,7 @@ Legend: b rows, s sequence, v padded vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,12 +38,14 @@ def continue_without_cache(
     max_new_tokens: int,
     vocab_size: int,
     sampling: Sampling,
-    eod: int | None,
+    ends: Collection[int],
     groups: ProcessGroupCollection,
     sources: Sequence[Sequence[int]] | None = None,
     images: Sequence[Images] | None = None,
 ) -> list[list[int]]:
     """Return each prompt with its continuation; arguments as in `generate`.
+
+    A row ends before a token of `ends`.
 
     Communication:
         per new token the forward-only schedule, a sum of b x v/tp logits on cp, an all-gather of
@@ -81,7 +83,7 @@ def continue_without_cache(
                 if token == NO_TOKEN:
                     raise not_finite()
                 tokens[row, position] = token
-                if token == eod:
+                if token in ends:
                     ended_at[row] = position
         if position + 1 >= max(ended_at):
             break

@@ -18,6 +18,7 @@ from megatron.core.foundation import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.core.transport import backend
+from megatron.inference.engine import check_prompt
 from megatron.post_training.log_probs import compute_log_probs
 
 
@@ -48,12 +49,18 @@ def score(
     Args:
         model: this rank's model chunk, or its list of chunks.
         rows: at least one; the same on every rank. `first_scored` is 1 or more.
-        vocab_size: number of real tokens.
+        vocab_size: the model's number of classes.
         batch_size: rows of one micro batch. Rows of a micro batch are padded to one length, so
             neighbours should be of similar length.
     Communication:
         that of `compute_log_probs`, and sums of 2 x b x s numbers on dp.
+    Raises:
+        ConfigError: an id is none of the model's classes; nothing was run.
     """
+    for row in rows:
+        problem = check_prompt(row.tokens, 1, vocab_size, len(row.tokens) + 1)
+        if problem is not None:
+            raise problem
     dp_size, dp_rank = groups.dp.size(), groups.dp.rank()
     # A pipeline is full with as many micro batches as stages.
     at_a_time = batch_size * dp_size * groups.pp.size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import flags_provider, settings_of
+from megatron.core.tokenizers.special_ids import ends_of_generation
 from megatron.inference.forward import CachedModel, has_cache
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.config.resolved import ResolvedRun
@@ -52,6 +54,21 @@ class ModelSession(Generic[OptionsT]):
         """The longest sequence the model has positions for."""
         return int(self.run.model.max_position_embeddings)
 
+    @property
+    def vocab_size(self) -> int:
+        """The model's number of classes, which need not be the tokenizer's number of ids."""
+        classes = self.run.model.unpadded_vocab_size
+        assert classes is not None, "the start of a run derives it"
+        return classes
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text: those that the model of --load-hf names, or its tokenizer."""
+        directory = self.run.checkpoint.load_hf
+        stated = None if directory is None else ends_of_generation(directory)
+        found: frozenset[int] = self.tokenizer.ends if stated is None else stated
+        return found
+
     def with_cache(
         self, *, max_rows: int, max_length: int | None = None, packs_weights: bool = True
     ) -> CachedModel:
@@ -69,7 +86,7 @@ class ModelSession(Generic[OptionsT]):
             )
         return CachedModel(
             self.model,
-            vocab_size=self.tokenizer.vocab_size,
+            vocab_size=self.vocab_size,
             max_rows=max_rows,
             max_length=max_length or self.max_sequence_length,
             groups=self.groups,

@@ -126,13 +126,17 @@ class GPTFIMDataset(GPTDataset):
     def _cut(self, ids: np.ndarray, random: np.random.Generator) -> None:
         """Put the parts of a text [n] in another order, in place."""
         tokenizer, config = self.config.tokenizer, self.config
+        before, _ = tokenizer.around_a_text
+        if before and tuple(ids[: len(before)]) == before:
+            ids = ids[len(before) :]
         text = tokenizer.detokenize(ids.tolist())
         if config.fim_no_prefix is not None and text.startswith(config.fim_no_prefix):
             return
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
         is_spm = random.random() < config.fim_spm_rate
         prefix, middle, suffix = (
-            self._tokenized(part) for part in (text[:first], text[first:second], text[second:])
+            self.config.tokenizer.tokenize_part(part)
+            for part in (text[:first], text[first:second], text[second:])
         )
         left = len(ids) - len(prefix) - len(middle) - len(self._ids)
         if left < 0:
@@ -144,12 +148,6 @@ class GPTFIMDataset(GPTDataset):
         else:
             order = [marks["prefix"], *prefix, marks["suffix"], *suffix, marks["middle"], *middle]
         ids[:] = order
-
-    def _tokenized(self, text: str) -> list[int]:
-        tokenizer = self.config.tokenizer
-        ids: list[int] = tokenizer.tokenize(text)
-        begin = getattr(tokenizer, "begins_every_text_with", None)
-        return ids[1:] if begin is not None and ids[:1] == [begin] else ids
 
     def _loss_mask(self, tokens: np.ndarray, labels: np.ndarray, *, counts: bool) -> Tensor:
         mask = super()._loss_mask(tokens, labels, counts=counts)

@@ -396,4 +396,4 @@ class MockGPTDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
         """Return the computed corpus."""
-        return MockTokens(config.tokenizer)
+        return MockTokens(config.tokenizer, config.vocab_size)

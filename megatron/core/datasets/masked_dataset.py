@@ -45,6 +45,8 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     """Hide all tokens of a word, or none."""
     masking_do_permutation: bool = False
     """Also put some words in another order: refused."""
+    vocab_size: int | None = None
+    """Classes of the model, of which it may have fewer than the tokenizer has ids."""
     masking_use_longer_ngrams: bool = False
     """Draw a run of n words with a probability proportional to n, instead of 1/n."""
     masking_use_geometric_distribution: bool = False
@@ -108,7 +110,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         config: MaskedWordPieceDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self._vocab_size = int(config.tokenizer.vocab_size)
+        ids = int(config.tokenizer.vocab_size)
+        self._vocab_size = min(ids, config.vocab_size or ids)
         self._continues_word = continues_word(config.tokenizer, self._vocab_size)
         self._runs = self._build_runs()
         if not len(self._runs):
@@ -129,7 +132,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
         """Open and check a corpus; without a path one is computed."""
         if dataset_path is None:
-            return MockSentences(config.tokenizer)
+            return MockSentences(config.tokenizer, config.vocab_size)
         return IndexedDataset(
             dataset_path,
             mmap=config.mmap_bin_files,

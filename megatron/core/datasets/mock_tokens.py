@@ -10,14 +10,21 @@ from megatron.core.foundation.errors import DataError
 
 
 class MockTokens:
-    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end."""
+    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end.
+
+    Args:
+        tokenizer: has `vocab_size` and `eod`.
+        num_classes: of a model that may have fewer than the tokenizer has ids.
+    """
 
     num_documents = 10_000
     longest_document = 4096
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._eod = special_id(tokenizer, "eod")
-        self._cycle = max(1, min(self.longest_document, int(tokenizer.vocab_size) - 2))
+    def __init__(self, tokenizer: Any, num_classes: int | None = None) -> None:
+        most = _common_size(tokenizer, num_classes)
+        eod = special_id(tokenizer, "eod")
+        self._eod = None if eod is None or eod >= most else eod
+        self._cycle = max(1, min(self.longest_document, most - 2))
         random = np.random.default_rng(seed=0)
         self.sequence_lengths = random.integers(
             1, self.longest_document, size=self.num_documents, dtype=np.int32
@@ -39,18 +46,18 @@ class MockSentences:
     """A corpus that is computed: documents of sentences of random length and random words.
 
     The words are drawn from the upper half of the vocabulary: special tokens come first in those
-    that have some.
+    that have some. Arguments are those of `MockTokens`.
     """
 
     num_documents = 2_000
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, num_classes: int | None = None) -> None:
         random = np.random.default_rng(seed=0)
         counts = random.integers(2, 20, self.num_documents)
         self.document_indices = np.concatenate([[0], np.cumsum(counts)])
         size = int(self.document_indices[-1])
         self.sequence_lengths = random.integers(4, 40, size, dtype=np.int32)
-        self._vocab_size = int(tokenizer.vocab_size)
+        self._vocab_size = _common_size(tokenizer, num_classes)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -60,6 +67,12 @@ class MockSentences:
         random = np.random.default_rng((0, idx))
         lowest, count = self._vocab_size // 2, int(self.sequence_lengths[idx])
         return random.integers(lowest, self._vocab_size, count)
+
+
+def _common_size(tokenizer: Any, num_classes: int | None) -> int:
+    """Return how many ids the tokenizer and the model both have."""
+    ids = int(tokenizer.vocab_size)
+    return min(ids, num_classes or ids)
 
 
 def special_id(tokenizer: object, name: str) -> int | None:

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.core.foundation.errors import (
     MissingInputError,
     UntokenizableTextError,
 )
+from megatron.core.foundation.json_text import parse_json
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
@@ -33,7 +34,7 @@ _PART_CHARACTERS = 1 << 16
 """Text given to a library at a time: what it makes of it, some hundred bytes a token, stays in the
 caches of a core."""
 
-_PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
+PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
 
 
 def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,8 +83,8 @@ class TextTokenizer(ABC):
 
     first_text_id = 0
     """What is added to the ids of the library: where special tokens come first."""
-    begins_every_text_with: int | None = None
-    """The id that `tokenize` puts before a text."""
+    around_a_text: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    """The special ids that `tokenize` writes before and after the ids of a text."""
     spelled_specials: tuple[str, ...] = ()
     """Special tokens that gigatoken takes for special in a text, and `tokenize` does not."""
 
@@ -103,9 +104,20 @@ class TextTokenizer(ABC):
     def vocab_size(self) -> int:
         """One more than the largest id, special ones included, without padding of the model."""
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text which a model writes."""
+        return frozenset(number for number in (self.eod, self.eos) if number is not None)
+
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text; end-of-document is not appended."""
+        """Return the ids of a whole text, `around_a_text` included; end-of-document is not."""
+
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a part of a text, or of what a chat template wrote."""
+        ids = self.tokenize(text)
+        before, after = self.around_a_text
+        return ids[len(before) : len(ids) - len(after)]
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -133,7 +145,15 @@ class TextTokenizer(ABC):
     def load_into_gigatoken(self, library: object) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
 
-        Its ids are those of `tokenize` before `first_text_id` and `begins_every_text_with`.
+        Its ids are those of `tokenize_part`, less `first_text_id`.
+        """
+        return None
+
+    def fast_form(self) -> Any | None:
+        """Return the same tokenizer as a new `tokenizers.Tokenizer`, or None if it has none.
+
+        Its ids are those of `tokenize` if its `encode_special_tokens` is set; they may differ on
+        some texts, so they are to be compared.
         """
         return None
 
@@ -183,10 +203,36 @@ def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
         yield part
 
 
+@cache
+def byte_characters() -> tuple[str, ...]:
+    """Return the visible character that stands for each byte in a byte-level vocabulary."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return tuple(chr(byte) if byte in visible else chr(next(others)) for byte in range(256))
+
+
 def digest_of_file(path: str) -> str:
     """Return a short digest of a file's contents: a tokenizer moved elsewhere stays the same."""
     with open(path, "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
+
+
+def read_json_object(path: str, *flags: str) -> dict[str, Any]:
+    """Return the JSON object in a file that `flags` name.
+
+    Raises:
+        DataError: it holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = parse_json(file.read())
+        if not isinstance(found, dict):
+            raise ValueError(f"no object but a {type(found).__name__}")
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not valid JSON: {error}.", flags=flags, fix="copy the file again"
+        ) from error
+    return found
 
 
 def existing_file(path: str | None, *, flag: str, what: str) -> str:
@@ -224,7 +270,7 @@ def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
     elif outside:
         problem = f"special ids outside a vocabulary of {size}: {outside}"
     else:
-        ids = tokenizer.tokenize(_PROBE)
+        ids = tokenizer.tokenize(PROBE)
         if not ids:
             problem = "no ids for a plain English sentence"
         elif max(ids) >= size or min(ids) < 0:

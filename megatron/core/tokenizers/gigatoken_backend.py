@@ -40,7 +40,7 @@ class TokenizerBackend(Enum):
 
 
 class Engine(Protocol):
-    """Encodes many texts at once."""
+    """Encodes many texts at once, as `TextTokenizer.tokenize_part` encodes one."""
 
     name: str
 
@@ -58,7 +58,17 @@ class LibraryEngine:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids [total], counts int64 [texts])."""
-        return self._tokenizer.tokenize_flat(texts)
+        ids, counts = self._tokenizer.tokenize_flat(texts)
+        before, after = map(len, self._tokenizer.around_a_text)
+        if not (before or after):
+            return ids, counts
+        ends = np.cumsum(counts)
+        is_text = np.ones(len(ids), bool)
+        for at in range(before):
+            is_text[ends - counts + at] = False
+        for at in range(1, after + 1):
+            is_text[ends - at] = False
+        return ids[is_text], counts - before - after
 
 
 class GigatokenEngine:
@@ -82,23 +92,20 @@ class GigatokenEngine:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids uint32 [total], counts int64 [texts])."""
-        begin, first_id = self._tokenizer.begins_every_text_with, self._tokenizer.first_text_id
+        first_id = self._tokenizer.first_text_id
         has_specials = bool(
             self._left_to_library is not None and self._left_to_library.search("".join(texts))
         )
-        if not (has_specials or first_id or begin is not None):
+        if not (has_specials or first_id):
             return self._encode_plain(texts)
         encode = self._model.backend.encode
         arrays = [encode(text) for text in texts]
         if first_id:
             arrays = [ids + np.uint32(first_id) for ids in arrays]
-        if begin is not None:
-            prefix = np.array([begin], np.uint32)
-            arrays = [np.concatenate([prefix, ids]) for ids in arrays]
         if has_specials and self._left_to_library is not None:
             for at, text in enumerate(texts):
                 if self._left_to_library.search(text):
-                    arrays[at] = np.array(self._tokenizer.tokenize(text), np.uint32)
+                    arrays[at] = np.array(self._tokenizer.tokenize_part(text), np.uint32)
         counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
@@ -201,7 +208,7 @@ def difference(engine: Engine, tokenizer: TextTokenizer, texts: Sequence[str]) -
     ids, counts = engine.encode_flat(texts)
     ends = np.cumsum(counts)
     for text, begin, end in zip(texts, ends - counts, ends, strict=True):
-        expected, found = tokenizer.tokenize(text), ids[begin:end].tolist()
+        expected, found = tokenizer.tokenize_part(text), ids[begin:end].tolist()
         if found != expected:
             at = next(
                 (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),

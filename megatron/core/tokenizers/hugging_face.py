@@ -6,6 +6,7 @@ folder without `tokenizer.json` goes through `transformers`.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import urllib.request
@@ -14,9 +15,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
-from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
-from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
+from megatron.core.tokenizers.base import (
+    PROBE,
+    TextTokenizer,
+    digest_of_file,
+    existing_file,
+    read_json_object,
+)
+from megatron.core.tokenizers.special_ids import ends_of_generation
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -35,6 +42,8 @@ _USUAL_END_TOKENS = (
 class FastTokenizer(TextTokenizer):
     """Common part: a `tokenizers.Tokenizer` does the work. Subclasses call `_use` with it."""
 
+    _adds_special_tokens = False
+
     def _use(self, backend: Any) -> None:
         # A saved tokenizer may remember a maximum length and would cut documents silently.
         backend.no_truncation()
@@ -50,18 +59,35 @@ class FastTokenizer(TextTokenizer):
         return self._vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids; no begin or end token is added."""
+        """Return the ids, with the special tokens of the post-processor if it is used."""
+        ids: list[int] = self._backend.encode(
+            text, add_special_tokens=self._adds_special_tokens
+        ).ids
+        return ids
+
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids without the special tokens of the post-processor."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts."""
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=self._adds_special_tokens
+        )
         return [one.ids for one in encoded]
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_json(self._backend.to_str())
+
+    def fast_form(self) -> Any:
+        """Return a copy of the `tokenizers.Tokenizer`, with its post-processor if it is used."""
+        library = require("tokenizers", purpose=type(self).__name__)
+        fields = json.loads(self._backend.to_str())
+        if not self._adds_special_tokens:
+            fields["post_processor"] = None
+        return library.Tokenizer.from_str(json.dumps(fields))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text, special tokens included."""
@@ -88,8 +114,8 @@ class GPT2BPETokenizer(FastTokenizer):
         super().__init__(
             vocab_file=digest_of_file(vocab_file), merge_file=digest_of_file(merge_file)
         )
-        vocab = _read_json(vocab_file, "--vocab-file")
-        if not isinstance(vocab, dict) or sorted(vocab.values()) != list(range(len(vocab))):
+        vocab = read_json_object(vocab_file, "--vocab-file")
+        if sorted(vocab.values()) != list(range(len(vocab))):
             raise DataError(
                 f"{vocab_file} does not give every id from 0 once.",
                 rule="vocab.json maps each token to its id",
@@ -115,11 +141,18 @@ class GPT2BPETokenizer(FastTokenizer):
 class HuggingFaceTokenizer(FastTokenizer):
     """A `tokenizer.json`, or a folder that has one.
 
-    As in that library, text that spells a special token becomes that token. No begin or end token
-    is added to a text.
+    As in that library, text that spells a special token becomes that token, and a whole text has
+    the special tokens of the post-processor around it (the ids of `AutoTokenizer(text)`).
+
+    Args:
+        path: file, folder, or name of a model on the hub.
+        trust_remote_code: run Python code that comes with the tokenizer.
+        include_special_tokens: whether `tokenize` uses the post-processor.
     """
 
-    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, path: str, *, trust_remote_code: bool = False, include_special_tokens: bool = True
+    ) -> None:
         tokenizers = require("tokenizers", purpose="HuggingFaceTokenizer")
         folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
@@ -138,7 +171,11 @@ class HuggingFaceTokenizer(FastTokenizer):
         else:
             backend, named = _through_transformers(path, trust_remote_code)
             super().__init__(tokenizer=path, vocabulary=backend.get_vocab_size())
+        self.folder = path if os.path.isdir(path) else None
         self._use(backend)
+        if include_special_tokens:
+            self._find_special_tokens_around_a_text()
+        self._stated_ends = ends_of_generation(folder) if os.path.exists(path) else None
         self.eos = self._id_of(named.get("eos_token"), *_USUAL_END_TOKENS)
         self.eod = self.eos
         self.bos = self._id_of(named.get("bos_token"))
@@ -147,6 +184,27 @@ class HuggingFaceTokenizer(FastTokenizer):
         self.cls = self._id_of(named.get("cls_token"))
         self.sep = self._id_of(named.get("sep_token"))
         self.mask = self._id_of(named.get("mask_token"))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that its folder names for `generate()`; the end of a sequence without such."""
+        return super().ends if self._stated_ends is None else self._stated_ends
+
+    def _find_special_tokens_around_a_text(self) -> None:
+        whole, part = self._backend.encode(PROBE).ids, self.tokenize_part(PROBE)
+        begins = range(len(whole) - len(part) + 1)
+        at = next((i for i in begins if whole[i : i + len(part)] == part), None)
+        if at is None:
+            raise DataError(
+                "the post-processor of tokenizer.json changes the ids of a text.",
+                rule="a post-processor puts special tokens before and after a text",
+                flags=["--tokenizer-model", "--tokenizer-hf-no-include-special-tokens"],
+                fix="--tokenizer-hf-no-include-special-tokens does without the post-processor",
+            )
+        self.around_a_text = tuple(whole[:at]), tuple(whole[at + len(part) :])
+        self._adds_special_tokens = len(whole) > len(part)
+        if self._adds_special_tokens:
+            self._identity["around_a_text"] = self.around_a_text
 
     def _id_of(self, token: str | None, *otherwise: str) -> int | None:
         candidates = otherwise if token is None else (token,)
@@ -161,7 +219,7 @@ def _named_tokens(folder: str) -> dict[str, str]:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        for key, value in _read_json(path, "--tokenizer-model").items():
+        for key, value in read_json_object(path, "--tokenizer-model").items():
             if isinstance(value, dict):
                 value = value.get("content")
             if key.endswith("_token") and isinstance(value, str):
@@ -174,7 +232,7 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
     config = os.path.join(path, "tokenizer_config.json")
     if (
         os.path.isfile(config)
-        and "auto_map" in _read_json(config, "--tokenizer-model")
+        and "auto_map" in read_json_object(config, "--tokenizer-model")
         and not trust_remote_code
     ):
         raise ConfigError(
@@ -223,13 +281,3 @@ def _may_reach_hub() -> bool:
     except OSError:
         return False
     return True
-
-
-def _read_json(path: str, flag: str) -> Any:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return parse_json(file.read())
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not valid JSON: {error}.", flags=[flag], fix="copy the file again"
-        ) from error

@@ -66,6 +66,7 @@ def make_tokenizer(
     tiktoken_num_special_tokens: int | None = None,
     tiktoken_special_tokens: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    tokenizer_hf_no_include_special_tokens: bool = False,
 ) -> TextTokenizer:
     """Make a tokenizer by its type.
 
@@ -113,7 +114,9 @@ def make_tokenizer(
         "GPTSentencePieceTokenizer": lambda: GPTSentencePieceTokenizer(model()),
         "Llama2Tokenizer": lambda: Llama2Tokenizer(model()),
         "HuggingFaceTokenizer": lambda: HuggingFaceTokenizer(
-            model(), trust_remote_code=trust_remote_code
+            model(),
+            trust_remote_code=trust_remote_code,
+            include_special_tokens=not tokenizer_hf_no_include_special_tokens,
         ),
         "TikTokenizer": lambda: TikTokenizer(
             model(),

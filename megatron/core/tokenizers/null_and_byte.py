@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.tokenizers.base import TextTokenizer
+from megatron.core.foundation.optional_imports import require
+from megatron.core.tokenizers.base import TextTokenizer, byte_characters
 
 
 class NullTokenizer(TextTokenizer):
@@ -73,6 +75,18 @@ class ByteTokenizer(TextTokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text; special ids are left out and broken sequences replaced."""
         return bytes(number for number in ids if number < 256).decode("utf-8", "replace")
+
+    def fast_form(self) -> Any:
+        """Return a byte-level vocabulary without merges."""
+        library = require("tokenizers", purpose="a tokenizer.json of bytes")
+        characters = {text: byte for byte, text in enumerate(byte_characters())}
+        fast = library.Tokenizer(library.models.BPE(characters, []))
+        fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
+        fast.decoder = library.decoders.ByteLevel()
+        fast.add_special_tokens(["<eod>", "<pad>"])
+        return fast
 
     @property
     def vocab(self) -> dict[str, int]:

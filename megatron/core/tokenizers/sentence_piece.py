@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import TextTokenizer, digest_of_file, existing_file
+from megatron.core.tokenizers.piece_model import fast_form_of_pieces
 
 
 class GPTSentencePieceTokenizer(TextTokenizer):
@@ -55,6 +56,14 @@ class GPTSentencePieceTokenizer(TextTokenizer):
     def load_into_gigatoken(self, library: Any) -> Any | None:
         """Return the same model as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_sentencepiece(self._model.serialized_model_proto())
+
+    def fast_form(self) -> Any | None:
+        """Return the same pieces, with the tokens that this class adds."""
+        fast = fast_form_of_pieces(self._model.serialized_model_proto())
+        added = sorted(self.vocab.items(), key=lambda item: item[1])[len(self._model) :]
+        if fast is not None:
+            fast.add_special_tokens([text for text, _ in added])
+        return fast
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text; ids outside the model are left out."""
@@ -110,18 +119,28 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
     def __init__(self, model_file: str) -> None:
         super().__init__(model_file)
-        self.begins_every_text_with = self.bos
+        self.around_a_text = (() if self.bos is None else (self.bos,)), ()
+
+    def fast_form(self) -> Any | None:
+        """Return the same pieces, with a post-processor that begins a text."""
+        fast = super().fast_form()
+        if fast is not None and self.bos is not None:
+            library = require("tokenizers", purpose="a tokenizer.json of SentencePiece")
+            begin = fast.id_to_token(self.bos)
+            fast.post_processor = library.processors.TemplateProcessing(
+                single=f"{begin} $A", special_tokens=[(begin, self.bos)]
+            )
+        return fast
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         """Return the ids, after the begin piece and before the end piece if asked."""
-        begin = [self.bos] if bos and self.bos is not None else []
+        begin = self.around_a_text[0] if bos else ()
         end = [self.eos] if eos and self.eos is not None else []
         return [*begin, *super().tokenize(text), *end]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, each after the begin piece."""
-        begin = [] if self.bos is None else [self.bos]
-        return [[*begin, *ids] for ids in super().tokenize_batch(texts)]
+        return [[*self.around_a_text[0], *ids] for ids in super().tokenize_batch(texts)]
 
 
 def _or_none(number: int) -> int | None:

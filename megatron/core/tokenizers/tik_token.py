@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from megatron.core.foundation.errors import (
 )
 from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
-from megatron.core.tokenizers.base import TextTokenizer, digest_of_file
+from megatron.core.tokenizers.base import TextTokenizer, byte_characters, digest_of_file
 
 DEFAULT_VOCAB_SIZE = 131072
 DEFAULT_NUM_SPECIAL_TOKENS = 1000
@@ -206,14 +208,53 @@ class TikTokenizer(TextTokenizer):
                 file.name, pretokenizer=scheme, special_tokens={}
             )
 
+    def fast_form(self) -> Any:
+        """Return the ranks as a byte-level BPE whose merges are found again."""
+        library = require("tokenizers", purpose="a tokenizer.json of tiktoken's ranks")
+        ranks: dict[bytes, int] = self._model._mergeable_ranks
+        characters = byte_characters()
+
+        def visible(token: bytes) -> str:
+            return "".join(characters[byte] for byte in token)
+
+        vocab = {visible(token): rank + self.first_text_id for token, rank in ranks.items()}
+        merges = [
+            (visible(parts[0]), visible(parts[1]))
+            for token, rank in sorted(ranks.items(), key=lambda item: item[1])
+            if len(parts := _parts_before(token, rank, ranks)) == 2
+        ]
+        fast = library.Tokenizer(
+            library.models.BPE({**self._specials, **vocab}, merges, ignore_merges=True)
+        )
+        # The library repeats a possessive quantifier instead.
+        pattern = library.Regex(re.sub(r"(?<=[+*?])\+|(?<=\d\})\+", "", self._model._pat_str))
+        fast.pre_tokenizer = library.pre_tokenizers.Sequence(
+            [
+                library.pre_tokenizers.Split(pattern, "isolated"),
+                library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        fast.decoder = library.decoders.ByteLevel()
+        fast.add_special_tokens(list(self._specials))
+        return fast
+
     def _shifted(self, ids: list[int]) -> list[int]:
         return [number + self.first_text_id for number in ids] if self.first_text_id else ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text; the special tokens of a rank list are left out."""
+        """Return the text; ids without a token and the specials of a list are left out."""
         ranks = [number - self.first_text_id for number in ids if number >= self.first_text_id]
-        text: str = self._model.decode(ranks)
+        try:
+            text: str = self._model.decode(ranks)
+        except KeyError:
+            text = self._model.decode([rank for rank in ranks if self._has(rank)])
         return text
+
+    def _has(self, rank: int) -> bool:
+        try:
+            return bool(self._model.decode_single_token_bytes(rank))
+        except KeyError:
+            return False
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -223,6 +264,19 @@ class TikTokenizer(TextTokenizer):
             for token, rank in self._model._mergeable_ranks.items()
         }
         return {**ranks, **self._specials}
+
+
+def _parts_before(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """Return what the merges of lower rank make of a token: its two parts if it is reachable."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+        lowest = min(joined)
+        if lowest >= rank:
+            break
+        at = joined.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def _encoding(

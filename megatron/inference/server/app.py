@@ -43,11 +43,12 @@ class App:
 
     Args:
         service: the running engine.
-        tokenizer: has `tokenize`, `detokenize`, `eod`.
+        tokenizer: has `tokenize`, `tokenize_part` and `detokenize`.
         model: the name under which the model is served.
         chat_template: renders messages; None if the model has none.
         access: who is answered.
         log: takes a line for every request but those of a watcher; None logs none.
+        ends: ids that end a continuation.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class App:
         chat_template: Any,
         access: Access | None = None,
         log: Callable[[str], None] | None = None,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         self.service, self.tokenizer, self.model = service, tokenizer, model
-        self.limits, self.chat_template = limits, chat_template
+        self.limits, self.chat_template, self.ends = limits, chat_template, ends
         self.access, self.log = access or Access(), log
         self.counters = Counters()
         self.started = int(time.time())
@@ -158,7 +160,11 @@ class App:
         work = _Work(self.service, requests, self.tokenizer, request.stop, self.limits)
         prefixes = [""] * len(requests)
         if request.echoes:
-            prefixes = [self.tokenizer.detokenize(list(one.tokens)) for one in requests]
+            shown = [
+                prompt if isinstance(prompt, str) else self.tokenizer.detokenize(prompt)
+                for prompt in request.prompts
+            ]
+            prefixes = [prompt for prompt in shown for _ in range(request.count)]
         watching = asyncio.ensure_future(client.gone())
         try:
             if request.streams:
@@ -205,6 +211,7 @@ class App:
 
     def _tokenized(self, request: TextRequest) -> list[list[int]]:
         prompts: list[Any] = list(request.prompts)
+        tokenize = self.tokenizer.tokenize
         if request.is_chat:
             if self.chat_template is None:
                 message = "this model has no chat template"
@@ -213,10 +220,10 @@ class App:
                 prompts = [self.chat_template.render(list(request.messages), to_be_answered=True)]
             except BadDocumentError as error:
                 raise BadRequest(f"messages: {error}", param="messages") from None
+            tokenize = self.tokenizer.tokenize_part  # the template writes special tokens itself
         try:
             return [
-                self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-                for prompt in prompts
+                tokenize(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts
             ]
         except (MegatronError, ValueError, KeyError) as error:
             said = error.found if isinstance(error, MegatronError) else error
@@ -230,7 +237,7 @@ class App:
             max_new_tokens=max(1, most_left) if most is None else most,
             sampling=request.sampling,
             sequence=number,
-            stop_tokens=frozenset({eod} if (eod := self.tokenizer.eod) is not None else ()),
+            stop_tokens=self.ends,
             num_top_logprobs=request.num_top_logprobs,
         )
 

@@ -6,6 +6,7 @@ checkpoint, `resume` which one is loaded, `restore` how its state gets into the 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing import async_save
 from megatron.core.dist_checkpointing.collective import print_once
 from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.foundation.errors import CheckpointError
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup, control_group
@@ -152,20 +154,28 @@ class Checkpointer:
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.
 
-        With `--load-hf`, the tokenizer of that model goes along.
+        The run's tokenizer is written beside it; with `--load-hf` and no tokenizer of text but
+        that model's, that model's files are.
         """
         began_with = self.settings.load_hf
+        args = self.context.args
+        kind, model = args.get("tokenizer_type"), args.get("tokenizer_model")
+        is_own = kind is not None and (
+            began_with is None or (kind != "NullTokenizer" and model != began_with)
+        )
         written = write_collectively(
             self._saver.newest(),
             directory,
             companion=None if began_with is None else Path(began_with),
+            make_tokenizer=(lambda: build_tokenizer(Namespace(**args))) if is_own else None,
             has_adapters=self.context.weights == "adapters",
             dtype=self.settings.save_hf_dtype,
             peers=self.peers,
         )
         print_once(
             self.peers,
-            f"  successfully wrote a {written.family} model in {written.dtype} to {directory}",
+            f"  successfully wrote a {written.family} model in {written.dtype} to {directory}"
+            + ("" if written.note is None else f"; {written.note}"),
         )
 
     def export_adapters(self, directory: Path) -> None:

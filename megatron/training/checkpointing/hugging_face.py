@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.foundation.errors import MegatronError
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 from megatron.hugging_face import (
     ModelContents,
@@ -50,6 +53,7 @@ def write_collectively(
     directory: Path,
     *,
     companion: Path | None,
+    make_tokenizer: Callable[[], TextTokenizer] | None = None,
     has_adapters: bool = False,
     dtype: str | None = None,
     peers: ControlGroup,
@@ -57,6 +61,7 @@ def write_collectively(
     """Write a checkpoint as a model: collective; the coordinator writes.
 
     Args:
+        make_tokenizer: opens the tokenizer that is written instead of the companion's.
         has_adapters: it holds adapters alone, to be merged into the weights of `companion`.
         dtype: a key of `PRECISIONS`; None keeps the stored one.
     """
@@ -64,11 +69,13 @@ def write_collectively(
     contents = open_contents(checkpoint, peers=peers)
 
     def write() -> Written:
+        tokenizer = None if make_tokenizer is None else make_tokenizer()
+        options: dict[str, Any] = {"companion": companion, "tokenizer": tokenizer}
         if not has_adapters:
-            return write_model(contents, directory, dtype=precision, companion=companion)
+            return write_model(contents, directory, dtype=precision, **options)
         assert companion is not None, "adapters are merged into the model that they began with"
         base = open_model(companion)
-        return write_model(base, directory, dtype=precision, adapters=contents, companion=companion)
+        return write_model(base, directory, dtype=precision, adapters=contents, **options)
 
     return run_on_coordinator(peers, write, doing="writing", path=directory)
 

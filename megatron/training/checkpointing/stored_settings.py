@@ -23,7 +23,8 @@ MODEL_SHAPE_ARGS = (
     "attention_output_gate", "swiglu", "squared_relu", "relu", "normalization", "norm_epsilon",
     "apply_layernorm_1p", "untie_embeddings_and_output_weights", "make_vocab_size_divisible_by",
     "unpadded_vocab_size", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file",
-    "merge_file", "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
+    "merge_file", "tokenizer_hf_no_include_special_tokens",
+    "window_size", "window_attn_skip_freq", "rotary_base_local", "geglu",
     "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
     "residual_multiplier", "logits_scaling",
     "attn_logit_softcapping", "final_logit_softcapping", "softmax_type", "no_rope_freq",
@@ -100,6 +101,10 @@ def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> Run
         left_out |= TOKENIZER_FILES
     if "tokenizer_type" in given or TOKENIZER_FILES & set(given):
         left_out |= {"tokenizer_type", "vocab_size", *TOKENIZER_FILES}
+        left_out.add("tokenizer_hf_no_include_special_tokens")
     names = [n for n in MODEL_SHAPE_ARGS if n in all_flags() and n not in left_out]
     taken = {name: getattr(stored, name) for name in names if hasattr(stored, name)}
+    classes = getattr(stored, "unpadded_vocab_size", None)
+    if isinstance(classes, int) and "vocab_size" not in given:
+        taken["vocab_size"] = classes
     return RunConfig.from_values({**config.flat(), **taken})

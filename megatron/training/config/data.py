@@ -153,5 +153,7 @@ class TokenizerSettings:
     """Jinja by which pretrain_vlm.py and the server write conversations. Default that of the
     tokenizer; without one, pretrain_vlm.py puts messages one after the other, and an answer ends
     with the end of document."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out the special tokens with which a Hugging Face tokenizer begins and ends a text."""
     trust_remote_code: bool = False
     """Allow a Hugging Face tokenizer to run its own Python code."""

@@ -14,14 +14,20 @@ def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:
 
 
 def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
-    """Derive the embedding's rows from the tokenizer's number of ids."""
+    """Derive the embedding's rows: those of the model that is loaded, else from the tokenizer.
+
+    Args:
+        run: with --load-hf or --use-checkpoint-args, its `vocab_size` is the stored model's.
+        tokenizer_size: number of ids.
+    """
     size, formula = tokenizer_size, "the tokenizer's number of ids"
     asked = run.tokenizer
     rows = asked.vocab_size
-    if run.checkpoint.load_hf is not None and rows is not None and rows < size:
+    is_stored = run.checkpoint.load_hf is not None or run.checkpoint.use_checkpoint_args
+    if is_stored and rows is not None and rows < size:
         # Rows that the model has not would be further classes of its loss.
         formula = (
-            f"the model of --load-hf; the tokenizer has {size} ids, of which those from {rows} on"
+            f"the model that is loaded; the tokenizer has {size} ids, of which those from {rows} on"
             " stop the run"
         )
         size = rows

@@ -56,6 +56,7 @@ def masked_dataset_settings(args: Namespace, tokenizer: TextTokenizer) -> dict[s
         **_common_settings(run, tokenizer),
         "masking_probability": run.encoders.mask_prob,
         "short_sequence_probability": run.encoders.short_seq_prob,
+        "vocab_size": run.model.unpadded_vocab_size,
     }
 
 

@@ -86,9 +86,8 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
         files = [JsonLines(p, tokenizer, template) if p else None for p in per_split]
         return [None if texts is None else (texts, range(len(texts))) for texts in files]
     if data.mock_data:
-        vocab_size = min(
-            token for token in (tokenizer.vocab_size, vision.image_token_id) if token is not None
-        )
+        sizes = (tokenizer.vocab_size, run.model.unpadded_vocab_size, vision.image_token_id)
+        vocab_size = min(size for size in sizes if size is not None)
         block = vision.patch_dim * vision.spatial_merge_size
         whole: ImageTexts = MockImageTexts(vocab_size, block, vision.num_channels)
     else:

@@ -327,4 +327,127 @@ def test_the_workers_and_a_template_file_change_nothing(folder, monkeypatch):
     template = ["--chat-template", str(folder / "mine.jinja")]
     assert run(folder, lines, "--pack-length", "64", "--restart", *template) == 0
     assert (folder / "out_messages_document.bin").read_bytes() == before
-    assert job.FORMAT_VERSION == 1
+    assert job.FORMAT_VERSION == 2
+
+
+# --- what is no text ----------------------------------------------------------------------------
+
+PRINTS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TILDE = PRINTS.replace("{{ m.content }}", "{{ m.content ~ '' }}")
+TRIMMED = PRINTS.replace("{{ m.content }}", "{{ m.content | trim }}")
+PLUS = PRINTS.replace("{{ m.content }}", "{{ '' + m.content }}")
+CALLS = PRINTS.replace(
+    "{{ m.content }}",
+    "{% if m.content is none or not m.content %}{% for c in m.tool_calls %}"
+    "<call>{{ c.function.name }}({{ c.function.arguments | tojson }})</call>{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+PARTS = PRINTS.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "<{{ p.type }}>{{ p.text }}{% endfor %}{% endif %}",
+)
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CALLS
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+CALLING = [
+    {"role": "user", "content": "1 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "It is 3."},
+]
+IN_PARTS = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Hi, "}, {"type": "text", "text": "you"}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "Yes?"}]},
+]
+JOINED = talk("Hi, you", "Yes?")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+
+def theirs(source, messages, bpe, **options):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=source)
+    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("source", [CALLS, WITH_TOOLS])
+def test_calls_of_tools_are_written_as_transformers_writes_them(source, bpe):
+    tools = TOOLS if source == WITH_TOOLS else None
+    segments = ChatTemplate(source, {}).segments(CALLING, tools)
+    assert "".join(segments) == theirs(source, CALLING, bpe, tools=tools)
+    assert segments[1] == '<call>add({"a": 1, "b": null})</call>'
+
+
+def test_parts_of_text_are_joined_where_the_template_takes_text_only(bpe):
+    for source in (PRINTS, TILDE, TRIMMED, PLUS):
+        segments = ChatTemplate(source, {}).segments(IN_PARTS)
+        assert "".join(segments) == theirs(source, JOINED, bpe)
+        rendered = ChatTemplate(source, {}).render(IN_PARTS, to_be_answered=False)
+        assert rendered == theirs(source, JOINED, bpe)
+    assert "".join(ChatTemplate(PARTS, {}).segments(IN_PARTS)) == theirs(PARTS, IN_PARTS, bpe)
+
+
+@pytest.mark.parametrize("source", [PRINTS, TILDE, TRIMMED, PLUS])
+def test_null_is_never_learned_as_a_word(folder, capsys, source):
+    (folder / "mine.jinja").write_text(source)
+    lines = [{"messages": talk("a", "b")}, {"messages": talk("a", "b", "c", None)}]
+    assert run(folder, lines, "--chat-template", str(folder / "mine.jinja")) == 1
+    told = capsys.readouterr().err
+    assert "in.jsonl, line 2: refused by the chat template (message 4: " in told
+    if source != PLUS:
+        assert "writes null as if it were text" in told
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"messages": CALLING}, "the template does not write the tool_calls of message 2"),
+        (
+            {
+                "messages": [
+                    *talk("a"),
+                    {"role": "assistant", "content": None, "function_call": {}},
+                    {"role": "assistant", "content": None, "function_call": {"name": "f"}},
+                ]
+            },
+            "refused by the chat template (message 2: ",
+        ),
+        (
+            {"messages": [*talk("a"), {"role": "assistant", "function_call": {"name": "f"}}]},
+            "the template does not write the function_call of message 2",
+        ),
+        ({"messages": talk("a", "b"), "tools": TOOLS}, "the template does not write the tools"),
+        ({"messages": talk("a", "b"), "tools": "add"}, "'tools' is no list"),
+        ({"messages": talk("a", {"x": 1})}, "not a list of messages (message 2)"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "a part of a content is no text (message 1: {'type': 'image', 'url': 'x'})",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "a part of a content is no text (message 1: ",
+        ),
+    ],
+)
+def test_what_the_template_does_not_write_is_refused_by_line(folder, capsys, document, message):
+    (folder / "mine.jinja").write_text(PRINTS)
+    lines = [{"messages": talk("a", "b")}, document]
+    flags = ["--chat-template", str(folder / "mine.jinja")]
+    assert run(folder, lines, *flags) == 1
+    told = capsys.readouterr().err
+    assert "in.jsonl, line 2: " in told
+    assert message in told
+    assert run(folder, lines, *flags, "--skip-bad-lines") == 0
+    assert len(written(folder)[0]) == 1
+
+
+def test_an_object_is_never_written_in_the_spelling_of_python(bpe):
+    source = CALLS.replace(" | tojson", "")
+    with pytest.raises(BadDocumentError) as caught:
+        ChatTemplate(source, {}).segments(CALLING)
+    assert caught.value.detail == "message 2: the template writes an object as if it were text"

@@ -97,6 +97,12 @@ def test_whole_words_are_hidden_and_about_as_many_as_asked(tokenizer):
     assert shown_as_mask / hidden == pytest.approx(0.8, abs=0.05)
 
 
+def test_no_token_is_beyond_the_classes_of_the_model(tokenizer):
+    data = bert(tokenizer, vocab_size=61)
+    largest = max(int(data[i]["text"].max()) for i in range(200))
+    assert 55 < largest < 61 < tokenizer.vocab_size
+
+
 def test_pieces_that_trade_places_are_said_to(tokenizer):
     documents = [[[40 + i] * 4, [60 + i] * 4] for i in range(10)]
     data = bert(tokenizer, documents, num_samples=40, short_sequence_probability=0.0)

@@ -229,6 +229,19 @@ def test_ids_outside_the_vocabulary_are_never_written(ids):
         check_ids(ids, 10)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corpora_of_several_keys_hold_the_same_documents(tmp_path, capsys, workers):
+    pairs = [("one", "A"), ("", "B"), ("three", ""), ("four", "D"), ("", ""), (["", "six"], "F"),
+             ([], "G"), (["", ""], "H")] * 50  # fmt: skip
+    lines = [json.dumps({"text": text, "title": title}) for text, title in pairs]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    assert run(tmp_path, "--json-keys", "text", "title", "--workers", str(workers)) == 0
+    kept = [("one", "A"), ("four", "D"), ("six", "F")] * 50
+    for key, expected in zip(("text", "title"), zip(*kept, strict=True), strict=True):
+        assert texts_of(tmp_path / f"out_{key}_document") == list(expected)
+    assert capsys.readouterr().out.count("empty, left out              250") == 2
+
+
 def test_empty_documents_are_left_out_and_lists_become_sequences(tmp_path, capsys):
     documents = [{"text": ""}, {"text": ["one", "", "two"]}, {"text": []}, {"text": "three"}]
     write_lines(tmp_path / "in.jsonl", documents)

@@ -1,9 +1,14 @@
 """Windows of a corpus and requests of the harness: every token once, with what context there is."""
 
+from types import ModuleType, SimpleNamespace
+
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.tokenizers.null_and_byte import ByteTokenizer
+from megatron.inference import harness
 from megatron.inference.harness import check_generation, rolling_rows, row_of_pair
+from megatron.inference.scoring import Score, score
 from tools.evaluate_perplexity import check_windows, windows
 
 
@@ -55,3 +60,41 @@ def test_what_a_task_asks_of_generation_acts_or_is_refused():
     for name, value in (("repetition_penalty", 1.2), ("num_beams", 4), ("min_p", 0.1), ("new", 1)):
         with pytest.raises(ConfigError, match=f"{name}={value}"):
             check_generation({"until": [], name: value})
+
+
+class Begun(ByteTokenizer):
+    """Bytes after an id that begins a text."""
+
+    around_a_text = (300,), ()
+
+    def tokenize(self, text):
+        return [300, *super().tokenize(text)]
+
+
+def test_the_harness_begins_each_text_once_and_scores_the_classes_of_the_model(monkeypatch):
+    library, seen = ModuleType("lm_eval.api.model"), []
+    library.LM = object
+    monkeypatch.setattr(harness, "require", lambda *_, **__: library)
+
+    def scored(model, rows, *, vocab_size, **_options):
+        seen.append((rows, vocab_size))
+        return [Score([0.0] * (len(row.tokens) - row.first_scored), [True]) for row in rows]
+
+    monkeypatch.setattr(harness, "score", scored)
+    session = SimpleNamespace(
+        tokenizer=Begun(), max_sequence_length=64, vocab_size=320, model=None, groups=None
+    )
+    model = harness.harness_model(session, batch_size=1)
+    requests = [SimpleNamespace(args=args) for args in (("ab ", "cd"), ("", "x"))]
+    model.loglikelihood(requests)
+    model.loglikelihood_rolling([SimpleNamespace(args=("xyz",))])
+    (pairs, classes), (rolling, _) = seen
+    assert classes == 320
+    assert [[*row] for row in pairs] == [[[300, *b"ab cd"], 3], [[300, *b"x"], 1]]
+    assert [[*row] for row in rolling] == [[[300, *b"xyz"], 1]]
+
+
+def test_a_row_with_an_id_that_the_model_lacks_is_refused_before_it_is_scored():
+    rows = [harness.Row([1, 2]), harness.Row([1, 7])]
+    with pytest.raises(ConfigError, match="token id 7 is outside the vocabulary of 7"):
+        score([], rows, vocab_size=7, batch_size=1, groups=None)

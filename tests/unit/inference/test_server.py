@@ -27,7 +27,7 @@ from megatron.inference.server.access import Access, read_keys
 from megatron.inference.server.app import App
 from megatron.inference.server.connections import http_server, origin_of
 from megatron.inference.server.limits import Limits
-from megatron.inference.server.protocol import BadRequest
+from megatron.inference.server.protocol import BadRequest, read_request
 from megatron.inference.server.serving import Service
 from megatron.inference.text import continue_texts
 from tests.parity import hostile_requests
@@ -49,9 +49,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<ass
 class Bytes:
     """One token a byte."""
 
-    eod = 128  # outside the vocabulary: nothing ends early
-
     def tokenize(self, text):
+        return list(text.encode())
+
+    def tokenize_part(self, text):
         return list(text.encode())
 
     def detokenize(self, tokens):
@@ -120,6 +121,29 @@ def greedy(model, prompt, count):
         max_sequence_length=CONTEXT, pg_collection=ProcessGroupCollection.single(),
     )  # fmt: skip
     return Bytes().detokenize(row[len(prompt) :])
+
+
+def test_a_prompt_begins_as_its_tokenizer_says_and_a_conversation_as_its_template_says(server):
+    class Begun(Bytes):
+        def tokenize(self, text):
+            return [1, *text.encode()]
+
+    app = App(server[1], Begun(), "model", LIMITS, ChatTemplate(TEMPLATE, {}), ends=frozenset({7}))
+    body = {"model": "model", "prompt": ["a", "b"]}
+    request = read_request(body, is_chat=False, model="model", limits=LIMITS)
+    assert app._tokenized(request) == [[1, *b"a"], [1, *b"b"]]
+    assert app._sequence(request, [1], 0).stop_tokens == {7}
+    body = {"model": "model", "messages": [{"role": "user", "content": "a"}]}
+    request = read_request(body, is_chat=True, model="model", limits=LIMITS)
+    assert app._tokenized(request) == [[*b"<user>a<assistant>"]]
+
+
+def test_an_echo_is_the_prompt_and_not_what_its_tokenizer_put_around_it(server, client):
+    for prompt in ("To be", [*b"To be"]):
+        found = client.completions.create(
+            model="model", prompt=prompt, max_tokens=2, echo=True, n=2
+        )
+        assert all(choice.text.startswith("To be") for choice in found.choices)
 
 
 def test_a_completion_is_what_the_model_writes(client, model):

@@ -30,6 +30,7 @@ from megatron.core.datasets.preprocessing.streams import blocks_of
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
+from megatron.core.tokenizers.special_ids import ends_of_generation
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.deepspeed.reading import read_settings
 from megatron.hugging_face.model_directory import read_model_directory, stored_tensors
@@ -133,6 +134,8 @@ for _what, _text in {
     case(f"parts: {_what}", lambda f: token_files(str(f / "x.bin")), x__bin__parts=_text)
     case(f"tokenizer.json: {_what}", tokenizer("HuggingFaceTokenizer", ""), tokenizer__json=_text,
          tokenizer_config__json="{}")  # fmt: skip
+    case(f"generation config: {_what}", lambda f: ends_of_generation(str(f)),
+         generation_config__json=_text)  # fmt: skip
     case(f"tekken: {_what}", tokenizer("TikTokenizer", "t.json"), t__json=_text)
     case(f"chat template: {_what}", lambda f: find_chat_template(None, str(f)),
          tokenizer_config__json=_text)  # fmt: skip

@@ -38,6 +38,20 @@ def test_a_tokenizer_is_the_command_lines_or_the_checkpoints_not_a_mixture(shape
     assert shaped("--tokenizer-model", "mine")["tokenizer_type"] is None
 
 
+def test_the_classes_are_the_checkpoints_whatever_the_tokenizer_has(shaped, monkeypatch):
+    monkeypatch.setattr(STORED, "unpadded_vocab_size", 60, raising=False)
+    for words in ((), ("--tokenizer-type", "ByteTokenizer")):
+        assert shaped(*words)["vocab_size"] == 60
+    assert shaped("--vocab-size", "90")["vocab_size"] == 90
+
+
+def test_special_tokens_are_written_as_in_the_run_that_the_tokenizer_is_from(shaped, monkeypatch):
+    name = "tokenizer_hf_no_include_special_tokens"
+    monkeypatch.setattr(STORED, name, True, raising=False)
+    assert shaped()[name] is True
+    assert shaped("--tokenizer-model", "mine")[name] is False
+
+
 def test_files_that_a_checkpoint_names_are_taken_on_request_only(shaped):
     found = shaped()
     assert found["tokenizer_type"] == "HuggingFaceTokenizer"

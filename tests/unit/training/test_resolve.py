@@ -267,12 +267,12 @@ def test_the_vocabulary_comes_from_the_tokenizer():
 
 
 def test_a_tokenizer_adds_no_classes_to_the_loss_of_a_model_that_is_loaded():
-    model = run("--vocab-size", "131")
-    model = model.overlaid({"load_hf": "some/model"})
-    found = resolve_vocabulary(model, 132)
-    assert rows_of(found) == (131, 256)
-    assert "the tokenizer has 132 ids" in str(found.derivations[-2])
-    assert resolve_vocabulary(model, 100).model.unpadded_vocab_size == 131
+    for of_model in ({"load_hf": "some/model"}, {"use_checkpoint_args": True}):
+        model = run("--vocab-size", "131").overlaid(of_model)
+        found = resolve_vocabulary(model, 132)
+        assert rows_of(found) == (131, 256)
+        assert "the tokenizer has 132 ids" in str(found.derivations[-2])
+        assert resolve_vocabulary(model, 100).model.unpadded_vocab_size == 131
 
 
 @pytest.mark.parametrize(("words", "found"), [([], "transformer_engine"), (["local"], "local")])

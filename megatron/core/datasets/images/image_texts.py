@@ -47,9 +47,10 @@ class Tokenizer(Protocol):
     """What is asked of a tokenizer; see `megatron.core.tokenizers.base.TextTokenizer`."""
 
     eod: int | None
+    around_a_text: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text."""
+    def tokenize_part(self, text: str) -> list[int]:
+        """Return the ids of a part of a text."""
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:
@@ -149,10 +150,15 @@ class JsonLines:
         key = "messages" if "messages" in document else "conversations"
         try:
             messages = [_with_marks(message) for message in messages_of(document, key)]
-            segments = self._segments(_naming_all(messages, len(images)))
+            segments = self._segments(
+                _naming_all(messages, len(images)), document.get("tools") or None
+            )
         except BadDocumentError as error:
             raise self._problem(number, str(error)) from None
         found: list[Part] = []
+        before, _ = self.tokenizer.around_a_text
+        if self.template is None and before:
+            found.append(Part(before))
         count = 0
         for place, segment in enumerate(segments):
             is_learned = place % 2 == 1
@@ -162,7 +168,7 @@ class JsonLines:
                     count += 1
                 if text:
                     try:
-                        tokens = tuple(self.tokenizer.tokenize(text))
+                        tokens = tuple(self.tokenizer.tokenize_part(text))
                     except (ValueError, MegatronError) as error:
                         raise self._problem(number, f"a text of no tokens: {error}") from None
                     found.append(Part(tokens, is_learned))
@@ -173,10 +179,14 @@ class JsonLines:
             raise self._problem(number, f"{count} times {IMAGE_MARK}, and {len(images)} images")
         return found
 
-    def _segments(self, messages: list[dict[str, Any]]) -> list[str]:
+    def _segments(self, messages: list[dict[str, Any]], tools: Any) -> list[str]:
         """Return what is given and what is learned, in turn."""
         if self.template is not None:
-            return self.template.segments(messages)
+            return self.template.segments(messages, tools)
+        if tools is not None or any(
+            message.get(n) for message in messages for n in ("tool_calls", "function_call")
+        ):
+            raise BadDocumentError("calls of tools without a chat template")
         segments = [""]
         for message in messages:
             is_answer = message["role"] == "assistant"
@@ -246,9 +256,10 @@ def _with_marks(message: Mapping[str, Any]) -> dict[str, Any]:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "image"):
+        text = IMAGE_MARK if kind == "image" else part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
             raise BadDocumentError("a content that is no text and no image", repr(part)[:80])
-        texts.append(IMAGE_MARK if kind == "image" else str(part.get("text", "")))
+        texts.append(text)
     return {**message, "content": "".join(texts)}
 
 

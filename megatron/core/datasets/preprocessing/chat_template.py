@@ -21,7 +21,7 @@ from megatron.core.datasets.preprocessing.template_process import (
     TemplateLimits,
     TemplateProcess,
 )
-from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.errors import ConfigError, DataError, shown
 from megatron.core.foundation.json_text import parse_json
 
 _ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
@@ -86,26 +86,42 @@ class ChatTemplate:
         text: str = answer["text"]
         return text
 
-    def segments(self, messages: Sequence[Mapping[str, object]]) -> list[str]:
+    def segments(
+        self, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None = None
+    ) -> list[str]:
         """Cut a conversation into what is given and what is learned, in turn.
 
         An answer begins where the prompt for it ends and goes to the end of its message, so a
         model learns to end it. Each segment is tokenized by itself, as it is when the model is
         used: the prompt is text, the answer is generated after it.
 
+        Args:
+            messages: each with a role; parts of text are joined where the template takes text only.
+            tools: what the model may call, by JSON schemas.
         Returns:
             texts that together are the rendered conversation; those at odd places are learned.
         Raises:
-            BadDocumentError: the template writes an answer otherwise once others follow it.
+            BadDocumentError: the template writes an answer otherwise once others follow it, leaves
+                out a text, tools or calls of tools, or writes a value that is no text.
         """
-        segments: list[str] = self._ask({"messages": messages, "segments": True})["segments"]
+        request = {"messages": messages, "tools": tools, "segments": True}
+        segments: list[str] = self._ask(request)["segments"]
         return segments
 
     def __call__(self, document: Mapping[str, Any], keys: Sequence[str]) -> Texts:
         """Return the segments of the conversation under each key; see `documents.documents_of`."""
         found = {}
         for key in keys:
-            segments = self.segments(messages_of(document, key))
+            messages, tools = messages_of(document, key), document.get("tools")
+            for number, message in enumerate(messages, 1):
+                content = message.get("content")
+                for part in content if isinstance(content, list) else ():
+                    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                        detail = f"message {number}: {shown(part)}"
+                        raise BadDocumentError("a part of a content is no text", detail)
+            if not isinstance(tools, (list, type(None))):
+                raise BadDocumentError("'tools' is no list", f"found {type(tools).__name__}")
+            segments = self.segments(messages, tools)
             for segment in segments:
                 check_unicode(segment)
             found[key] = segments

@@ -26,7 +26,10 @@ class FlatEncoder(Protocol):
     """The part of a tokenizer engine that is needed here."""
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and the number of each."""
+        """Return the ids of all texts, one after the other, and the number of each.
+
+        The texts are parts: special tokens that begin and end a text are not among the ids.
+        """
 
 
 @dataclass(kw_only=True)
@@ -53,7 +56,7 @@ class EncodedPart:
 
     sequences: Sequences
     num_empty: int = 0
-    """Documents without a single token; they are left out."""
+    """Documents that are left out because they have no token under one of the keys."""
     num_cut: int = 0
     """Conversations that were longer than a pack."""
     text_bytes: int = 0
@@ -90,9 +93,11 @@ class Encoder:
 
     Args:
         engine: does the work, all texts of a unit in one call.
-        keys: members or columns that hold text; each fills the corpus of its name.
+        keys: members or columns that hold text; each fills the corpus of its name. Document i of
+            one corpus is document i of the others.
         dtype: of the tokens.
         vocab_size: ids must be below it.
+        around_a_text: ids written before and after each sequence.
         end_of_document: id appended to every document, or None.
         split: cuts a text into sequences; None keeps it whole.
         transform: works on the text before it is encoded (see `fill_in_middle`).
@@ -102,6 +107,7 @@ class Encoder:
     keys: Sequence[str]
     dtype: type[np.number]
     vocab_size: int
+    around_a_text: tuple[Sequence[int], Sequence[int]] = ((), ())
     end_of_document: int | None = None
     split: Callable[[str], list[str]] | None = None
     transform: TextTransform | None = None
@@ -134,12 +140,17 @@ class Encoder:
             texts = [texts[at] for at in kept]
             encoded = self._encode(texts)
         parts = {}
+        per_document = {
+            key: np.fromiter((len(d[key]) for d in texts), np.int64, len(texts)) for key in encoded
+        }
+        is_kept = np.ones(len(texts), bool)
+        for key, (_, counts) in encoded.items():
+            filled = np.repeat(np.arange(len(texts)), per_document[key])[counts > 0]
+            is_kept &= np.bincount(filled, minlength=len(texts)) > 0
         for key, (ids, counts) in encoded.items():
-            per_document = np.fromiter((len(d[key]) for d in texts), np.int64, len(texts))
-            sequences = self._pack(ids, counts, per_document)
             parts[key] = EncodedPart(
-                sequences=sequences,
-                num_empty=len(texts) - len(sequences.per_document),
+                sequences=self._pack(ids, counts, per_document[key], is_kept),
+                num_empty=int((~is_kept).sum()),
                 text_bytes=sum(map(_num_bytes, chain.from_iterable(d[key] for d in texts))),
             )
         return EncodedUnit.of(unit, documents, parts)
@@ -170,24 +181,46 @@ class Encoder:
                 rejected[at] = ("not tokenizable", f"{type(error).__name__}: {said}")
         return kept, rejected
 
-    def _pack(self, ids: np.ndarray, counts: np.ndarray, per_document: np.ndarray) -> Sequences:
-        """Drop empty sequences and documents, append the end of documents, cast."""
+    def _pack(
+        self, ids: np.ndarray, counts: np.ndarray, per_document: np.ndarray, is_kept: np.ndarray
+    ) -> Sequences:
+        """Drop empty sequences and documents, add special tokens, cast.
+
+        Args:
+            ids: [total] of all sequences.
+            counts: [sequences] ids of each.
+            per_document: [documents] sequences of each.
+            is_kept: [documents] False where a document is dropped.
+        """
         of_document = np.repeat(np.arange(len(per_document)), per_document)
-        is_filled = counts > 0
+        is_of_kept = is_kept[of_document]
+        if not is_kept.all():
+            ids = ids[np.repeat(is_of_kept, counts)]
+        is_filled = is_of_kept & (counts > 0)
         lengths, of_document = counts[is_filled], of_document[is_filled]
-        filled = np.bincount(of_document, minlength=len(per_document))
-        filled = filled[filled > 0]
-        if self.end_of_document is not None and len(lengths):
-            last = np.cumsum(filled) - 1  # the last sequence of each document
-            lengths[last] += 1
-            at = np.cumsum(lengths)[last] - 1
-            tokens = np.empty(len(ids) + len(filled), self.dtype)
-            is_text = np.ones(len(tokens), bool)
-            is_text[at] = False
-            tokens[is_text] = ids
-            tokens[at] = self.end_of_document
-        else:
+        filled = np.bincount(of_document, minlength=len(per_document))[is_kept]
+        before, after = self.around_a_text
+        lengths = lengths + len(before) + len(after)
+        lasts = np.cumsum(filled) - 1  # the last sequence of each document
+        end = self.end_of_document
+        if end is not None:
+            lengths[lasts] += 1
+        sequence_ends = np.cumsum(lengths)
+        text_ends = sequence_ends.copy()
+        added = [(sequence_ends - lengths + at, number) for at, number in enumerate(before)]
+        if end is not None:
+            text_ends[lasts] -= 1
+            added.append((text_ends[lasts], end))
+        added += [(text_ends - len(after) + at, number) for at, number in enumerate(after)]
+        if not added:
             tokens = ids.astype(self.dtype)
+        else:
+            tokens = np.empty(len(ids) + sum(len(at) for at, _ in added), self.dtype)
+            is_text = np.ones(len(tokens), bool)
+            for at, number in added:
+                is_text[at] = False
+                tokens[at] = number
+            tokens[is_text] = ids
         return Sequences(
             tokens=tokens,
             lengths=lengths.astype(np.int32),

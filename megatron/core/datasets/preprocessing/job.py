@@ -34,7 +34,7 @@ from megatron.core.datasets.preprocessing.units import (
 from megatron.core.datasets.preprocessing.workers import Work, encode_in_order
 from megatron.core.foundation.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when the same input and settings would give other bytes than before."""
 
 

@@ -18,6 +18,7 @@ _SETTINGS = (
     "tiktoken_num_special_tokens",
     "tiktoken_special_tokens",
     "trust_remote_code",
+    "tokenizer_hf_no_include_special_tokens",
 )
 
 

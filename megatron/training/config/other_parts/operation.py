@@ -64,7 +64,6 @@ no effect: the mask of a packed conversation is made by tools/preprocess_data.py
 --allow-ambiguous-pad-tokens on
 --sft-tokenizer-prompt-format str = nemotron-h-aligned
 no effect: training reads ids and leaves the splitting of text to tools/preprocess_data.py
---tokenizer-hf-no-include-special-tokens on
 --tokenizer-hf-no-use-fast on
 --tokenizer-metadata str
 --tokenizer-sentencepiece-legacy on
