@@ -106,7 +106,8 @@ class SaveInProgress:
         `finish`."""
         try:
             self.begin(run)
-            pieces = [_Piece(shards[i].key, *p) for i in mine for p in shards[i].pieces()]
+            held = [(shards[i].key, *piece) for i in mine for piece in shards[i].pieces()]
+            pieces = [_Piece(key, box, data) for key, box, data in held if data is not None]
             sizes = [piece.tensor.numel() * piece.tensor.element_size() for piece in pieces]
             order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces], sizes)
             self.pieces = [pieces[i] for i in order]

@@ -89,8 +89,9 @@ def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlG
 
     def open_foreign() -> Contents | None:
         path = storage_path(directory)
-        if isinstance(path, Path):
-            path = path.resolve() if path.is_symlink() else path
+        if not isinstance(path, Path):
+            return None
+        path = path.resolve() if path.is_symlink() else path
         opener = recognise(path)
         return None if opener is None else opener(path)
 
