@@ -102,7 +102,7 @@ class MappedGather:
     def wait_for_readers(self) -> None:
         """Sleep until no rank looks at the values any more; this one does not from now on.
 
-        Returns at once if nothing was gathered since the last call: on all ranks alike.
+        Returns at once if nothing was gathered since the last call. All ranks gather together.
         """
         if not self._is_shown:
             return
