@@ -7,7 +7,7 @@ SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,18 @@ from torch import Tensor
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
-from megatron.core.dist_checkpointing.durable import (
-    describe_os_error,
-    rename_durably,
-    replace_durably,
-)
+from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
+from megatron.core.dist_checkpointing.commit import make_directory
+from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
 from megatron.core.dist_checkpointing.durable_file import DurableFile
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
-from megatron.core.foundation.errors import CheckpointError, MegatronError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport import backend
-from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
+from megatron.core.transport.object_collectives import control_group
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.lr_schedules import Schedule
 
@@ -48,39 +46,34 @@ def save(
         CheckpointError: on all ranks, if a value of `client_state` cannot be stored.
     """
     peers = control_group(backend.world())
-    tag = peers.broadcast(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    directory = Path(save_dir)
-    _on_first_rank(directory, lambda: directory.mkdir(parents=True, exist_ok=True))
-    model = engine.replica.sharded_state_dict()
-    state: dict[str, Any] = {
-        "optimizer": engine.optimizer.sharded_state_dict(model) if engine.optimizer else {},
-        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
-        "client_state": dict(client_state),
-        "engine": engine.counters(),
-        "shared": _names_in_module(engine),
-    }
-    if excludes_frozen:
-        frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
-        model = {name: value for name, value in model.items() if name not in frozen}
-    dist_checkpointing.save({"model": model, **state}, directory / tag)
+
+    def declare() -> dict[str, Any]:
+        model = engine.replica.sharded_state_dict()
+        optimizer = engine.optimizer.sharded_state_dict(model) if engine.optimizer else {}
+        if excludes_frozen:
+            frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
+            model = {name: value for name, value in model.items() if name not in frozen}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
+            "client_state": dict(client_state),
+            "engine": engine.counters(),
+            "shared": _names_in_module(engine),
+        }
+
+    def name_tag() -> str:
+        make_directory(Path(save_dir))
+        return f"global_step{engine.global_steps}" if tag is None else str(tag)
+
+    state = run_collectively(peers, "declaring the state to save", declare)
+    tag = run_on_coordinator(peers, name_tag, doing="writing", path=Path(save_dir))
+    dist_checkpointing.save(state, Path(save_dir, tag))
     if is_latest:
-        latest = directory / LATEST_NAME
-        _on_first_rank(latest, lambda: replace_durably(latest, tag.encode()))
-
-
-def _on_first_rank(path: Path, write: Callable[[], None]) -> None:
-    """Let the first rank write, and all wait.
-
-    Raises:
-        CheckpointError: on all ranks, if the system refused.
-    """
-    problem: MegatronError | None = None
-    if control_group(backend.world()).rank == 0:
-        try:
-            write()
-        except OSError as error:
-            problem = describe_os_error(error, path=path, doing="writing")
-    raise_on_all_ranks(problem, backend.world())
+        latest = Path(save_dir, LATEST_NAME)
+        run_on_coordinator(
+            peers, lambda: replace_durably(latest, tag.encode()), doing="writing", path=latest
+        )
 
 
 def load(
@@ -94,41 +87,52 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load what `save` saved: collective. See `EngineState.load_checkpoint`."""
     peers = control_group(backend.world())
-    if tag is None:
-        latest = Path(load_dir) / LATEST_NAME
-        tag = peers.broadcast(
-            latest.read_text().strip() if peers.rank == 0 and latest.is_file() else None
-        )
-    if tag is None:
+    latest = Path(load_dir, LATEST_NAME)
+
+    def find() -> str | None:
+        if tag is None:
+            return latest.read_text().strip() if latest.is_file() else None
+        return str(tag)
+
+    found = run_on_coordinator(peers, find, doing="reading", path=latest)
+    if found is None:
         warnings.warn(f"{load_dir} has no file {LATEST_NAME}: nothing is loaded", stacklevel=3)
         return None, None
-    path = Path(load_dir) / tag
-    model = engine.replica.sharded_state_dict()
-    wanted: dict[str, Any] = {"model": model}
-    optimizer = engine.optimizer
-    if optimizer is not None and optimizer_states:
-        wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
+    path, optimizer = Path(load_dir, found), engine.optimizer
     contents = open_any(path, peers=peers)
-    if isinstance(contents, InteropContents):
-        _check_interop(contents, needs_moments="optimizer" in wanted)
-        wanted = map_leaves(partial(_place_in, contents), wanted)
-    strictness = _strictness(wanted, is_strict, contents)
+
+    def declare() -> tuple[dict[str, Any], StrictHandling]:
+        model = engine.replica.sharded_state_dict()
+        wanted: dict[str, Any] = {"model": model}
+        if optimizer is not None and optimizer_states:
+            wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
+        if isinstance(contents, InteropContents):
+            _check_interop(contents, needs_moments="optimizer" in wanted)
+            wanted = map_leaves(partial(_place_in, contents), wanted)
+        return wanted, _strictness(wanted, is_strict, contents)
+
+    def apply() -> None:
+        if isinstance(contents, InteropContents):
+            _complete(state, wanted, contents)
+        engine.replica.load_state_dict(state["model"], strict=is_strict)
+        if optimizer is not None:
+            if "optimizer" in wanted:
+                optimizer.load_state_dict(state["optimizer"])
+            else:
+                optimizer.reload_model_params()
+        schedule = engine.lr_scheduler
+        # Of another program's checkpoint only the place in one of our schedules is known.
+        is_known = isinstance(schedule, Schedule) or not isinstance(contents, InteropContents)
+        if schedule is not None and is_known and scheduler_states and state.get("lr_scheduler"):
+            schedule.load_state_dict(state["lr_scheduler"])
+        for name, value in state.get("engine", {}).items():
+            setattr(engine, name, value)
+
+    wanted, strictness = run_collectively(peers, "declaring the state to load", declare)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
-    if isinstance(contents, InteropContents):
-        _complete(state, wanted, contents)
-    engine.replica.load_state_dict(state["model"], strict=is_strict)
-    if optimizer is not None:
-        if "optimizer" in wanted:
-            optimizer.load_state_dict(state["optimizer"])
-        else:
-            optimizer.reload_model_params()
-    schedule = engine.lr_scheduler
-    # Of another program's checkpoint only the place in one of our schedules is known.
-    is_known = isinstance(schedule, Schedule) or not isinstance(contents, InteropContents)
-    if schedule is not None and is_known and scheduler_states and state.get("lr_scheduler"):
-        schedule.load_state_dict(state["lr_scheduler"])
-    for name, value in state.get("engine", {}).items():
-        setattr(engine, name, value)
+    for buffer in engine.replica.gradient_buffers:
+        buffer.wait_for_readers()
+    run_collectively(peers, f"applying the state of {path}", apply)
     return str(path), state.get("client_state", {})
 
 
@@ -171,17 +175,25 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
         CheckpointError: on all ranks, if the file cannot be written, or its name asks for another
             format.
     """
-    state = {n: v for n, v in engine.state_dict().items() if isinstance(v, Tensor)}
-    shared = _names_in_module(engine)
-    state |= {n: state[first] for n, first in shared.items() if {n, first} <= state.keys()}
-    if not name.endswith(".safetensors"):
-        raise CheckpointError(
-            f"save_16bit_model(save_filename={name!r}).",
-            rule="weights are written as safetensors, which no reader executes",
-            fix=f"use {Path(name).stem}.safetensors",
-        )
+    peers = control_group(backend.world())
     path = Path(directory) / name
-    _on_first_rank(path, lambda: write_safetensors(path, state))
+    state = run_collectively(peers, "gathering the weights", engine.state_dict)
+
+    def write() -> None:
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"save_16bit_model(save_filename={name!r}).",
+                rule="weights are written as safetensors, which no reader executes",
+                fix=f"use {Path(name).stem}.safetensors",
+            )
+        tensors = {n: v for n, v in state.items() if isinstance(v, Tensor)}
+        shared = _names_in_module(engine)
+        tensors |= {
+            n: tensors[first] for n, first in shared.items() if {n, first} <= tensors.keys()
+        }
+        write_safetensors(path, tensors)
+
+    run_on_coordinator(peers, write, doing="writing", path=path)
 
 
 def _further_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

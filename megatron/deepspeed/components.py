@@ -33,6 +33,7 @@ _ADAM: Schema = {
     "torch_adam": switch(no_effect=LOCAL),
     "fused": switch(no_effect="the fused kernel is always used"),
     "freeze_step": count(refused=REMOVED),
+    "max_grad_norm": number(0.0, refused='write "gradient_clipping" at the top level'),
 }
 
 OPTIMIZERS: Mapping[str, Schema] = {

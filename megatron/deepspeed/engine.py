@@ -18,6 +18,7 @@ from megatron.core.foundation.errors import ConfigError, ScheduleError
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.deepspeed import checkpoints
+from megatron.deepspeed.advice import advises_callers_of_an_engine
 from megatron.deepspeed.engine_state import EngineState
 from megatron.deepspeed.flops import FlopsProfiler, print_profile
 from megatron.deepspeed.loading import replica_loader
@@ -107,6 +108,7 @@ class DeepSpeedEngine(EngineState):
         self._is_scaled = True
         return self._optimizer().scale_loss(loss)
 
+    @advises_callers_of_an_engine
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
@@ -163,6 +165,7 @@ class DeepSpeedEngine(EngineState):
 
     # A step ---------------------------------------------------------------------------------
 
+    @advises_callers_of_an_engine
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
         """Count a micro batch; after the last one, update the weights.
 
@@ -254,6 +257,7 @@ class DeepSpeedEngine(EngineState):
 
     # Checkpoints -----------------------------------------------------------------------------
 
+    @advises_callers_of_an_engine
     def save_checkpoint(
         self,
         save_dir: str,
@@ -268,6 +272,7 @@ class DeepSpeedEngine(EngineState):
         )
         return True
 
+    @advises_callers_of_an_engine
     def load_checkpoint(
         self,
         load_dir: str,
@@ -298,6 +303,7 @@ class DeepSpeedEngine(EngineState):
             scheduler_states=load_lr_scheduler_states and not load_module_only,
         )
 
+    @advises_callers_of_an_engine
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", **_: object
     ) -> bool:

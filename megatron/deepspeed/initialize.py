@@ -22,6 +22,7 @@ from megatron.core.topology.rank_grid import plan_layout
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.deepspeed import lr_schedules
+from megatron.deepspeed.advice import advises_callers_of_an_engine
 from megatron.deepspeed.comm import init_distributed
 from megatron.deepspeed.engine import DeepSpeedEngine
 from megatron.deepspeed.loading import ReplicaLoader, replica_loader
@@ -38,6 +39,7 @@ from megatron.deepspeed.settings import EngineSettings, data_parallel_config, en
 EngineParts = tuple[DeepSpeedEngine, MegatronOptimizer | None, "ReplicaLoader | None", "Any | None"]
 
 
+@advises_callers_of_an_engine
 def initialize(
     args: object = None,
     model: nn.Module | None = None,

@@ -73,11 +73,17 @@ class LauncherFlags:
     """Do not pass --local_rank=N."""
     enable_each_rank_log: str | None = flag(None, "--enable_each_rank_log", metavar="DIR")
     """A log of each process in DIR."""
-    autotuning: str | None = flag(None, nargs="?", is_hidden=True)
-    elastic_training: str | None = flag(None, "--elastic_training", nargs="?", is_hidden=True)
-    bind_cores_to_rank: str | None = flag(None, "--bind_cores_to_rank", nargs="?", is_hidden=True)
-    bind_core_list: str | None = flag(None, "--bind_core_list", nargs="?", is_hidden=True)
-    venv_script: str | None = flag(None, "--venv_script", nargs="?", is_hidden=True)
+    autotuning: str | None = flag(None, is_hidden=True)
+    elastic_training: bool = flag(False, "--elastic_training", is_hidden=True)
+    bind_cores_to_rank: bool = flag(False, "--bind_cores_to_rank", is_hidden=True)
+    bind_core_list: str | None = flag(None, "--bind_core_list", is_hidden=True)
+    venv_script: str | None = flag(None, "--venv_script", is_hidden=True)
+    save_pid: bool = flag(False, "--save_pid", is_hidden=True)
+    no_ssh_check: bool = flag(False, "--no_ssh_check", is_hidden=True)
+    log_level: str = flag("info", "--log_level", is_hidden=True)
+    """No effect, as --no_ssh_check: nothing is checked, and one line is printed."""
+    quiet: bool = flag(False, "-q", "--quiet")
+    """Do not print the command that is started."""
     user_script: str = positional()
     """The script to start."""
     user_args: tuple[str, ...] = positional((), nargs=REMAINDER)
@@ -104,8 +110,9 @@ class LauncherFlags:
                 self.venv_script,
                 f"activate it in the shell's profile, or set PATH in {ENVIRONMENT_FILE}",
             ),
+            ("--save_pid", self.save_pid, "read the process id with $! in the shell"),
         ):
-            if value is not None:
+            if value not in (None, False):
                 yield flag_name, instead
 
 
@@ -162,6 +169,9 @@ def slots_of(flags: LauncherFlags) -> Slots:
     path = flags.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
     if path is None:
         count = flags.num_gpus if flags.num_gpus > 0 else num_accelerators()
+        if device.device_type() == "cpu":  # any number of processes computes there
+            asked = re.findall(r"(?<=[:,])\d+", flags.include)
+            count = max([count, *(int(number) + 1 for number in asked)])
         found: Slots = {"localhost": list(range(count))}
         if flags.num_nodes > 1:
             raise ConfigError(
@@ -298,7 +308,8 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"--no_ssh: give --node_rank, 0 to {len(nodes) - 1}", file=sys.stderr)
             return 2
         node = nodes[number]
-        print(f"{shlex.join(node.command)}", flush=True)
+        if not flags.quiet:
+            print(shlex.join(node.command), flush=True)
         return subprocess.call(node.command, env={**os.environ, **node.environment})
     if flags.launcher == "print":
         for number, node in enumerate(nodes):

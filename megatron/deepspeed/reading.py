@@ -6,6 +6,7 @@ import base64
 import binascii
 import difflib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,18 +126,24 @@ def read_settings(source: ConfigSource) -> ReadSettings:
     Raises:
         ConfigError: with all problems, each with the dotted path of its key.
     """
-    found, problems = collect(source)
+    found, problems = collect(source, resolves_auto=True)
     raise_together(problems, summary="the DeepSpeed configuration")
     return found
 
 
-def collect(source: ConfigSource) -> tuple[ReadSettings, list[MegatronError]]:
-    """Do as `read_settings`, and return the problems for others to be joined."""
+def collect(
+    source: ConfigSource, *, resolves_auto: bool = False
+) -> tuple[ReadSettings, list[MegatronError]]:
+    """Do as `read_settings`, and return the problems for others to be joined.
+
+    Args:
+        resolves_auto: the caller has a value for every key that is "auto".
+    """
     document = load_document(source)
     found, problems = ReadSettings(), list[MegatronError]()
     _walk(document, SCHEMA, "", found, problems)
-    _read_type("optimizer", document, found, problems)
-    _read_type("scheduler", document, found, problems)
+    for part in ("optimizer", "scheduler"):
+        _read_type(part, document, found, problems, resolves_auto)
     problems += _contradictions(found)
     return found, problems
 
@@ -201,6 +208,8 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
     """Return the value in the type of its key, and what it should have been if it is not."""
     if value is None or object in key.kind:
         return value, ""
+    if key.is_unbounded and value == math.inf:
+        return None, ""
     (kind,) = key.kind
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -257,7 +266,11 @@ def _all_paths(schema: Schema, prefix: str = "") -> Iterator[str]:
 
 
 def _read_type(
-    section: str, document: Mapping[str, Any], found: ReadSettings, problems: list[MegatronError]
+    section: str,
+    document: Mapping[str, Any],
+    found: ReadSettings,
+    problems: list[MegatronError],
+    resolves_auto: bool,
 ) -> None:
     """Check "type" and "params" of the optimizer or the scheduler."""
     name = found.given.pop(f"{section}.type", None)
@@ -289,7 +302,8 @@ def _read_type(
     found.without_effect |= inner.without_effect
     values = {path.rpartition(".")[2]: value for path, value in inner.given.items()}
     found.sections[section] = {"type": name, "params": values}
-    missing = [n for n in REQUIRED.get(name, ()) if values.get(n) is None]
+    resolved = set(params) if resolves_auto else set()
+    missing = [n for n in REQUIRED.get(name, ()) if values.get(n) is None and n not in resolved]
     problems += [
         ConfigError(
             f"scheduler.params.{n} is missing" + (' ("auto").' if n in params else "."),

@@ -27,6 +27,8 @@ class Key:
     """Smallest legal number."""
     length: int | None = None
     """Numbers in a list."""
+    is_unbounded: bool = False
+    """Infinity is a legal number, with the effect of null: Accelerate writes it."""
     no_effect: str = ""
     """Why nothing follows from it here; empty: it acts."""
     refused: str = ""
@@ -45,7 +47,7 @@ _STAGE3 = "stage 3 gathers layer by layer, at most two at a time"
 REMOVED = "drop it: DeepSpeed itself has removed it"
 
 
-def switch(default: bool = False, **options: Any) -> Key:
+def switch(default: bool | None = False, **options: Any) -> Key:
     """Return a key for true or false."""
     return Key(kind=(bool,), default=default, **options)
 
@@ -102,9 +104,12 @@ _ZERO: Schema = {
     "zero_quantized_gradients": switch(),
     "offload_optimizer": _OFFLOAD_OPTIMIZER,
     "offload_param": _OFFLOAD_PARAM,
-    "allgather_bucket_size": count(500_000_000, 1, no_effect=_TUNES),
+    "allgather_bucket_size": count(500_000_000, no_effect=_TUNES),
     "allgather_partitions": switch(True, no_effect="parameters are always all-gathered"),
     "allgather_sequential": switch(no_effect=_TUNES),
+    "stage3_allgather_sequential": switch(no_effect=_TUNES),
+    "parameter_alignment": switch(no_effect="shards begin at multiples of 128 elements"),
+    "compute_grad_norm": switch(True, no_effect="the norm of the gradients is always computed"),
     "contiguous_gradients": switch(True, no_effect="gradients always are in flat buffers"),
     "reduce_scatter": switch(True, no_effect="sharded gradients are always reduce-scattered"),
     "use_multi_rank_bucket_allreduce": switch(True, no_effect=_TUNES),
@@ -114,9 +119,13 @@ _ZERO: Schema = {
     "load_from_fp32_weights": switch(True, no_effect="main weights are always restored"),
     "legacy_stage1": switch(refused="drop it"),
     "cpu_offload": switch(refused='write "offload_optimizer": {"device": "cpu"}'),
+    "cpu_offload_param": switch(refused='write "offload_param": {"device": "cpu"}'),
     "cpu_offload_params": switch(refused='write "offload_param": {"device": "cpu"}'),
     "cpu_offload_use_pin_memory": switch(no_effect="host memory is pinned where copies need it"),
-    "sub_group_size": count(1_000_000_000, 1, no_effect=_TUNES),
+    "sub_group_size": count(1_000_000_000, no_effect=_TUNES),
+    "pipeline_loading_checkpoint": switch(no_effect=LOCAL),
+    "override_module_apply": switch(True, no_effect="build the module before initialize"),
+    "save_muon_momentum_buffer_in_memory": switch(no_effect="all optimizer state is kept"),
     "stage3_max_live_parameters": count(1_000_000_000, no_effect=_STAGE3),
     "stage3_max_reuse_distance": count(1_000_000_000, no_effect=_STAGE3),
     "stage3_prefetch_bucket_size": count(50_000_000, no_effect=_STAGE3),
@@ -133,7 +142,7 @@ _ZERO: Schema = {
     "memory_efficient_linear": switch(True, no_effect="saved weights take no memory here"),
     "leaf_module": anything(no_effect="units are whole layers: routing inside is free"),
     "zero_hpz_partition_size": count(
-        1, 1, refused="use mics_shard_size: state is sharded inside of it and copied across"
+        1, refused="use mics_shard_size: state is sharded inside of it and copied across"
     ),
     "zero_quantized_weights": switch(refused="drop it: weights travel in their own dtype"),
     "zero_quantized_nontrainable_weights": switch(refused="drop it"),
@@ -145,6 +154,8 @@ _ZERO: Schema = {
     "max_live_parameters": count(no_effect=_STAGE3),
     "max_reuse_distance": count(no_effect=_STAGE3),
     "prefetch_bucket_size": count(no_effect=_STAGE3),
+    "module_granularity_threshold": count(0, no_effect=_STAGE3),
+    "use_all_reduce_for_fetch_params": switch(no_effect=_STAGE3),
     "gather_16bit_weights_on_model_save": switch(no_effect="it gathers what it needs"),
     "zeropp_loco_param": anything(refused=REMOVED),
     "zenflow": anything(refused="use offload_optimizer.device cpu"),
@@ -171,9 +182,23 @@ _BF16: Schema = {
         refused="use bf16_optimizer_states: main weights cost 2 bytes there and lose nothing"
     ),
     "immediate_grad_update": switch(no_effect="gradients are always added during backward"),
+    **{
+        name: anything(refused="drop it: bf16 has the range of fp32 and needs no loss scale")
+        for name in _FP16
+        if "scale" in name or "hysteresis" in name
+    },
 }
 
 _MONITOR: Schema = {"enabled": switch(), "output_path": text(), "job_name": text()}
+
+_SPLIT = "drop it: layers of pretrain_gpt.py know how they are split"
+_DEEPCOMPILE = (
+    "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation",
+    "offload_activation_pin_memory", "offload_opt_states", "offload_parameters", "double_buffer",
+    "symmetric_memory", "debug_log", "sync_before_reduce", "sync_after_reduce",
+    "sync_before_allgather", "sync_after_allgather", "keep_int_input_tensors",
+    "keep_all_input_tensors",
+)  # fmt: skip
 
 SCHEMA: Schema = {
     "train_batch_size": count(None, 1),
@@ -183,8 +208,15 @@ SCHEMA: Schema = {
     "gradient_clipping": number(1.0, 0.0),
     "gradient_allreduce_op": text("mean", ("mean", "sum")),
     "communication_data_type": text(None, ("fp32", "bf16", "fp16")),
-    "steps_per_print": count(None, 1),
+    "steps_per_print": count(None, 1, is_unbounded=True),
+    "seq_parallel_communication_data_type": text(
+        "fp32", ("fp32", "bf16", "fp16"), no_effect="all ranks reduce as communication_data_type"
+    ),
+    "use_data_before_expert_parallelism": switch(no_effect="a plain module has no experts"),
     "dump_state": switch(),
+    "disable_python_gc": switch(no_effect="call gc.disable() in the script"),
+    "log_level": text(no_effect=_TALK),
+    "vocabulary_size": count(no_effect="the module has it"),
     "zero_allow_untested_optimizer": switch(),
     "optimizer": {
         "type": text(),
@@ -201,14 +233,28 @@ SCHEMA: Schema = {
     },
     "data_types": {
         "grad_accum_dtype": text(None, ("fp32", "bf16", "fp16")),
+        "param_dtype": text(refused='write "bf16": {"enabled": true}'),
+        "buffer_dtype": text(refused="convert the buffers of the module"),
         "keep_in_fp32_modules": anything(refused="keep them in fp32 inside of their forward()"),
     },
     "zero_optimization": _ZERO,
     "tensor_parallel": {
         "autotp_size": count(0),
         "tp_size": count(0),
-        "preset_model": text(no_effect="layers know how they are split"),
-        "partition_config": anything(refused="layers know how they are split: drop it"),
+        "tensor_parallel": {
+            "tp_size": count(1),
+            "tp_grain_size": count(1, no_effect=_TUNES),
+            "mpu": anything(refused=_SPLIT),
+            "tp_group": anything(refused=_SPLIT),
+        },
+        "dtype": anything(no_effect="bf16.enabled and fp16.enabled decide it"),
+        "vocab_parallel_lm_head": switch(None, no_effect=_SPLIT),
+        "vocab_parallel_ce_backend": text("torch", ("torch", "liger"), no_effect=LOCAL),
+        "injection_policy_tuple": anything(refused=_SPLIT),
+        "keep_module_on_host": switch(no_effect="a plain module is replicated"),
+        "replace_with_kernel_inject": switch(refused="drop it: this is for training"),
+        "preset_model": text(no_effect=_SPLIT),
+        "partition_config": anything(refused=_SPLIT),
         "tp_overlap_comm": switch(no_effect=_TUNES),
         "tp_grain_size": count(1, no_effect=_TUNES),
     },
@@ -270,6 +316,7 @@ SCHEMA: Schema = {
         "kwargs": anything(no_effect=LOCAL),
         "deepcompile": switch(refused="drop it"),
         "passes": anything(refused="drop it"),
+        **{name: anything(no_effect="it tunes deepcompile alone") for name in _DEEPCOMPILE},
     },
     "pipeline": anything(
         no_effect="a plain module is one stage; pretrain_gpt.py has"
@@ -290,10 +337,25 @@ SCHEMA: Schema = {
     "amp": anything(refused='use "bf16": {"enabled": true}'),
     "elasticity": anything(refused="drop it: any number of ranks loads any checkpoint"),
     "nebula": anything(refused="drop it: checkpoints are committed by a rename"),
-    "hybrid_engine": anything(refused="drop it: this is for training"),
+    "weight_quantization": anything(refused="drop it: this is for training"),
+    "hybrid_engine": {
+        "enabled": switch(refused="drop it: this is for training"),
+        **{
+            name: anything(no_effect="hybrid_engine.enabled is off")
+            for name in (
+                "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters",
+                "tp_gather_partition_size", "enable_cuda_graph",
+            )
+        },
+    },
     "graph_harvesting": switch(refused=REMOVED),
 }  # fmt: skip
 """The top level."""
 
-RENAMED = {"bfloat16": "bf16", "flops_profile": "flops_profiler"}
+RENAMED = {
+    "bfloat16": "bf16",
+    "flops_profile": "flops_profiler",
+    "tp": "tensor_parallel",
+    "kernel_inject": "replace_with_kernel_inject",
+}
 """Other spellings of sections."""

@@ -135,6 +135,7 @@ def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronEr
     flags = {
         "tensor_parallel.autotp_size": "--tensor-model-parallel-size",
         "tensor_parallel.tp_size": "--tensor-model-parallel-size",
+        "tensor_parallel.tensor_parallel.tp_size": "--tensor-model-parallel-size",
         "sequence_parallel_size": "--context-parallel-size",
     }
     problems += [

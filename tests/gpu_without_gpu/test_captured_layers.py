@@ -182,9 +182,17 @@ def test_what_a_replay_would_not_repeat_is_not_captured(options):
     assert captured_layer.captured_layers([], config) == []
 
 
-def test_passes_before_a_capture_are_at_least_one():
-    with pytest.raises(ConfigError, match="cuda_graph_warmup_steps=0"):
-        TransformerConfig(**SHAPE | {"cuda_graph_warmup_steps": 0})
+@pytest.mark.parametrize(("asked", "made"), [(0, 1), (1, 1), (3, 3)])
+def test_libraries_start_in_a_pass_before_a_capture_also_where_none_is_asked_for(asked, made):
+    """Recipes of Megatron-LM have --cuda-graph-warmup-steps 0."""
+    config = TransformerConfig(**SHAPE | {"cuda_graph_warmup_steps": asked})
+    layer = captured_layer.CapturedLayer(torch.nn.Identity(), config.cuda_graph_warmup_steps)
+    assert layer._num_warm_ups == made
+
+
+def test_passes_before_a_capture_are_not_negative():
+    with pytest.raises(ConfigError, match="cuda_graph_warmup_steps=-1"):
+        TransformerConfig(**SHAPE | {"cuda_graph_warmup_steps": -1})
 
 
 @pytest.fixture

@@ -152,6 +152,8 @@ class ModelCase:
     """Tokens after the next one that are predicted too."""
     experts: str = ""
     """A kind of `EXPERTS`, or none."""
+    letters: str = ""
+    """The layers as letters, and after each / those of a later token."""
     padded: bool = False
     """The ends of sequences are padding, which is routed to no expert."""
     gated: bool = False
@@ -170,6 +172,8 @@ class ModelCase:
     @property
     def num_layers(self) -> int:
         """Number of layers; models with experts have fewer."""
+        if self.letters:
+            return len(self.letters.split("/")[0])
         return 4 if self.experts else self.layers
 
     def __str__(self) -> str:
@@ -177,6 +181,7 @@ class ModelCase:
         name += f" {self.layers} layers" * (self.layers != 12)
         window = "" if self.window is None else f" window {self.window}"
         later = f" +{self.later_tokens} tokens" if self.later_tokens else ""
+        name += f" {self.letters}" * bool(self.letters)
         name += f" {self.experts}" * bool(self.experts) + " padded" * self.padded
         name += " gated" * self.gated
         name += f" muP from {self.base_width}" * (self.base_width is not None)

@@ -39,6 +39,14 @@ SAMPLE = [
         ModelCase("llama", True, 0.1, experts="deepseek", later_tokens=1),
     ),
     (
+        LayoutCase(tp=2, sp=True, pp=2, dp=2, ep=2, letters="Etttt|mmL"),
+        ModelCase("llama", False, 0.1, experts="dropless", letters="M*E-/*E/*E"),
+    ),
+    (
+        LayoutCase(dp=2, ep=2, cp=2, stage=3),
+        ModelCase("llama", True, 0.0, experts="dropless", letters="*-E-/M-E/*"),
+    ),
+    (
         LayoutCase(pp=2, vp=2, dp=2, ep=2, samples=14, group=3, combined=True, stage=3),
         ModelCase("gpt2", True, 0.1, experts="capacity"),
     ),

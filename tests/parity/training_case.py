@@ -124,6 +124,9 @@ def transformer_config(layout: LayoutCase, model: ModelCase) -> TransformerConfi
             and "moe_shared_expert_intermediate_size" in EXPERTS[model.experts],
             **EXPERTS[model.experts],
         )
+    if model.letters:
+        mamba = dict(mamba_num_groups=4, mamba_num_heads=8, mamba_head_dim=6, mamba_state_dim=5)
+        family |= dict(hybrid_layer_pattern=model.letters, **mamba)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=32,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ def run_on_coordinator(
     function: Callable[[], Result],
     *,
     doing: str,
-    path: StoragePath,
+    path: str | os.PathLike[str] | StoragePath,
     needed_bytes: int | None = None,
 ) -> Result:
     """Call `function` on the coordinator and return its result on every rank: collective.

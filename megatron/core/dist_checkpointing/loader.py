@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit, typed_json
-from megatron.core.dist_checkpointing.collective import run_collectively
+from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import (
@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
 from megatron.core.dist_checkpointing.validation import StrictHandling, apply_strictness
 from megatron.core.foundation import device
-from megatron.core.foundation.errors import CheckpointError, MegatronError
+from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup
 
 logger = logging.getLogger(__name__)
@@ -132,24 +132,27 @@ def open_contents(
 
     Every rank continues with the same bytes.
     """
-    path, problem, data = storage_path(directory), None, None
-    if peers.rank == 0:
-        try:
-            if isinstance(path, Path) and path.is_symlink():
-                path = path.resolve()
-            data = _read_contents(path)
-        except MegatronError as error:
-            problem = error
-    problem, data, path = peers.broadcast((problem, data, path))
-    if problem is not None:
-        raise problem
-    manifest = parse_manifest(data[0], path / MANIFEST_NAME)
-    form = typed_json.parse_bytes(data[1], what=str(path / COMMON_NAME))
-    if type(form) is not dict or form.keys() != {"common", "objects"}:
-        raise DamagedCheckpointError(
-            f"{path / COMMON_NAME} is not the plain state of a checkpoint."
-        )
-    return Contents(path, manifest, form["common"], form["objects"])
+
+    def read() -> tuple[StoragePath, bytes, bytes]:
+        path = storage_path(directory)
+        if isinstance(path, Path) and path.is_symlink():
+            path = path.resolve()
+        return (path, *_read_contents(path))
+
+    path, manifest_bytes, common_bytes = run_on_coordinator(
+        peers, read, doing="reading", path=directory
+    )
+
+    def parse() -> Contents:
+        manifest = parse_manifest(manifest_bytes, path / MANIFEST_NAME)
+        form = typed_json.parse_bytes(common_bytes, what=str(path / COMMON_NAME))
+        if type(form) is not dict or form.keys() != {"common", "objects"}:
+            raise DamagedCheckpointError(
+                f"{path / COMMON_NAME} is not the plain state of a checkpoint."
+            )
+        return Contents(path, manifest, form["common"], form["objects"])
+
+    return run_collectively(peers, f"reading {directory}", parse)
 
 
 def _read_contents(path: StoragePath) -> tuple[bytes, bytes]:
@@ -184,19 +187,25 @@ def load_state(
         CheckpointError: on every rank, if any rank found a mismatch or a damaged file.
     """
 
-    def build() -> tuple[Any, set[str]]:
+    def build() -> tuple[Any, set[str], set[str], bool]:
         built = _build(template, contents.manifest, key_mapping)
-        return built, {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
+        asked = {leaf.key for leaf in _declared(built)}
+        unexpected = {leaf.key for leaf in _declared(built) if not _is_stored(leaf, contents)}
+        return built, asked, unexpected, strict.compares_all_ranks
 
-    built, unexpected = run_collectively(peers, "declaring the state to load", build)
-    missing = _missing_keys(built, contents, peers) if strict.compares_all_ranks else set()
+    built, asked, unexpected, compares = run_collectively(
+        peers, "declaring the state to load", build
+    )
+    everywhere = peers.gather(asked) if compares else None
 
-    def plan() -> list[_Job]:
+    def plan() -> tuple[list[_Job], set[str]]:
         stored = set(contents.manifest.tensors) | _object_keys(contents)
+        missing = stored.difference(*everywhere) if everywhere is not None else set()
         apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
-        return list(_plan(built, contents))
+        return list(_plan(built, contents)), missing
 
-    jobs = run_collectively(peers, "comparing the state with the checkpoint", plan)
+    jobs, missing = run_collectively(peers, "comparing the state with the checkpoint", plan)
+    missing = peers.broadcast(missing) if compares else missing
 
     def read() -> tuple[dict[str, Any], int]:
         num_bytes = _read(jobs, contents)
@@ -279,15 +288,6 @@ def _is_stored(leaf: ShardedTensor | ShardedObject, contents: Contents) -> bool:
     return leaf.unique_key in contents.objects
 
 
-def _missing_keys(built: Any, contents: Contents, peers: ControlGroup) -> set[str]:
-    asked = peers.gather({leaf.key for leaf in _declared(built)})
-    missing: set[str] = set()
-    if asked is not None:
-        missing = (set(contents.manifest.tensors) | _object_keys(contents)) - set().union(*asked)
-    found: set[str] = peers.broadcast(missing)
-    return found
-
-
 def _plan(built: Any, contents: Contents) -> Iterator[_Job]:
     indices: dict[str, ShardIndex] = {}
     for leaf in _declared(built):
@@ -342,4 +342,6 @@ def _assemble(built: Any, contents: Contents) -> dict[str, Any]:
         return ABSENT  # a plain value: the stored one is laid under
 
     state = prune(merge(map_leaves(value, built), contents.common_state()))
-    return {} if state is ABSENT else state
+    # Every rank returns the same parts, also a rank that holds nothing of one of them.
+    parts = {name: type(part)() for name, part in built.items() if isinstance(part, dict | list)}
+    return parts if state is ABSENT else parts | state

@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.shard_file import (
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
-from megatron.core.dist_checkpointing.writer import writer_for
+from megatron.core.dist_checkpointing.writer import CheckpointWriter, writer_for
 from megatron.core.foundation.errors import CheckpointError, MegatronError
 from megatron.core.transport.object_collectives import ControlGroup, raise_on_all_ranks
 
@@ -82,22 +82,38 @@ class _Report:
 class SaveInProgress:
     """A save between its two collective ends: `prepare_save` ... `write` ... `finish`."""
 
-    def __init__(
-        self, peers: ControlGroup, final: StoragePath, run: str, info: Mapping[str, object]
-    ) -> None:
+    def __init__(self, peers: ControlGroup, final: StoragePath, info: Mapping[str, object]) -> None:
         self.peers = peers
         self.final = final
-        self.run = run
         self.info = info
-        self.writer = writer_for(final, run)
+        self.begin("")
         self.pieces: list[_Piece] = []
         self.num_bytes = 0
         """Bytes that this rank writes."""
         self._problem: MegatronError | None = None
-        self._file: StoredFile | None = None
+        self._report: _Report | None = None
         self._plan: SavePlan | None = None  # coordinator only, like the next two
         self._common = b""
         self._start = time.monotonic()
+
+    def begin(self, run: str) -> CheckpointWriter:
+        """Take the name of the run and return what writes its files."""
+        self.run, self.writer = run, writer_for(self.final, run)
+        return self.writer
+
+    def assign(self, run: str, shards: Sequence[ShardedTensor], mine: Sequence[int]) -> None:
+        """Take the shards numbered `mine`, which this rank writes. Local: a failure is kept for
+        `finish`."""
+        try:
+            self.begin(run)
+            held = [(shards[i].key, *piece) for i in mine for piece in shards[i].pieces()]
+            pieces = [_Piece(key, box, data) for key, box, data in held if data is not None]
+            sizes = [piece.tensor.numel() * piece.tensor.element_size() for piece in pieces]
+            order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces], sizes)
+            self.pieces = [pieces[i] for i in order]
+            self.num_bytes = sum(sizes)
+        except Exception as error:
+            self._problem = as_checkpoint_error(error, f"preparing {self.final}")
 
     def take_snapshot(self, buffer: SnapshotBuffer) -> None:
         """Copy what this rank writes into `buffer`, so that training may continue."""
@@ -112,13 +128,15 @@ class SaveInProgress:
             in_background: disturb training as little as possible.
         """
         try:
+            file = None
             if self.pieces:
-                self._file = self.writer.write(
+                file = self.writer.write(
                     f"__{self.peers.rank}_0.safetensors",
                     [(piece.name, piece.tensor) for piece in self.pieces],
                     {"format": "pt", "checkpoint": self.final.name, "run": self.run},
                     in_background=in_background,
                 )
+            self._report = _Report(file, [(piece.key, piece.box) for piece in self.pieces])
         except OSError as error:
             self._problem = describe_os_error(error, path=str(self.writer), doing="writing")
         except Exception as error:
@@ -131,16 +149,15 @@ class SaveInProgress:
             CheckpointError: on every rank, if any rank could not write or the commit failed. The
                 partial directory is removed and earlier checkpoints are as they were.
         """
-        report = _Report(self._file, [(piece.key, piece.box) for piece in self.pieces])
-        gathered = self.peers.gather((self._problem, report))
+        gathered = self.peers.gather((self._problem, self._report))
         problem = self._problem
-        if gathered is not None and all(p is None for p, _ in gathered):
-            try:
+        try:
+            if gathered is not None and all(p is None for p, _ in gathered):
                 self._commit([r for _, r in gathered])
-            except OSError as error:
-                problem = describe_os_error(error, path=str(self.writer), doing="committing")
-            except Exception as error:
-                problem = as_checkpoint_error(error, f"committing {self.final}")
+        except OSError as error:
+            problem = describe_os_error(error, path=str(self.writer), doing="committing")
+        except Exception as error:
+            problem = as_checkpoint_error(error, f"committing {self.final}")
         self.cancel_if(problem)
         self.pieces = []
 
@@ -189,7 +206,7 @@ def prepare_save(
     directory: str | os.PathLike[str] | ObjectDirectory,
     *,
     peers: ControlGroup,
-    info: Mapping[str, object] | None = None,
+    info: Callable[[], Mapping[str, object]] = dict,
     spread_over_replicas: bool = True,
 ) -> SaveInProgress:
     """Agree on who writes what and create the staging directory: collective.
@@ -197,38 +214,33 @@ def prepare_save(
     Args:
         state: nested dicts and lists of declarations and plain values.
         directory: the checkpoint, for example SAVE/iter_0000010; it appears at `finish`.
-        info: JSON metadata for the manifest (layout, configuration, data fingerprint).
+        info: returns JSON metadata for the manifest (layout, configuration, data fingerprint).
         spread_over_replicas: balance the bytes over all holders of a shard; otherwise the main
             replica writes it.
     """
-    final = storage_path(directory)
 
-    def describe() -> tuple[_LocalState, list[ShardMetadata]]:
+    def describe() -> tuple[SaveInProgress, _LocalState, list[ShardMetadata]]:
+        save = SaveInProgress(peers, storage_path(directory), _versions() | dict(info()))
         local = _split_state(state, is_coordinator=peers.rank == 0)
-        return local, [ShardMetadata.of(shard) for shard in local.shards]
+        return save, local, [ShardMetadata.of(shard) for shard in local.shards]
 
-    local, declared = run_collectively(peers, "describing the state to save", describe)
+    save, local, declared = run_collectively(peers, "describing the state to save", describe)
     gathered = peers.gather((declared, local.objects))
 
-    def decide() -> tuple[SavePlan | None, bytes, list[Any] | None]:
+    def decide() -> list[Any] | None:
         if gathered is None:
-            return None, b"", None
+            return None
         declarations, objects = zip(*gathered, strict=True)
         plan = plan_save(list(declarations), spread_over_replicas=spread_over_replicas)
         common = _common_bytes(local.common, list(objects))
-        run = secrets.token_hex(6)
-        writer_for(final, run).prepare(sum(plan.bytes_per_rank) + len(common))
-        return plan, common, [(run, mine) for mine in plan.writes]
+        writer = save.begin(secrets.token_hex(6))
+        writer.prepare(sum(plan.bytes_per_rank) + len(common))
+        save._plan, save._common = plan, common
+        return [(save.run, mine) for mine in plan.writes]
 
-    plan, common, answers = run_collectively(peers, f"preparing {final}", decide)
+    answers = run_collectively(peers, f"preparing {save.final}", decide)
     run, mine = peers.scatter(answers)
-    save = SaveInProgress(peers, final, run, _versions() | dict(info or {}))
-    save._plan, save._common = plan, common
-    pieces = [_Piece(local.shards[i].key, *p) for i in mine for p in local.shards[i].pieces()]
-    sizes = [piece.tensor.numel() * piece.tensor.element_size() for piece in pieces]
-    order = storage_order([dtype_name(piece.tensor.dtype) for piece in pieces], sizes)
-    save.pieces = [pieces[i] for i in order]
-    save.num_bytes = sum(sizes)
+    save.assign(run, local.shards, mine)
     return save
 
 

@@ -64,10 +64,14 @@ def save(
     refused; `validate_access_integrity`, `verify_integrity`, `async_strategy` and
     `preprocess_common_before_consistancy_check` are accepted for callers of Megatron's function.
     """
-    _check_strategy(sharded_strategy)
-    metadata = dict(info or {})
-    if content_metadata is not None:
-        metadata[_CONTENT_METADATA] = typed_json.encode(content_metadata, where=_CONTENT_METADATA)
+
+    def metadata() -> dict[str, Any]:
+        _check_strategy(sharded_strategy)
+        if content_metadata is None:
+            return dict(info or {})
+        encoded = typed_json.encode(content_metadata, where=_CONTENT_METADATA)
+        return dict(info or {}) | {_CONTENT_METADATA: encoded}
+
     saving = prepare_save(
         sharded_state_dict,
         checkpoint_dir,

@@ -13,9 +13,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import backend
 from megatron.core.transport.comm_buffer import BucketSlot
+from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.ordered_sum import piece_of
 from megatron.core.transport.transport import (
     has_tags,
@@ -58,6 +60,18 @@ class Mesh:
     def size(self) -> int:
         """Ranks that hold copies of the weights."""
         return self.shard_size * self.replicate_size
+
+    def agreed(self, problem: MegatronError | None) -> MegatronError | None:
+        """Return a problem that any rank of the mesh has; None if no rank has one.
+
+        Communication: see `raise_on_all_ranks`, on both axes.
+        """
+        for group in (self.shard, self.replicate):
+            try:
+                raise_on_all_ranks(problem, group)
+            except MegatronError as error:
+                problem = error  # for the ranks of the other axis, too
+        return problem
 
     def own(self, bucket: Tensor) -> Tensor:
         """Return this rank's shard [n/dp] of a bucket [n], as a view."""

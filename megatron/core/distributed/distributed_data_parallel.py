@@ -91,7 +91,6 @@ class DistributedDataParallel(nn.Module):
         watch_plain_optimizers()
         self._syncs_in_backward = ddp_config.overlap_grad_reduce
         self._awaits_end = False
-        self._param_index: dict[nn.Parameter, tuple[ZeroStage, int]] = {}
         if ddp_config.use_distributed_optimizer:
             return_freed_blocks()
         units = units_of(module) if ddp_config.shards_parameters else []
@@ -104,13 +103,12 @@ class DistributedDataParallel(nn.Module):
             separate=self._tied_parameters(),
             disable_bucketing=disable_bucketing,
         )
-        for buffer in self.gradient_buffers:
-            for index, parameter in enumerate(buffer.flat.parameters):
-                self._param_index[parameter] = (buffer, index)
+        self._param_index: dict[nn.Parameter, tuple[ZeroStage, int]] = {
+            p: (b, i) for b in self.gradient_buffers for i, p in enumerate(b.flat.parameters)
+        }
         fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])
-        self._units: ParameterUnits | None = None
-        if any(isinstance(b, Zero3Buffer) for b in self.gradient_buffers):
-            self._units = ParameterUnits(units, self._locations())
+        locations = self._locations()
+        self._units = ParameterUnits(units, locations) if locations else None
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
         for span in self._spans:
@@ -139,7 +137,7 @@ class DistributedDataParallel(nn.Module):
         return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
 
     def _locations(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
-        """Return where each parameter is whose values are sharded."""
+        """Return where each sharded parameter is."""
         return {
             parameter: (buffer, buffer.unit_of(index))
             for parameter, (buffer, index) in self._param_index.items()

@@ -91,6 +91,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         apart = _modules_of_experts(self.module) if are_apart else []
         inside = {module for expert in apart for module in expert.modules()}
         of_experts = {parameter for module in apart for parameter in module.parameters()}
+        empty = {p for p in self.module.parameters() if not p.numel()}  # nothing to shard
         if kinds is None:
             layers = {
                 child
@@ -107,7 +108,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             parts = [m for m in module.modules() if m in apart and m not in self._fsdp_modules]
             for part, mesh in [*((part, experts) for part in parts), (module, dense)]:
                 if mesh is not None:
-                    ignored = of_experts if part is module else None
+                    ignored = of_experts | empty if part is module else empty
                     fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
                     self._fsdp_modules.append(part)
         # torch 2.7 moves a shard that it pads to new memory when it first gathers it, and an update

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from megatron.core.foundation import standard_output
 from megatron.core.settings.flags import FlagSpec, flag_specs
@@ -32,6 +33,22 @@ SettingsT = TypeVar("SettingsT")
 
 
 class _Parser(argparse.ArgumentParser):
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Do as argparse does; keep the words for `error`."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process; of a missing word and an unknown flag, name the flag as well."""
+        flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+        known = self._option_string_actions
+        unknown = [f for f in flags if f not in known and not self._get_option_tuples(f)]
+        if "are required" in message and unknown:
+            message = f"unrecognized arguments: {' '.join(unknown)}; {message}"
+        super().error(message)
+
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
         """Print it as argparse does, for a reader that may want the first lines only."""
         if file is None:

@@ -158,11 +158,12 @@ class CapturedLayer:
     """Calls a layer by graphs where they compute the same, and as it is elsewhere.
 
     Args:
-        num_warm_ups: passes before each capture.
+        num_warm_ups: passes before each capture; at least one is made, because libraries choose
+            kernels and allocate in it.
     """
 
     def __init__(self, layer: nn.Module, num_warm_ups: int) -> None:
-        self._layer, self._num_warm_ups = layer, num_warm_ups
+        self._layer, self._num_warm_ups = layer, max(1, num_warm_ups)
         self._modules = list(layer.modules())
         self._free: dict[object, list[tuple[int, int, _Slot]]] = {}
         self._num_slots: dict[object, int] = {}

@@ -2,9 +2,9 @@
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, arXiv 2412.19437. Depth k joins the
 hidden state of depth k-1 at a position with the embedding of the token k positions later, passes
-them through one transformer layer, and predicts the token after that one, with the model's own
-embedding and head. The layer of every depth is its own, or one for all
-(`mtp_use_repeated_layer`).
+them through a transformer layer, or through several (as Nemotron 3 does), and predicts the token
+after that one, with the model's own embedding and head. The layers of every depth are its own, or
+the same for all (`mtp_use_repeated_layer`).
 
 The losses of the depths enter through backward alone. The loss function gives every target token
 a weight (its mask and its normalisation), which backward sees as a gradient; each depth learns the
@@ -17,8 +17,9 @@ Legend: s sequence, b micro batch, h hidden, D number of depths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,24 +40,41 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """What a depth is made of: a transformer layer, and the class of its norms."""
+    """What a depth is made of: a transformer layer, or for each depth the list of its layers, and
+    the class of its norms."""
 
     transformer_layer: ModuleSpec | type | Any = None
     norm: ModuleSpec | type | Any = None
+
+
+class LayersOfDepth(MegatronModule):
+    """The layers of a depth that has several, called one after the other."""
+
+    def __init__(self, config: TransformerConfig, layers: Iterable[nn.Module]) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden_states: Tensor, **attention: object) -> tuple[Tensor, None]:
+        """Pass hidden states [s/cp, b, h] through all layers."""
+        for layer in self.layers:
+            hidden_states, _ = layer(hidden_states, **attention)
+        return hidden_states, None
 
 
 class MultiTokenPredictionLayer(MegatronModule):
     """One depth.
 
     Args:
-        depth: 1 for the token after the next.
+        specs: of its layers.
+        first: number of the first of them in the whole model.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MultiTokenPredictionBlockSubmodules,
-        depth: int,
+        specs: Sequence[ModuleSpec | type],
+        first: int,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
     ) -> None:
@@ -78,16 +96,20 @@ class MultiTokenPredictionLayer(MegatronModule):
             init_method=config.init_method,
             tp_group=pg_collection.tp,
         )
-        self.transformer_layer = build_module(
-            submodules.transformer_layer,
-            config=config,
-            layer_number=config.num_layers + depth,
-            pg_collection=pg_collection,
-            vp_stage=vp_stage,
-            is_mtp_layer=True,
-            add_layer_offset=False,
-        )
-        use_low_precision(self.transformer_layer, config.num_layers + depth, pg_collection)
+        layers = []
+        for number, spec in enumerate(specs, first):
+            layer = build_module(
+                spec,
+                config=config,
+                layer_number=number,
+                pg_collection=pg_collection,
+                vp_stage=vp_stage,
+                is_mtp_layer=True,
+                add_layer_offset=False,
+            )
+            use_low_precision(layer, number, pg_collection)
+            layers.append(layer)
+        self.transformer_layer = layers[0] if len(layers) == 1 else LayersOfDepth(config, layers)
         self.final_layernorm = norm()
 
     def forward(self, hidden_states: Tensor, embedded: Tensor, **attention: object) -> Tensor:
@@ -116,9 +138,12 @@ class MultiTokenPredictionBlock(MegatronModule):
         groups = resolve_groups(pg_collection)
         self.groups = groups
         parts: Any = spec.submodules if isinstance(spec, ModuleSpec) else spec
+        specs, depths = parts.transformer_layer, config.num_built_prediction_layers
+        of_depths = specs if isinstance(specs, list) else [[specs]] * depths
+        first = accumulate(map(len, of_depths), initial=config.num_layers + 1)
         self.layers = nn.ModuleList(
-            MultiTokenPredictionLayer(config, parts, depth, groups, vp_stage)
-            for depth in range(1, config.num_built_prediction_layers + 1)
+            MultiTokenPredictionLayer(config, parts, own, number, groups, vp_stage)
+            for own, number in zip(of_depths, first, strict=False)
         )
 
     def forward(

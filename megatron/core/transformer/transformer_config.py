@@ -7,6 +7,7 @@ on construction.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -148,15 +149,23 @@ class TransformerConfig(
         return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
 
     def layer_kind(self, layer_number: int) -> LayerKind:
-        """Return what a layer is made of, by its 1-based number in the whole model.
+        """Return what a layer is made of, by its 1-based number in the whole model; the layers of
+        `prediction_kinds` have the numbers after the last one."""
+        kinds = (*self.layer_kinds(), *chain.from_iterable(self.prediction_kinds()))
+        return kinds[min(layer_number, len(kinds)) - 1]
 
-        Layers after the last one (those of later tokens) are like it.
-        """
-        return self.layer_kinds()[min(layer_number, self.num_layers) - 1]
+    def prediction_kinds(self) -> tuple[tuple[LayerKind, ...], ...]:
+        """Return what the layers of each depth of multi-token prediction are made of."""
+        depths = range(1, self.num_built_prediction_layers + 1)
+        if self.pattern is None:
+            return (self.layer_kinds()[-1:],) * len(depths)
+        return tuple(self.pattern.kinds_of_depth(depth) for depth in depths)
 
     def _sparse_attention_problems(self) -> list[MegatronError]:
         return self.check_sparse_attention(
-            is_used=any(kind.is_sparse for kind in self.layer_kinds()),
+            is_used=any(
+                kind.is_sparse for kind in chain(self.layer_kinds(), *self.prediction_kinds())
+            ),
             has_latents=self.multi_latent_attention,
             q_lora_rank=self.q_lora_rank,
             rotated=self.qk_pos_emb_head_dim,
@@ -193,6 +202,23 @@ class TransformerConfig(
                     rule="+ is attention with latents",
                     flags=["--hybrid-layer-pattern", "--multi-latent-attention"],
                     fix="set --multi-latent-attention, or write * in place of +",
+                )
+            )
+        later = pattern_of_letters.split("/")[1:]
+        fitting = {self.mtp_num_layers} if len(set(later)) > 1 else {self.mtp_num_layers, 1}
+        if later and (len(later) not in fitting or self.mtp_use_repeated_layer > len(fitting) - 1):
+            problems.append(
+                ConfigError(
+                    f"hybrid_layer_pattern={pattern_of_letters!r} with mtp_num_layers="
+                    f"{self.mtp_num_layers}, mtp_use_repeated_layer={self.mtp_use_repeated_layer}.",
+                    rule="letters are given for every depth, or once for all of them; a layer that"
+                    " is used for all depths has one kind",
+                    flags=[
+                        "--hybrid-layer-pattern",
+                        "--mtp-num-layers",
+                        "--mtp-use-repeated-layer",
+                    ],
+                    fix=f"drop --mtp-use-repeated-layer and use --mtp-num-layers {len(later)}",
                 )
             )
         if pattern_of_letters and self.use_parallel_residual:

@@ -153,6 +153,9 @@ class Restorer:
             if with_rng:
                 apply_rng(state)
 
+        for chunk in self.context.model:
+            for buffer in getattr(chunk, "gradient_buffers", ()):
+                buffer.wait_for_readers()
         run_collectively(self.peers, f"applying the state of {contents.directory}", apply)
         layout, args, extra = info.get("layout"), state.get("args"), state.get("extra")
         restored = Restored(

@@ -46,7 +46,7 @@ def deepspeed_values(path: str, given: Mapping[str, object]) -> dict[str, Any]:
     Raises:
         ConfigError: with all problems of the file, and all conflicts with `given`.
     """
-    read, problems = collect(path)
+    read, problems = collect(path, resolves_auto=True)
     values: dict[str, Any] = {}
     problems += _not_here(read)
     if not problems:
@@ -108,6 +108,7 @@ def _values(
     for key, field in (
         ("tensor_parallel.autotp_size", "tensor_model_parallel_size"),
         ("tensor_parallel.tp_size", "tensor_model_parallel_size"),
+        ("tensor_parallel.tensor_parallel.tp_size", "tensor_model_parallel_size"),
         ("sequence_parallel_size", "context_parallel_size"),
         ("steps_per_print", "log_interval"),
         ("seed", "seed"),

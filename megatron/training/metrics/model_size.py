@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron.core.ssm.mixer_sizes import MixerSizes
@@ -63,9 +64,9 @@ class ModelSize:
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
     mtp_num_layers: int = 0
-    """Tokens after the next one that are predicted, each by passing a layer."""
-    num_built_mtp_layers: int = 0
-    """Layers that do so: as many, or one for all."""
+    """Tokens after the next one that are predicted, each by a depth of layers."""
+    mtp_kinds: tuple[tuple[LayerKind, ...], ...] = ()
+    """Layers of each depth, or of one depth that is used for all."""
     latent: LatentSizes | None = None
     """Sizes of multi-latent attention."""
     indexer: IndexerSizes | None = None
@@ -99,6 +100,8 @@ class ModelSize:
         kinds = run.model.kinds_of_layers(run.experts.layers_with_experts(run.model.num_layers))
         if traits.has_two_stacks:
             kinds = _kinds_of_stacks(kinds, run.model.encoder_num_layers or 0)
+        mtp_kinds = run.transformer_config.prediction_kinds()
+        every_kind = (*kinds, *chain.from_iterable(mtp_kinds))
         has_buckets = run.model.position_embedding_type == "relative"
         return ModelSize(
             num_layers=run.model.num_layers,
@@ -121,13 +124,13 @@ class ModelSize:
             windowed_share=_windowed_share(run, kinds),
             has_sinks=run.model.softmax_type == "learnable",
             mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
-            num_built_mtp_layers=run.latent_attention.num_built_prediction_layers,
+            mtp_kinds=mtp_kinds,
             latent=LatentSizes.of(run.latent_attention),
-            indexer=IndexerSizes.of(run.model, kinds),
+            indexer=IndexerSizes.of(run.model, every_kind),
             experts=_expert_sizes(run),
             mixers={
                 mixer: RECURRENT_MIXERS[mixer].sizes_of(run.transformer_config)
-                for mixer in sorted({kind.mixer for kind in kinds if kind.is_recurrent})
+                for mixer in sorted({kind.mixer for kind in every_kind if kind.is_recurrent})
             },
             kinds=kinds,
             window=window[0] if window is not None and window[0] >= 0 else None,
@@ -149,12 +152,13 @@ class ModelSize:
 
     @property
     def passed_kinds(self) -> tuple[LayerKind, ...]:
-        """What a token passes: the layers, and as the last one those that predict later tokens."""
-        return self.layer_kinds + self.layer_kinds[-1:] * self.mtp_num_layers
+        """What a token passes: the layers, and those that predict later tokens."""
+        repeats = self.mtp_num_layers // max(1, len(self.mtp_kinds))
+        return self.layer_kinds + self._built_mtp_kinds * repeats
 
     @property
     def _built_mtp_kinds(self) -> tuple[LayerKind, ...]:
-        return self.layer_kinds[-1:] * self.num_built_mtp_layers
+        return tuple(chain.from_iterable(self.mtp_kinds))
 
     @property
     def num_expert_layers(self) -> int:
@@ -308,7 +312,7 @@ class ModelSize:
     def mtp_parameters(self) -> int:
         """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        return self.num_built_mtp_layers * joining + self._layers(self._built_mtp_kinds)
+        return len(self.mtp_kinds) * joining + self._layers(self._built_mtp_kinds)
 
     def _layers(self, kinds: Iterable[LayerKind]) -> int:
         """All parameters of some layers."""

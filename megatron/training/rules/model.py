@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.low_precision.spreading import HADAMARD_SIZE as RUN
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
@@ -18,7 +19,12 @@ from megatron.training.rules.sizes import REQUIRED
 def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
     """The sizes that nothing can be derived from."""
     for flag, value in _required_sizes(run):
-        if value is None:
+        if value is None and flag == "--num-layers" and run.model.hybrid_layer_pattern:
+            try:
+                hybrid_pattern(run.model.hybrid_layer_pattern)
+            except ConfigError as error:
+                yield error
+        elif value is None:
             yield problem(
                 f"{flag} is not given.",
                 "it is a positive number that cannot be guessed",

@@ -211,3 +211,29 @@ def test_checkpoint_resumes_at_any_stage_on_any_number_of_ranks():
                         assert ours == pytest.approx(theirs, rel=FP32_REORDERED_SUM.rtol)
     finally:
         shutil.rmtree(directory)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_checkpoint_without_its_frozen_part_leaves_that_part_as_it_is(groups, stage):
+    """As `load_state_dict(strict=False)` of torch does; three of four ranks hold no shard of it."""
+
+    def start_frozen():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2, bias=False))
+        model[0].requires_grad_(False)
+        config = settings(stage, gradient_accumulation_steps=1)
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    first = start_frozen()
+    first.backward(first(torch.ones(2, 4)).sum())
+    first.step()
+    first.save_checkpoint(box[0], exclude_frozen_parameters=True)
+    saved, second = first.state_dict(), start_frozen()
+    expected = second.state_dict() | {"1.weight": saved["1.weight"]}
+    assert not torch.equal(expected["0.weight"], saved["0.weight"])
+    second.load_checkpoint(box[0], load_module_strict=False)
+    for name, weight in second.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    assert second.global_steps == 1

@@ -118,3 +118,25 @@ def test_dry_run_shows_what_a_file_becomes():
     report = describe_run(lambda: parse_command_line(words))
     assert "--data-parallel-sharding-strategy optim" in report
     assert "global batch 128 = 8 micro batches x 4 samples x 4 replicas" in report
+
+
+def test_auto_leaves_to_the_flags_what_a_schedule_is_not_defined_without(tmp_path):
+    """The file that Transformers documents for a user who lets it fill in the numbers."""
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    rates = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+    document = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": auto},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(rates, "auto")},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+        **dict.fromkeys(
+            ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
+             "train_micro_batch_size_per_gpu"), "auto",
+        ),
+    }  # fmt: skip
+    flags = ("--lr", "2e-4", "--train-iters", "70", "--lr-warmup-iters", "7")
+    changed = parse(write(tmp_path, document), *flags, "--micro-batch-size", "3").changed()
+    found = {name: changed[name] for name in ("lr", "lr_warmup_iters", "micro_batch_size")}
+    assert found == {"lr": 2e-4, "lr_warmup_iters": 7, "micro_batch_size": 3}
+    assert changed.get("lr_decay_style", "linear") == "linear"
+    assert changed.get("lr_decay_iters", 70) == 70

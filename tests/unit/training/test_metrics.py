@@ -148,6 +148,9 @@ def test_parameters_of_published_models_are_counted(name):
         f"{MAMBA} --experimental-attention-variant mamba2 --linear-attention-freq 2 --swiglu",
         f"{MAMBA} {RECURRENT.partition(' gated_delta_net')[2]} --hybrid-layer-pattern ME*GK-M"
         " --num-experts 2 --moe-latent-size 12",
+        f"{MAMBA} --hybrid-layer-pattern *--/ME/*- --num-experts 2",
+        f"{MAMBA} --hybrid-layer-pattern M-*/*E --mtp-num-layers 2 --num-experts 2"
+        " --mtp-use-repeated-layer",
         f"{RECURRENT} --num-experts 2 --normalization RMSNorm --add-qkv-bias",
         f"{SPARSE} --experimental-attention-variant dsa --linear-attention-freq 2 --qk-layernorm"
         " --mtp-num-layers 1",
@@ -256,7 +259,7 @@ def test_stages_hold_all_parameters_between_them():
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_an_early_stage_of_prediction_has_a_copy_of_the_embedding(is_tied):
     size = replace(size_of(preset("llama3-8b"), seq_length=1024), mtp_num_layers=2,
-                   num_built_mtp_layers=2, is_tied=is_tied)  # fmt: skip
+                   mtp_kinds=((LayerKind(),),) * 2, is_tied=is_tied)  # fmt: skip
     ends = [(True, False, False), (False, False, True), (False, True, False)]
     names = ("has_embedding", "has_loss", "predicts")
     held = [

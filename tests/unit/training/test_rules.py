@@ -349,3 +349,21 @@ def test_a_flag_of_two_mechanisms_acts_with_either(without, owners, words):
 
     assert told(without) == [f"{without}: has no effect without {owners}."]
     assert [told(f"{without} {each}") for each in words] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hybrid-layer-pattern", "M-/*E/"], "has no layer after /"),
+        (["--hybrid-layer-pattern", "M-/*|E"], "has |"),
+        (["--hybrid-layer-pattern", "|/-"], "has no layer."),
+        (["--hybrid-layer-pattern", "M-/-/*", "--mtp-num-layers", "1"], "mtp_num_layers=1"),
+        (["--hybrid-layer-pattern", "M-/-/*", "--mtp-use-repeated-layer"], "layer=True"),
+    ],
+)
+def test_letters_that_are_no_layers_are_named_and_not_the_number_of_layers(words, said):
+    sizes = "--hidden-size 32 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
+    argv = [*sizes.split(), "--mock-data", "--train-iters", "1", "--lr", "1e-3", *words]
+    with pytest.raises(ConfigError) as caught:
+        resolve_and_check(lambda: parse_command_line(argv), lambda config: 1)
+    assert said in str(caught.value) and "--num-layers is not given" not in str(caught.value)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collective import as_checkpoint_error
+from megatron.core.dist_checkpointing.collective import run_on_coordinator
 from megatron.core.dist_checkpointing.commit import RELEASE, FoundCheckpoint
 from megatron.core.dist_checkpointing.durable import read_inside, rename_durably, sync_directory
 from megatron.core.dist_checkpointing.interop.contents import (
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.interop.formats.torch_dist import megatron
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
-from megatron.core.foundation.errors import CheckpointError, MegatronError, shown
+from megatron.core.foundation.errors import CheckpointError, shown
 from megatron.core.transport.object_collectives import ControlGroup
 
 Opener = Callable[[Path], Contents]
@@ -86,20 +86,16 @@ def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlG
     Raises:
         CheckpointError: on every rank.
     """
-    path, problem, contents = storage_path(directory), None, None
-    if peers.rank == 0:
-        try:
-            if isinstance(path, Path):
-                path = path.resolve() if path.is_symlink() else path
-                opener = recognise(path)
-                contents = None if opener is None else opener(path)
-        except MegatronError as error:
-            problem = error
-        except Exception as error:  # agreed on like every other problem: a lone raise is a hang
-            problem = as_checkpoint_error(error, f"opening {path}")
-    problem, contents = peers.broadcast((problem, contents))
-    if problem is not None:
-        raise problem
+
+    def open_foreign() -> Contents | None:
+        path = storage_path(directory)
+        if not isinstance(path, Path):
+            return None
+        path = path.resolve() if path.is_symlink() else path
+        opener = recognise(path)
+        return None if opener is None else opener(path)
+
+    contents = run_on_coordinator(peers, open_foreign, doing="opening", path=directory)
     return open_contents(directory, peers=peers) if contents is None else contents
 
 

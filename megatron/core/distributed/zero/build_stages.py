@@ -91,13 +91,14 @@ def _by_kind(
 ) -> dict[tuple[torch.dtype, bool, bool], Named]:
     """Return (dtype, is_expert, is gathered in few bits) -> trained parameters.
 
-    They are in the order of their units if any.
+    They are in the order of their units if any. A parameter without elements has nothing to
+    reduce, to shard or to update: it is in no buffer.
     """
     names = names_in_model(module)
     name_of = {p: names[name] for name, p in module.named_parameters()}
     kinds: dict[tuple[torch.dtype, bool, bool], Named] = {}
     for parameter in unit_of or name_of:
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.numel():
             is_expert = get_param_meta(parameter).is_expert
             kind = (parameter.dtype, is_expert, parameter in quantized)
             kinds.setdefault(kind, []).append((name_of[parameter], parameter))

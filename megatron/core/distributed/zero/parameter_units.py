@@ -24,7 +24,7 @@ gathers in the same order; gradients belong to the one backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -34,9 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.distributed.model_parameters import Unit
 from megatron.core.distributed.zero.flat_param import Pass
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
@@ -225,13 +227,44 @@ class ParameterUnits:
 
     @contextmanager
     def summon(self) -> Iterator[None]:
-        """Inside, all parameters are unsharded; what is written to them is lost."""
-        self._gather(range(len(self._locations)), Pass.FORWARD)
+        """Inside, all parameters are unsharded; what is written to them is lost.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them fails, for example for want of memory.
+        """
         try:
+            self._all_ranks(self._allocate)
+            self._all_ranks(self._gather_all)
             yield
         finally:
             for buffer in self._buffers:
                 buffer.wait_for_readers()
+
+    def _all_ranks(self, step: Callable[[], None]) -> None:
+        problem: MegatronError | None = None
+        try:
+            step()
+        except Exception as error:
+            problem = as_checkpoint_error(error, "gathering parameters")
+        for buffer in self._buffers:
+            problem = buffer.flat.mesh.agreed(problem)
+        if problem is not None:
+            raise problem
+
+    def _allocate(self) -> None:
+        for buffer, section in chain.from_iterable(self._locations):
+            buffer.params.allocate(section)
+
+    def _gather_all(self) -> None:
+        """Gather all units, also those after one that this rank fails to unshard."""
+        problems: list[Exception] = []
+        for number in range(len(self._locations)):
+            try:
+                self._gather([number], Pass.FORWARD)
+            except Exception as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
 
 
 def _is_in_backward() -> bool:

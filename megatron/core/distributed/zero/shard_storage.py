@@ -14,7 +14,6 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.offload.device_copies import Copy, DeviceCopies, device_copies
 from megatron.core.offload.file_state_store import reserve_file
 from megatron.core.transport.comm_buffer import BucketSlot, CommBuffer
-from megatron.core.transport.object_collectives import raise_on_all_ranks
 
 UNITS_AHEAD = 2
 """Own shards of so many of the largest unit may be on the device ahead of their gathers."""
@@ -169,12 +168,7 @@ def _zeros_in_file(directory: str, numel: int, flat: FlatParams) -> CommBuffer:
         )
     except ConfigError as error:
         problem = error
-    for group in (flat.mesh.shard, flat.mesh.replicate):
-        try:
-            raise_on_all_ranks(problem, group)
-        except MegatronError as error:
-            problem = error  # for those on the other axis, too
-    if problem is not None:
+    if (problem := flat.mesh.agreed(problem)) is not None:
         raise problem
     assert buffer is not None
     return buffer

@@ -89,6 +89,10 @@ class ShardedParams:
             parameter.data = self.absent[piece.index]
         unit.unsharded.free()
 
+    def allocate(self, number: int) -> None:
+        """Take the memory of a unit before its gather, which then cannot fail for want of it."""
+        self.units[number].unsharded.allocate()
+
     def start_gather(self, number: int, user: Pass) -> None:
         """Start to gather a unit, if it is neither unsharded nor in flight.
 
@@ -187,6 +191,7 @@ class ShardedParams:
         if unit.gathers:
             self._wait_for(unit)
         elif not unit.is_unsharded:
+            unit.unsharded.free()
             return
         unit.is_unsharded = False
         for index in unit.param_indices:
@@ -201,10 +206,12 @@ class ShardedParams:
 
     def wait_for_readers(self) -> None:
         """Free the values of all units, and wait until no rank reads the shards any more."""
-        self.release_all()
-        self._storage.forget_copies()
-        if not self._memory.wait_for_mapped_readers():
-            self._storage.wait_for_readers()
+        try:
+            self.release_all()
+            self._storage.forget_copies()
+        finally:  # other ranks wait for this one
+            if not self._memory.wait_for_mapped_readers():
+                self._storage.wait_for_readers()
 
     def forget_copies(self) -> None:
         """Drop copies of shards, which may change."""

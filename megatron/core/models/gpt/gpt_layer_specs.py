@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -290,12 +291,21 @@ def get_gpt_decoder_layer_specs(
             flags=["--normalization"],
             fix=f"build the config with normalization={normalization!r}",
         )
+    return _specs_of(config.layer_kinds(), config, use_transformer_engine, qk_l2_norm)
+
+
+def _specs_of(
+    kinds: Sequence[LayerKind],
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    qk_l2_norm: bool = False,
+) -> list[ModuleSpec]:
+    """Return the spec of a layer of each kind."""
     make = (
         get_gpt_layer_with_transformer_engine_spec
         if use_transformer_engine
         else get_gpt_layer_local_spec
     )
-    kinds = config.layer_kinds()
     made = {
         kind: make(
             num_experts=config.num_moe_experts if kind.has_experts else None,
@@ -339,11 +349,17 @@ def get_gpt_mtp_block_spec(
     """Return the spec of the layers that predict later tokens; None if there are none.
 
     Args:
-        spec: of one layer, or of the layers of a stage, whose last one is repeated.
+        spec: of one layer, or of the layers of a stage, whose last one is repeated where the
+            pattern of letters has none for later tokens.
     """
     if not config.mtp_num_layers:
         return None
-    if isinstance(spec, TransformerBlockSubmodules):
+    layer: Any
+    if config.pattern is not None and config.pattern.later:
+        layer = [
+            _specs_of(kinds, config, use_transformer_engine) for kinds in config.prediction_kinds()
+        ]
+    elif isinstance(spec, TransformerBlockSubmodules):
         # As the model's last layer, also on a stage that has none.
         layer = (spec.layer_specs or get_gpt_decoder_layer_specs(config, use_transformer_engine))[
             -1

@@ -28,7 +28,7 @@ class GraphConfig:
     enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
     """Megatron's earlier name of cuda-graph-impl local."""
     cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
-    """Passes of a layer before each capture."""
+    """Passes of a layer before each capture; 0 makes one, in which libraries start."""
 
     @property
     def captures_layers(self) -> bool:
@@ -38,11 +38,11 @@ class GraphConfig:
     def graph_problems(self) -> list[MegatronError]:
         """Return what is wrong with these settings."""
         problems: list[MegatronError] = []
-        if self.cuda_graph_warmup_steps < 1:
+        if self.cuda_graph_warmup_steps < 0:
             problems.append(
                 ConfigError(
                     f"cuda_graph_warmup_steps={self.cuda_graph_warmup_steps}.",
-                    rule="libraries choose kernels and allocate in passes before a capture",
+                    rule="a number of passes is not negative",
                     flags=["--cuda-graph-warmup-steps"],
                     fix="use --cuda-graph-warmup-steps 3",
                 )

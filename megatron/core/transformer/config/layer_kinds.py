@@ -75,7 +75,7 @@ class HybridPattern:
     Attributes:
         layers: letters of the layers that predict the next token.
         stages: the same, one string for each pipeline stage; one if the pattern says nothing of it.
-        later: letters of the layers that predict each later token.
+        later: letters of the layers that predict each later token, one string for each depth.
     """
 
     stages: tuple[str, ...]
@@ -90,6 +90,15 @@ class HybridPattern:
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(KINDS[letter] for letter in self.layers)
+
+    def kinds_of_depth(self, depth: int) -> tuple[LayerKind, ...]:
+        """Return the kinds of the layers that predict the token `depth` positions after the next.
+
+        A depth without letters of its own is like the last one that has letters; without any, its
+        layer is like the last layer of the model.
+        """
+        letters = self.later or (self.layers[-1],)
+        return tuple(KINDS[letter] for letter in letters[min(depth, len(letters)) - 1])
 
     @property
     def layers_with_experts(self) -> list[int]:
@@ -106,29 +115,22 @@ class HybridPattern:
 
 
 def hybrid_pattern(text: str) -> HybridPattern:
-    """Read `M-M*-|M-M*-/*`: letters, | between pipeline stages, / before each later token's.
+    """Read `M-M*-|M-M*-/*E/*E`: letters, | between pipeline stages, / before each depth of
+    multi-token prediction, which is one layer or several.
 
     Raises:
-        ConfigError: a letter is unknown, or the layers of later tokens cannot be built.
+        ConfigError: a letter is unknown, or there is no letter where a layer must be.
     """
     main, *later = text.split("/")
-    unknown = sorted(set(text) - set(KINDS) - set("|/"))
-    if unknown or not main.strip("|"):
+    unknown = sorted((set(main) - set("|")).union(*later) - set(KINDS))
+    if unknown or not main.strip("|") or not all(later):
         raise ConfigError(
-            f"hybrid_layer_pattern={text!r} has {', '.join(unknown) or 'no layer'}.",
+            f"hybrid_layer_pattern={text!r} has"
+            f" {', '.join(unknown) or ('no layer after /' if main.strip('|') else 'no layer')}.",
             rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
             " sparse attention, * attention, + attention with latents, - MLP, E experts; |"
             " separates pipeline stages, / precedes what predicts a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )
-    pattern = HybridPattern(tuple(main.split("|")), tuple(later))
-    last = pattern.layers[-1]
-    if any(letters != last for letters in later):
-        raise ConfigError(
-            f"hybrid_layer_pattern={text!r} predicts later tokens by {' and '.join(later)}.",
-            rule="a later token is predicted by one layer like the model's last",
-            flags=[_FLAG],
-            fix=f"write {main + ('/' + last) * len(later)}",
-        )
-    return pattern
+    return HybridPattern(tuple(main.split("|")), tuple(later))

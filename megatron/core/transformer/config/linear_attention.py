@@ -68,7 +68,7 @@ class LinearAttentionConfig:
     )
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
     Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
-    stages, / precedes what predicts a later token: "M-M*-|M-M*-"."""
+    stages, / precedes the layers that predict a later token: "M-M*-|M-M*-/*E/*E"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_MIXER)
     """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_MIXER)

@@ -13,7 +13,8 @@ class PredictionConfig:
     """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
 
     mtp_num_layers: int | None = None
-    """Further tokens that are predicted, each by one more layer; None or 0 is none."""
+    """Further tokens that are predicted, each by one more layer, or by the layers after / in
+    --hybrid-layer-pattern; None or 0 is none."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
     """Weight of the mean of their losses beside the loss of the next token."""
 

@@ -91,16 +91,21 @@ class MappedGather:
 
     def start(self) -> Work[None]:
         """Publish that the own values are in place; the work ends when those of the others are."""
+        is_first, self._is_shown = not self._is_shown, True
         if self._peers is None:
             return Work.completed(None)
-        if not self._is_shown:
-            self._is_shown = True
+        if is_first:
             self._memory.publish_progress(_WORD, self._base + 1)
         return Work.of([self._peers.progress_of_others(_WORD, self._base + 1)], None)
 
     @noted("barrier")
     def wait_for_readers(self) -> None:
-        """Sleep until no rank looks at the values any more; this one does not from now on."""
+        """Sleep until no rank looks at the values any more; this one does not from now on.
+
+        Returns at once if nothing was gathered since the last call. All ranks gather together.
+        """
+        if not self._is_shown:
+            return
         if self._peers is not None:
             self._memory.publish_progress(_WORD, self._base + 2)
             self._peers.wait_for_progress(_WORD, self._base + 2)

@@ -47,11 +47,11 @@ class PooledTensor:
         """Have memory; values are undefined."""
         if self.is_allocated:
             return
-        self.is_allocated = True
         if self._mapping is None:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
         else:
             self._pool.take_pages(self)
+        self.is_allocated = True
 
     def free(self) -> None:
         """Give the memory up."""
