@@ -101,7 +101,7 @@ class ConfigFields:
         self._unread.discard(name)
         return self._fields.get(name)
 
-    def one_of(self, *statements: str | tuple[str, Any]) -> Any:
+    def one_of(self, *statements: str | tuple[str, object]) -> Any:
         """Return the value of the first field that states one thing; refuse another value of it.
 
         Args:

@@ -228,7 +228,7 @@ class IndexedDataset:
     def contents_digest(self) -> str:
         """Return a digest of 64 pages of tokens, or of 2 pages of an object in a store."""
         return sampled_digest(
-            lambda count, offset: self._tokens.read(np.uint8, count, offset),
+            lambda count, offset: self._tokens.read(np.uint8, count, offset).tobytes(),
             self._num_bytes,
             **({"num_pages": 2} if self._watch is None else {}),
         )

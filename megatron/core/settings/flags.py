@@ -68,7 +68,7 @@ class FlagMetadata:
     """The same for single values of a flag that otherwise acts."""
     only_on_gpu: str = ""
     """Acts on a GPU alone: what happens on other devices."""
-    per_micro_batch: str | Mapping[Any, str] = ""
+    per_micro_batch: str | Mapping[object, str] = ""
     """Why the result depends on which samples and tokens share a micro batch, or a rank, so that a
     run is refused in which ranks share rows as they need; a mapping says so of single values.
     Applies where the value is neither None nor 0 nor False."""
@@ -102,7 +102,7 @@ def flag(
     note: str = "",
     note_values: Mapping[object, str] | None = None,
     only_on_gpu: str = "",
-    per_micro_batch: str | Mapping[Any, str] = "",
+    per_micro_batch: str | Mapping[object, str] = "",
     part_of: str | tuple[str, ...] = (),
     metavar: str | tuple[str, ...] = "",
     is_flag: bool = True,

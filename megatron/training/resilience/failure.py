@@ -46,9 +46,9 @@ from megatron.core.foundation.errors import (
 )
 from megatron.core.foundation.failure_file import FAILURE_FILE, UNFINISHED, write_failure
 from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.processes import exhausted_limit, limit_of_memory
 from megatron.core.foundation.rendezvous import is_store_host, launcher_is_store_host
 from megatron.training.launch import rank_info
-from megatron.training.resilience.limits import exhausted_limit, limit_of_memory
 from megatron.training.resilience.signals import interrupted_once
 from megatron.training.resilience.status import RunStatus
 from megatron.training.resilience.watch import end_by, open_watch

@@ -9,7 +9,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megatron.core.foundation.errors import DataError
 
@@ -20,7 +19,7 @@ _INTERVAL_S = 0.5
 
 
 def sampled_digest(
-    read: Callable[[int, int], Any], num_bytes: int, num_pages: int = _NUM_PAGES
+    read: Callable[[int, int], bytes], num_bytes: int, num_pages: int = _NUM_PAGES
 ) -> str:
     """Return a digest of the size and of pages at even distances, the first and last included.
 

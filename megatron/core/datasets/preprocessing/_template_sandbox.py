@@ -170,7 +170,7 @@ class Renderer:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
-    def render(self, messages: Messages, *, to_be_answered: bool, tools: Any = None) -> str:
+    def render(self, messages: Messages, *, to_be_answered: bool, tools: object = None) -> str:
         """Write messages; see `ChatTemplate.render`."""
         try:
             text = self._rendered(messages, to_be_answered, tools)
@@ -184,7 +184,7 @@ class Renderer:
             raise TextLimitError
         return text
 
-    def _rendered(self, messages: Messages, to_be_answered: bool, tools: Any) -> str:
+    def _rendered(self, messages: Messages, to_be_answered: bool, tools: object) -> str:
         with self._timer():
             text: str = self.template.render(
                 messages=messages,
@@ -195,7 +195,7 @@ class Renderer:
             )
         return text
 
-    def _message_of(self, error: Exception, messages: Messages, tools: Any) -> str:
+    def _message_of(self, error: Exception, messages: Messages, tools: object) -> str:
         """Return which message an error is about: the last of the shortest part that raises it."""
         for count in range(1, len(messages)):
             try:
@@ -207,7 +207,7 @@ class Renderer:
                     return f"message {count}: "
         return f"message {len(messages)}: "
 
-    def _check_written(self, messages: Messages, tools: Any, full: str) -> None:
+    def _check_written(self, messages: Messages, tools: object, full: str) -> None:
         """Refuse a conversation of which the template leaves out what is no text.
 
         Args:
@@ -228,7 +228,7 @@ class Renderer:
             if rendered == full:
                 raise RefusedError(f"the template does not write the {what}")
 
-    def segments(self, messages: Messages, tools: Any = None) -> list[str]:
+    def segments(self, messages: Messages, tools: object = None) -> list[str]:
         """Cut a conversation into what is given and learned; see `ChatTemplate.segments`."""
         full = self.render(messages, to_be_answered=False, tools=tools)
         self._check_written(messages, tools, full)
