@@ -20,8 +20,12 @@ LOCAL = ["local"]
 def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
-    `--spec local` is --transformer-impl local. `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
+    `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
     TransformerConfig (or nothing), and vp_stage if it has such an argument, and returns one.
+    `--spec local` is --transformer-impl local.
+
+    Raises:
+        ConfigError: it cannot be imported, or not be called so.
     """
     model = from_args(ModelSettings, vars(args))
     if not model.spec or model.spec == LOCAL:
