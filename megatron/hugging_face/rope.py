@@ -86,7 +86,10 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
         model,
         position_embedding_type="yarn",
         rotary_scaling_factor=float(scaling.take("factor")),
-        original_max_position_embeddings=scaling.take("original_max_position_embeddings"),
+        # Transformers takes the length of the model where the one before it is absent.
+        original_max_position_embeddings=scaling.take(
+            "original_max_position_embeddings", model.max_position_embeddings
+        ),
         beta_fast=float(scaling.take("beta_fast", 32)),
         beta_slow=float(scaling.take("beta_slow", 1)),
         yarn_correction_range_round_to_int=bool(scaling.take("truncate", True)),

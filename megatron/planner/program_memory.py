@@ -10,27 +10,11 @@ from __future__ import annotations
 import contextlib
 import io
 
-from megatron.core.topology.rank_grid import plan_layout
-from megatron.planner.tracing.imaginary import imaginary_rank
 from megatron.planner.tracing.ledger import StorageLedger
 from megatron.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
 from megatron.planner.tracing.work import WorkLedger, WorkOfRank
 from megatron.training.config.resolved import ResolvedRun
-
-
-def first_rank_of_stages(run: ResolvedRun) -> list[int]:
-    """Return the first global rank of each pipeline stage."""
-    sizes = run.parallelism
-    layout = plan_layout(
-        run.topology.world_size,
-        tp=sizes.tensor_model_parallel_size,
-        pp=sizes.pipeline_model_parallel_size,
-        cp=sizes.context_parallel_size,
-        ep=sizes.expert_model_parallel_size,
-        expert_tp=sizes.expert_tensor_parallel_size,
-        order=run.topology.rank_order,
-    )
-    return next(ranks for ranks in layout.dense.groups("pp") if 0 in ranks)
+from megatron.training.setup.imaginary import imaginary_rank
 
 
 def routed_share(run: ResolvedRun) -> float:

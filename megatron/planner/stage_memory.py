@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.instructions import Op
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
-from megatron.planner.program_memory import first_rank_of_stages, trace_rank
+from megatron.planner.program_memory import trace_rank
 from megatron.planner.tracing.ledger import Kind
 from megatron.planner.tracing.rank_step import ModelScript, RankTrace
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.setup.stages import first_rank_of_stages
 
 GIB = 2.0**30
 _TITLES = ("peak", *(kind.value for kind in Kind))

@@ -99,7 +99,7 @@ def pretrain(*given: Any, **named: Any) -> None:
     with failures_reported(status, store_slot):
         if call.is_dry_run():
             status.activity = "planning a dry run"
-            print_rank_0(describe_run(call.read))
+            print_rank_0(describe_run(call.read, call))
             return
         if call.asks_for_layout():
             status.activity = "searching a layout"

@@ -92,7 +92,7 @@ MIXED = """
 import torch
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import NAME, register
 register()
-from megatron.planner.tracing.imaginary import imaginary_rank
+from megatron.training.setup.imaginary import imaginary_rank
 from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger
 with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger.watching():
     x = torch.ones(4, device=NAME)

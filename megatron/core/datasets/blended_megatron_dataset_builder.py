@@ -187,10 +187,18 @@ class BlendedMegatronDatasetBuilder:
         return built
 
     def _empty_split(self, split: Split, prefix: str | None, count: int) -> DataError:
+        if not count:
+            return DataError(
+                f"the corpus {prefix} is empty: it holds no documents.",
+                rule="a corpus holds at least one document",
+                flags=["--data-path"],
+                fix="write it again with tools/preprocess_data.py from a file that is not empty",
+            )
         return DataError(
             f"the {split.name} part of {prefix} holds none of its {count} documents.",
             rule="a document belongs to one part; shares are rounded to whole documents",
             flags=["--split", "--eval-iters"],
-            fix=f"give {split.name} a larger share in --split {self.config.split}, name data for "
-            f"each part with --{split.name}-data-path, or 0 if it is not wanted",
+            fix=("use --eval-iters 0 to train without it, " if split is not Split.train else "")
+            + f"give {split.name} a larger share than that of --split {self.config.split}, or name"
+            " data for each part with --train-data-path, --valid-data-path and --test-data-path",
         )

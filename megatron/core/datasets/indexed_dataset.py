@@ -22,7 +22,6 @@ from megatron.core.datasets.corpus.index_file import (
     IndexArrays,
     check_index,
     check_size,
-    disagreement,
     read_index,
     write_index,
 )
@@ -249,11 +248,12 @@ def check_same_type(corpus: IndexedDataset, dtype: type[np.number]) -> None:
         DataError: names both types.
     """
     if corpus.dtype != dtype:
-        raise disagreement(
-            get_idx_path(corpus.path_prefix),
-            17,
-            f"tokens of type {np.dtype(corpus.dtype).name}",
-            f"{np.dtype(dtype).name}, the type of the corpus it is added to",
+        raise DataError(
+            f"{get_idx_path(corpus.path_prefix)}: tokens of type {np.dtype(corpus.dtype).name} are"
+            f" added to tokens of type {np.dtype(dtype).name}.",
+            rule="a corpus has one type of token, which preprocessing chooses by the vocabulary",
+            fix="preprocess both with one tokenizer, or train on both with --data-path without"
+            " merging them",
         )
 
 

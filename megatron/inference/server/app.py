@@ -153,7 +153,9 @@ class App:
         for one in requests:
             problem = self.service.engine.check(one)
             if problem is not None:
-                raise BadRequest(problem.found, param="prompt", code="context_length_exceeded")
+                is_too_long = "--max-new-tokens" in problem.flags
+                code = "context_length_exceeded" if is_too_long else "invalid_prompt"
+                raise BadRequest(problem.found, param="prompt", code=code)
         if not self.service.has_capacity_for(len(requests)):
             raise BadRequest("too many requests are waiting", status=429, code="queue_full")
         response = Response(request, self.model, self.tokenizer, sum(map(len, prompts)))

@@ -12,9 +12,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron.training.setup.imaginary import device_of
 
 
 class Kind(Enum):
@@ -46,11 +47,6 @@ class Peak:
     during: str = ""
     """The operation that asked for the last of them."""
     layer: str = ""
-
-
-def device_of(tensor: Tensor) -> torch.device:
-    """Return the device of a tensor; to ask one without values for it is an operation."""
-    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 class StorageLedger(TorchDispatchMode):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.foundation.errors import MegatronError, MissingInputError
+from megatron.core.foundation.errors import MegatronError, MissingInputError, raise_together
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.step_plan import plan_report
+from megatron.core.timers import Timers
+from megatron.core.tokenizers.null_and_byte import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import ParsedCommand
@@ -23,8 +28,18 @@ from megatron.training.metrics.flops import (
 )
 from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
+from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
+from megatron.training.run.state import TrainState
+from megatron.training.setup.assemble import assemble
+from megatron.training.setup.data import build_data
+from megatron.training.setup.distributed import create_groups
+from megatron.training.setup.initialize import Session, publish
 from megatron.training.setup.model import kernels_of_run
+from megatron.training.setup.stages import first_rank_of_stages
+
+if TYPE_CHECKING:
+    from megatron.training.training import PretrainCall
 
 _IDS_OF: Mapping[str, tuple[int, str]] = {
     "GPT2BPETokenizer": (50257, "that of GPT-2"),
@@ -32,19 +47,38 @@ _IDS_OF: Mapping[str, tuple[int, str]] = {
 }
 """Type of tokenizer -> number of its ids, and whose they are."""
 _USUAL_IDS = 128256
+_WITHOUT_FILES: Mapping[str, object] = {
+    "sample_order": "native",
+    "data_audit_path": None,
+    "param_offload_path": None,
+    "optimizer_offload_path": None,
+    "activation_offload_path": None,
+}
+"""Settings under which building a run writes no file: Megatron's order is kept in arrays."""
 
 
-def describe_run(read: Callable[[], ParsedCommand]) -> str:
+def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = None) -> str:
     """Return the report of `--dry-run`.
 
     Corpora, tokenizers and checkpoints need not be on this machine.
 
+    Args:
+        call: the script, whose model is built on tensors without memory, for each kind of pipeline
+            stage, and whose datasets are opened if they are here; None builds nothing.
     Raises:
         ConfigError: with all problems of the settings.
+        MegatronError: the only problem of building, as the run would raise it.
     """
     absent: list[MegatronError] = []
     run = resolve_and_check(read, planned_world_size, absent=absent)
-    run = resolve_vocabulary(run, _num_ids(run, absent))
+    problems: dict[str, MegatronError] = {}
+    tokenizer = _tokenizer(run, absent, problems)
+    run = resolve_vocabulary(run, tokenizer.vocab_size)
+    if call is not None:
+        _build(run, tokenizer, call, problems, has_data=not (absent or problems))
+    if len(problems) == 1:
+        raise next(iter(problems.values()))
+    raise_together(problems.values(), summary="the settings of this run")
     size, config = ModelSize.from_settings(run), run.transformer_config
     layout = pipeline_layout(config)
     sections = [
@@ -68,21 +102,72 @@ def describe_run(read: Callable[[], ParsedCommand]) -> str:
     )
 
 
-def _num_ids(run: ResolvedRun, absent: list[MegatronError]) -> int:
-    """Return the ids of the tokenizer; of one that is not here a guess, told in `absent`."""
+def _tokenizer(
+    run: ResolvedRun, absent: list[MegatronError], problems: dict[str, MegatronError]
+) -> Any:
+    """Return the tokenizer, or one of a guessed size: `absent` or `problems` has the reason."""
+    kind = run.tokenizer.tokenizer_type or ""
+    size, whose = _IDS_OF.get(kind, (_USUAL_IDS, "that of Llama 3, by guess"))
     try:
-        return build_tokenizer(run.namespace()).vocab_size
+        return build_tokenizer(run.namespace())
     except MissingInputError:
-        kind = run.tokenizer.tokenizer_type or ""
-        size, whose = _IDS_OF.get(kind, (_USUAL_IDS, "that of Llama 3, by guess"))
-        size = run.tokenizer.vocab_size or size
         if run.tokenizer.vocab_size is None:
             absent.append(
                 MissingInputError(
                     f"{kind}: planned with {size} ids, {whose}; --vocab-size says another number"
                 )
             )
-        return size
+    except MegatronError as error:
+        problems[str(error)] = error
+    return NullTokenizer(run.tokenizer.vocab_size or size)
+
+
+def _build(
+    run: ResolvedRun,
+    tokenizer: Any,
+    call: PretrainCall,
+    problems: dict[str, MegatronError],
+    *,
+    has_data: bool,
+) -> None:
+    """Build what a run builds before its first step, once for each kind of pipeline stage.
+
+    Args:
+        problems: takes what is refused, by its message.
+        has_data: whether the inputs of the run are here, so that datasets can be opened.
+    """
+    # torch's tensors without memory take seconds to import, which a run does not need.
+    from megatron.training.setup.imaginary import imaginary_place, imaginary_rank
+
+    run = run.overlaid(_WITHOUT_FILES)
+
+    def attempt(place: Callable[..., Any], rank: int, build: Callable[[Session], object]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()), place(rank, run.topology.world_size):
+            try:
+                groups = create_groups(
+                    run, get_embedding_ranks=call.options.get("get_embedding_ranks")
+                )
+                session = Session(run, groups, Timers(0, "max"), tokenizer, RunStatus())
+                publish(session)
+                build(session)
+            except MegatronError as error:
+                problems.setdefault(str(error), error)
+
+    def build_parts(session: Session) -> None:
+        assemble(session, call.model_provider, call.forward_step)
+
+    def open_data(session: Session) -> None:
+        build_data(run, call.dataset_provider, session.groups, TrainState()).close()
+
+    size, layout = ModelSize.from_settings(run), pipeline_layout(run.transformer_config)
+    built: list[list[ChunkSize]] = []
+    for stage, rank in enumerate(first_rank_of_stages(run)):
+        chunks = _chunks(size, layout, stage)
+        if chunks not in built or run.model.spec:
+            attempt(imaginary_rank, rank, build_parts)
+        built.append(chunks)
+    if has_data:
+        attempt(imaginary_place, 0, open_data)
 
 
 def planned_world_size(config: RunConfig) -> int:
@@ -193,19 +278,25 @@ def memory_of_stages(
 ) -> list[MemoryEstimate]:
     """Return the bytes of a rank of each pipeline stage."""
     in_flight = plan_report(_plan(run)).peak_live_activations
-    found = []
-    for rank in range(layout.num_ranks):
-        chunks = [
-            ChunkSize(
-                [size.layer_kinds[layer] for layer in layout.layers(rank, chunk)],
-                layout.has_embedding(rank, chunk),
-                layout.has_loss(rank, chunk),
-                predicts=layout.stage(rank, chunk) == layout.prediction_stage,
-            )
-            for chunk in range(layout.num_chunks)
-        ]
-        found.append(estimate_memory(run, size, chunks=chunks, chunks_in_flight=in_flight[rank]))
-    return found
+    return [
+        estimate_memory(
+            run, size, chunks=_chunks(size, layout, rank), chunks_in_flight=in_flight[rank]
+        )
+        for rank in range(layout.num_ranks)
+    ]
+
+
+def _chunks(size: ModelSize, layout: PipelineLayout, rank: int) -> list[ChunkSize]:
+    """Return what the chunks of a rank of a pipeline hold."""
+    return [
+        ChunkSize(
+            [size.layer_kinds[layer] for layer in layout.layers(rank, chunk)],
+            layout.has_embedding(rank, chunk),
+            layout.has_loss(rank, chunk),
+            predicts=layout.stage(rank, chunk) == layout.prediction_stage,
+        )
+        for chunk in range(layout.num_chunks)
+    ]
 
 
 def _memory(run: ResolvedRun, size: ModelSize, layout: PipelineLayout) -> list[str]:

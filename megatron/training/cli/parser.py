@@ -171,6 +171,8 @@ def _add(group: Any, spec: FlagSpec, parser: CommandParser) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_shown, value))
     return getattr(value, "name", None) or str(value)
 
 

@@ -254,9 +254,11 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
             "0 <= min-lr <= lr",
             "--lr",
             "--min-lr",
-            fix=f"use --min-lr {max(lr, 0) / 10:g}",
+            fix=f"use --lr 3e-4 --min-lr {max(min(min_lr, 3e-5), 0):g}"
+            if lr < 0
+            else f"use --min-lr {lr / 10:g}",
         )
-    if lr is not None and not 0 <= asked.lr_warmup_init <= lr:
+    if lr is not None and lr >= 0 and not 0 <= asked.lr_warmup_init <= lr:
         yield problem(
             f"--lr-warmup-init {asked.lr_warmup_init:g} with --lr {lr:g}.",
             "warm-up rises from its first rate to --lr",

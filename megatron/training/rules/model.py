@@ -13,6 +13,7 @@ from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
+from megatron.training.setup.layer_spec import LOCAL, imported_spec
 
 
 @rule
@@ -81,6 +82,16 @@ class _StageFields:
         self.account_for_loss_in_pipeline_split = run.parallelism.account_for_loss_in_pipeline_split
         self.pipeline_model_parallel_layout = run.parallelism.pipeline_model_parallel_layout
         self.mtp_num_layers = run.latent_attention.mtp_num_layers
+
+
+@rule
+def the_spec_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
+    """--spec names something in a module."""
+    try:
+        if run.model.spec and run.model.spec != LOCAL:
+            imported_spec(run.model.spec)
+    except ConfigError as error:
+        yield error
 
 
 @rule

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.dist_checkpointing.object_store import is_url
+from megatron.core.foundation.errors import ConfigError, MegatronError, MissingInputError
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.param_groups import parse_rule
 from megatron.core.settings.flags import kebab
@@ -53,7 +54,11 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     compact = optimizer.use_precision_aware_optimizer
     known = OPTIMIZERS.get(optimizer.optimizer)  # a name that is refused has no record
     if known is not None and known.update is None and (offloads or compact):
-        given = [("use_precision_aware_optimizer", compact), ("optimizer_cpu_offload", offloads)]
+        given = [
+            ("use_precision_aware_optimizer", compact),
+            ("optimizer_cpu_offload", optimizer.optimizer_cpu_offload),
+            ("optimizer_offload_path", optimizer.optimizer_offload_path),
+        ]
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(
             f"{names[0]} with --optimizer {optimizer.optimizer}.",
@@ -61,7 +66,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             " elsewhere",
             *names,
             "--optimizer",
-            fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
+            fix=f"drop {' and '.join(names)}; --use-distributed-optimizer shards its state",
         )
     if not 0.0 <= optimizer.optimizer_offload_fraction <= 1.0:
         yield problem(f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g}.",
@@ -177,17 +182,36 @@ def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[Megatr
 
 
 @rule
-def directories_of_what_is_offloaded(run: ResolvedRun) -> Iterator[MegatronError]:
+def directories_can_be_written_to(run: ResolvedRun) -> Iterator[MegatronError]:
     """Files can be made in the directories that are named for them."""
     for flag, path in (
         ("--optimizer-offload-path", run.optimizer.optimizer_offload_path),
         ("--param-offload-path", run.ddp.param_offload_path),
         ("--activation-offload-path", run.precision.activation_offload_path),
     ):
-        if path is not None and not (Path(path).is_dir() and os.access(path, os.W_OK)):
-            yield problem(
+        if path is not None and not _is_writable(Path(path)):
+            yield MissingInputError(
                 f"{flag} {path} is no directory that can be written to.",
-                "the directory exists on every node",
-                flag,
+                rule="the directory exists on every node",
+                flags=[flag],
                 fix=f"mkdir -p {path}",
             )
+    for flag, path in (
+        ("--tensorboard-dir", run.logging.tensorboard_dir),
+        ("--metrics-jsonl", run.logging.metrics_jsonl),
+        ("--data-cache-path", run.data.data_cache_path),
+    ):
+        if path is None or is_url(path):
+            continue
+        above = next(parent for parent in Path(path).absolute().parents if parent.exists())
+        if not _is_writable(above):
+            yield MissingInputError(
+                f"{flag} {path}: {above} is no directory that can be written to.",
+                rule="directories that do not exist yet are made",
+                flags=[flag],
+                fix=f"drop {flag}, or name a place in a directory that you may write to",
+            )
+
+
+def _is_writable(directory: Path) -> bool:
+    return directory.is_dir() and os.access(directory, os.W_OK)

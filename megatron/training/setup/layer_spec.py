@@ -13,37 +13,60 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
 
+LOCAL = ["local"]
+"""Megatron's word for layers in plain torch, in place of a module and a name."""
+
 
 def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
     `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
     TransformerConfig (or nothing), and vp_stage if it has such an argument, and returns one.
+    `--spec local` is --transformer-impl local.
+
+    Raises:
+        ConfigError: it cannot be imported, or not be called so.
     """
     model = from_args(ModelSettings, vars(args))
-    if not model.spec:
-        uses_engine = model.transformer_impl == "transformer_engine"
+    if not model.spec or model.spec == LOCAL:
+        uses_engine = model.transformer_impl == "transformer_engine" and not model.spec
         return get_gpt_decoder_block_spec(config, uses_engine, vp_stage=vp_stage)
-    found = import_module(_module_and_name(model.spec))
-    if found is None:
+    found = imported_spec(model.spec)
+    if not callable(found):
+        return found
+    signature = inspect.signature(found)
+    takes_config = any(
+        "config" in p.name or p.default is p.empty
+        for p in signature.parameters.values()
+        if p.name != "vp_stage" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
+    words = [config] if takes_config else []
+    options = {"vp_stage": vp_stage} if "vp_stage" in signature.parameters else {}
+    try:
+        signature.bind(*words, **options)
+    except TypeError as error:
         raise ConfigError(
-            f"--spec {' '.join(model.spec)} names nothing that can be imported.",
+            f"--spec {' '.join(model.spec)} cannot be called with a config alone: {error}.",
+            rule="a function of --spec takes the TransformerConfig, or nothing, and maybe vp_stage",
+            flags=["--spec"],
+            fix="write a function of the config that calls it, and name that function",
+        ) from error
+    return found(*words, **options)
+
+
+def imported_spec(words: list[str]) -> Any:
+    """Return the object that --spec names.
+
+    Raises:
+        ConfigError: the words are no module and name, or it cannot be imported.
+    """
+    path = ".".join(words)
+    module, _, name = path.rpartition(".")
+    if len(words) > 2 or not module or not name or module.startswith("."):
+        raise ConfigError(
+            f"--spec {' '.join(words)} is no module with a name.",
             rule="--spec is a module and the name of a spec or function in it",
             flags=["--spec"],
             fix="use --spec package.module name, with the package on PYTHONPATH",
         )
-    if not callable(found):
-        return found
-    if "vp_stage" in inspect.signature(found).parameters:
-        return found(config, vp_stage=vp_stage)
-    try:
-        return found(config)
-    except TypeError:
-        return found()
-
-
-def _module_and_name(words: list[str]) -> tuple[str, str]:
-    if len(words) == 1:
-        module, _, name = words[0].rpartition(".")
-        return module, name
-    return words[0], words[1]
+    return import_module((module, name))

@@ -1,4 +1,4 @@
-"""Which ranks read data."""
+"""Which ranks begin a pipeline stage, and which read data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from argparse import Namespace
 
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.topology.rank_grid import plan_layout
 from megatron.training.arguments import run_as_in
+from megatron.training.config.resolved import ResolvedRun
 
 
 def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bool:
@@ -24,3 +26,18 @@ def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bo
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()
     return layout.reads_tokens(pp_rank, vp_stage)
+
+
+def first_rank_of_stages(run: ResolvedRun) -> list[int]:
+    """Return the first global rank of each pipeline stage."""
+    sizes = run.parallelism
+    layout = plan_layout(
+        run.topology.world_size,
+        tp=sizes.tensor_model_parallel_size,
+        pp=sizes.pipeline_model_parallel_size,
+        cp=sizes.context_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+        expert_tp=sizes.expert_tensor_parallel_size,
+        order=run.topology.rank_order,
+    )
+    return next(ranks for ranks in layout.dense.groups("pp") if 0 in ranks)

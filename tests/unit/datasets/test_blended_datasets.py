@@ -9,6 +9,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle
 from tests.unit.datasets.corpora import (
@@ -120,6 +121,16 @@ def test_an_empty_part_that_is_wanted_is_refused_and_otherwise_left_out(corpora)
     assert "--split 969,30,1" in str(caught.value)
     parts = build([5, 5, 0], blend=([corpora[2]], None), split="969,30,1")
     assert [part is None for part in parts] == [False, False, True]
+
+
+def test_an_empty_corpus_is_refused_as_such_and_no_share_is_advised(tmp_path):
+    IndexedDatasetBuilder(str(tmp_path / "none.bin"), dtype=np.uint16).finalize(
+        str(tmp_path / "none.idx")
+    )
+    with pytest.raises(DataError) as caught:
+        build([5, 0, 0], blend=([str(tmp_path / "none")], None), split="1,0,0")
+    assert f"the corpus {tmp_path / 'none'} is empty" in str(caught.value)
+    assert "--split" not in str(caught.value)
 
 
 def test_a_missing_corpus_in_a_blend_is_named(corpora):

@@ -163,7 +163,7 @@ def test_a_merged_corpus_is_the_documents_one_after_the_other(tmp_path):
 def test_merging_another_type_is_refused_and_nothing_is_left(tmp_path):
     other = write(str(tmp_path / "a"), dtype=np.int32)
     with (
-        pytest.raises(DataError, match="byte 17: found tokens of type int32, expected uint16"),
+        pytest.raises(DataError, match="tokens of type int32 are added to tokens of type uint16"),
         IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16) as builder,
     ):
         builder.add_index(other)

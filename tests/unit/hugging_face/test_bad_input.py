@@ -7,9 +7,12 @@ import struct
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
+from megatron.core.transformer.yarn import yarn_inverse_frequencies
 from megatron.hugging_face import family_of_settings, open_model, read_model_directory
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.training.checkpointing.hugging_face import note_on_precision
@@ -47,7 +50,6 @@ def change_config(model, **fields):
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5,
                            "original_max_position_embeddings": 16}}, "attention_factor"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
@@ -64,6 +66,20 @@ def test_a_config_that_is_not_understood_is_refused(model, fields, named):
     change_config(model, **fields)
     with pytest.raises(ConfigError, match=named):
         read_model_directory(model)
+
+
+def test_yarn_without_the_length_before_it_stretches_as_transformers_does(model):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0}
+    change_config(model, rope_scaling=scaling)
+    settings = read_model_directory(model).settings
+    config = transformers.AutoConfig.from_pretrained(model)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, device=torch.device("cpu"))
+    found = yarn_inverse_frequencies(
+        2 * len(expected), settings.rotary_base, factor=settings.rotary_scaling_factor,
+        original_context=settings.original_max_position_embeddings,
+        beta_fast=settings.beta_fast, beta_slow=settings.beta_slow,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
 
 
 def test_what_a_program_notes_for_itself_does_not_stop_the_load(model):

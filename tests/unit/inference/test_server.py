@@ -253,6 +253,19 @@ def test_what_cannot_be_done_is_said(server, fields, status, message):
     assert message in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": ""}, "invalid_prompt"),
+        ({"prompt": [1_000_000]}, "invalid_prompt"),
+        ({"max_tokens": 1000}, "context_length_exceeded"),
+    ],
+)
+def test_only_a_prompt_that_is_too_long_has_the_code_of_one(server, fields, code):
+    body = {"model": "model", "prompt": "a", "max_tokens": 1, **fields}
+    assert posted(server[0], body)[2]["error"]["code"] == code
+
+
 def test_more_than_the_queue_holds_is_told_to_come_again(server):
     port, service = server
     body = {"model": "model", "prompt": ["a"] * 6, "max_tokens": 90}

@@ -87,12 +87,14 @@ class ShapeConfig:
                 )
             )
         if groups is None or groups < 1 or heads % groups:
+            near = min(max(groups or 1, 1), heads)
+            near -= next(less for less in range(near) if heads % (near - less) == 0)
             problems.append(
                 ConfigError(
                     f"num_attention_heads={heads} cannot be shared by num_query_groups={groups}.",
                     rule="each key/value head serves a whole number of query heads",
                     flags=["--num-attention-heads", "--num-query-groups"],
-                    fix=f"use a number of query groups that divides {heads}",
+                    fix=f"use --num-query-groups {near}",
                 )
             )
         return problems

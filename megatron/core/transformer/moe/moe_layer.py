@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
-from megatron.core.foundation.errors import refuse_given
+from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -73,7 +73,13 @@ class MoELayer(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config)
-        assert config.num_moe_experts and submodules is not None
+        if not config.num_moe_experts or submodules is None:
+            raise ConfigError(
+                "a layer of experts in a model without experts.",
+                rule="the spec of the layers fits the config",
+                flags=["--spec", "--num-experts"],
+                fix="use --num-experts 8, or a spec without experts",
+            )
         self.pg_collection = groups = resolve_groups(pg_collection)
         self.layer_number = 0
         num_local_experts = divide(config.num_moe_experts, groups.ep.size())

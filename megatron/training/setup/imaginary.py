@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,7 +34,6 @@ from megatron.core.kernels.block_mask import MaskSpec, Tile, tiles
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE
 from megatron.core.kernels.vocab_softmax import row_blocks
 from megatron.core.parameters.rng import SequenceShard
-from megatron.planner.tracing.ledger import device_of
 
 _SIMPLE = {
     torch.ops.aten.slice.Tensor,
@@ -130,6 +130,11 @@ class QuickFakeTensorMode(FakeTensorMode):
 def _device_of(argument: Any) -> torch.device | None:
     """Return the device of a tensor; None of anything else."""
     return device_of(argument) if isinstance(argument, Tensor) else None
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor; to ask one without values for it is an operation."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 class HostAnswers:
@@ -300,21 +305,11 @@ def _rows_that_miss(backend: str) -> int:
 
 
 @contextmanager
-def imaginary_rank(
-    rank: int,
-    world_size: int,
-    *,
-    backend: str = "gloo",
-    routed_share: float = 0.0,
-    repeats: bool = False,
-) -> Iterator[FakeTensorMode]:
-    """Make this process one rank of `world_size` ones; tensors made inside have no memory.
+def imaginary_place(rank: int, world_size: int, *, backend: str = "gloo") -> Iterator[None]:
+    """Make this process one rank of `world_size` ones; its tensors are real, its peers are not.
 
     Args:
         backend: whose ways of moving tensors are taken: "gloo" or "nccl".
-        routed_share: see `HostAnswers`.
-        repeats: whether what repeats for all parts of a tensor is done for each of them, and not
-            for the largest one alone.
     Raises:
         TopologyError: this process is a rank of a real run.
     """
@@ -324,20 +319,45 @@ def imaginary_rank(
             rule="an imaginary rank needs a process that belongs to no process group",
             fix="plan before torch.distributed.init_process_group, or in a process of its own",
         )
+    report = sys.excepthook  # torch puts the rank before each line of it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as stack:
             for name, answer in _answers_of_others(backend).items():
                 stack.enter_context(mock.patch.object(dist, name, answer))
-            stack.enter_context(mock.patch(_MISSING_ROWS, return_value=_rows_that_miss(backend)))
-            for function, without_values in (*_WITHOUT_VALUES, *(() if repeats else _PARTS)):
-                stack.enter_context(mock.patch(function, without_values))
-            # What `Module.to` does with real tensors.
-            stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
-            mode = stack.enter_context(QuickFakeTensorMode())
-            stack.enter_context(HostAnswers(routed_share).given())
-            yield mode
+            yield
     finally:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        sys.excepthook = report
+
+
+@contextmanager
+def imaginary_rank(
+    rank: int,
+    world_size: int,
+    *,
+    backend: str = "gloo",
+    routed_share: float = 0.0,
+    repeats: bool = False,
+) -> Iterator[FakeTensorMode]:
+    """Make this process an `imaginary_place` in which new tensors have no memory.
+
+    Args:
+        rank, world_size, backend: see `imaginary_place`.
+        routed_share: see `HostAnswers`.
+        repeats: whether what repeats for all parts of a tensor is done for each of them, and not
+            for the largest one alone.
+    Raises:
+        TopologyError: this process is a rank of a real run.
+    """
+    with imaginary_place(rank, world_size, backend=backend), ExitStack() as stack:
+        stack.enter_context(mock.patch(_MISSING_ROWS, return_value=_rows_that_miss(backend)))
+        for function, without_values in (*_WITHOUT_VALUES, *(() if repeats else _PARTS)):
+            stack.enter_context(mock.patch(function, without_values))
+        # What `Module.to` does with real tensors.
+        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
+        mode = stack.enter_context(QuickFakeTensorMode())
+        stack.enter_context(HostAnswers(routed_share).given())
+        yield mode
