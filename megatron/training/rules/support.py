@@ -76,6 +76,9 @@ def refusals(config: RunConfig) -> list[MegatronError]:
         hashable = value if not isinstance(value, list) else None
         instead = spec.metadata.refuse or spec.metadata.refuse_values.get(hashable, "")
         if instead:
+            takes_another_flag = "--" in instead and spec.flag not in instead
+            if takes_another_flag and not instead.startswith(("drop it", "leave it out")):
+                instead = f"drop {spec.flag}; {instead}"
             problems.append(
                 ConfigError(
                     f"{_as_typed(spec, value)} is not supported yet.",
