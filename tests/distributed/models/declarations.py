@@ -2,9 +2,9 @@
 
 A parameter declares how it is split and over which axes its gradient is a partial sum. The job here
 computes the gradients of tiny models in a layout, without any sum after backward. `problem_of` sums
-them over the declared axes and over data-parallel ranks, and compares the sum with the shard of one
-process's gradient. It is a function of gradients and declarations, so a test can try other
-declarations without another run.
+them over the declared axes, over data-parallel ranks and over the declared copies of other stages,
+and compares the sum with the shard of one process's gradient. It is a function of gradients and
+declarations, so a test can try other declarations without another run.
 
 The job can also leave out the collectives of one call site: each rank keeps its own tensor.
 """
@@ -34,6 +34,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters.initialization import canonical_names
 from megatron.core.parameters.param_meta import ParamMeta, full_shape, get_param_meta, shard_of
 from megatron.core.parameters.rng import rng_state
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.add_adapters import add_adapters
@@ -41,12 +42,13 @@ from megatron.core.transformer.low_rank_adapter import EXPERT_TARGETS, AdapterSe
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work
+from megatron.core.utils import get_model_config
 from tests.harness.precision import precision
 from tests.harness.tolerances import FP64_REORDERED_SUM
 from tests.parity import encoder_case, training_case
 from tests.parity.layouts import LayoutCase
 
-AXES = ("tp", "cp", "ep", "expt_tp", "dp_cp", "expt_dp")
+AXES = ("pp", "tp", "cp", "ep", "expt_tp", "dp_cp", "expt_dp")
 SAMPLES = 2
 LAYOUTS = {
     name: LayoutCase(samples=SAMPLES, **axes)
@@ -57,6 +59,7 @@ LAYOUTS = {
         "gathered": dict(cp=2, cp_kind="all_gather", dp=2, ep=2),
         "sequence": dict(tp=2, sp=True, dp=2, ep=2),
         "plain": dict(tp=2, dp=2),
+        "stages": dict(tp=2, sp=True, pp=2),
     }.items()
 }
 
@@ -108,7 +111,9 @@ class Model:
 
 _ALL = ("ring", "heads", "gathered", "sequence", "plain")
 MODELS: dict[str, Model] = {
-    "gpt2": Model(_ALL, {}, tied=True, positions="learned_absolute"),
+    "gpt2": Model((*_ALL, "stages"), {}, tied=True, positions="learned_absolute"),
+    "later tokens": Model(("stages",), {**_GATED, "mtp_num_layers": 1}, tied=True),
+    "later tokens, untied": Model(("stages",), {**_GATED, "mtp_num_layers": 1}),
     "llama": Model(
         _ALL, {**_GATED, "num_query_groups": 4, "qk_layernorm": True, "add_qkv_bias": True,
                "attention_output_gate": True, "softmax_type": "learnable"},
@@ -164,9 +169,9 @@ MODELS: dict[str, Model] = {
         ("ring", "gathered"), {**_EXPERTS, "moe_grouped_gemm": False},
         adapters=AdapterSettings(rank=4, alpha=8, target_modules=EXPERT_TARGETS),
     ),
-    "bert": Model(("ring", "plain"), encoder="bert", words=_SHAPE),
+    "bert": Model(("ring", "plain", "stages"), encoder="bert", words=_SHAPE),
     "t5": Model(
-        ("sequence", "plain"), encoder="t5",
+        ("sequence", "plain", "stages"), encoder="t5",
         words=(*_SHAPE, "--encoder-num-layers", "1", "--decoder-num-layers", "1",
                "--decoder-seq-length", "16", "--position-embedding-type", "relative",
                "--relative-attention-num-buckets", "8", "--relative-attention-max-distance", "16"),
@@ -213,12 +218,22 @@ def problem_of(name: str, reports: Sequence[Report], whole: Tensor, meta: ParamM
     Args:
         whole: the gradient of one process.
     """
-    grads = {r: report.held[name].grad for r, report in enumerate(reports) if name in report.held}
+    copies = {rank: copies_of(name, report) for rank, report in enumerate(reports)}
+    grads = {rank: sum(copy.grad for copy in found) for rank, found in copies.items() if found}
+    for rank in grads:
+        stages = reports[rank].places["pp"][1]
+        originals = [c for peer in stages for c in copies[peer] if c.meta.tied_to is None]
+        if len(originals) != 1:
+            return f"{len(originals)} stages hold it as the original"
     for axis in (*meta.partial_grad_axes, "expt_dp" if meta.is_expert else "dp_cp"):
         members = {rank: reports[rank].places[axis][1] for rank in grads}
         if not all(peer in grads for peers in members.values() for peer in peers):
             return f"some ranks of {axis} do not hold it"
         grads = {rank: sum(grads[peer] for peer in peers) for rank, peers in members.items()}
+    grads = {
+        rank: sum(grads[peer] for peer in reports[rank].places["pp"][1] if peer in grads)
+        for rank in grads
+    }
     for rank, grad in grads.items():
         place, peers = reports[rank].places[meta.split_axis or "tp"]
         size = len(peers) if meta.split_dim is not None else 1
@@ -235,6 +250,11 @@ def problem_of(name: str, reports: Sequence[Report], whole: Tensor, meta: ParamM
         if not excess <= 1:
             return f"rank {rank} is {float(excess):.2g} times the tolerance away from one process"
     return None
+
+
+def copies_of(name: str, report: Report) -> list[Held]:
+    """Return what a rank holds of a parameter: itself, and what is declared to be tied to it."""
+    return [held for own, held in report.held.items() if (held.meta.tied_to or own) == name]
 
 
 def _rms(x: Tensor) -> float:
@@ -257,8 +277,11 @@ def report_models(
 
 def _report(groups, layout, model, left_out, vocab_file) -> Report:
     rng_state().set_seed(training_case.SEED)
+    seq_length, decoder_seq_length = training_case.SEQUENCE, None
     if model.encoder:
-        chunk, forward_step, batches = _encoder(groups, layout, model, vocab_file)
+        chunk, forward_step, batches, seq_length, decoder_seq_length = _encoder(
+            groups, layout, model, vocab_file
+        )
     else:
         chunk = _gpt(groups, layout, model)
         forward_step = training_case.forward_step
@@ -268,15 +291,16 @@ def _report(groups, layout, model, left_out, vocab_file) -> Report:
     if model.adapters is not None:
         add_adapters([chunk], model.adapters, groups)
     chunk.double()
+    get_model_config(chunk).pipeline_dtype = torch.float64
     names = canonical_names(chunk)
     for name, parameter in chunk.named_parameters():
         _add_noise(names[name], parameter, groups)
     rng_state().begin_step(0, micro_batch_size=1, dp_rank=groups.dp.rank(), dp_size=layout.dp)
     with _call_sites(left_out) as sites:
-        get_forward_backward_func(pp_size=1, vp_size=1)(
+        get_forward_backward_func(pp_size=layout.pp, vp_size=1)(
             forward_step_func=forward_step, data_iterator=iter(batches), model=chunk,
-            num_microbatches=layout.num_microbatches, seq_length=16, micro_batch_size=1,
-            pg_collection=groups,
+            num_microbatches=layout.num_microbatches, seq_length=seq_length,
+            decoder_seq_length=decoder_seq_length, micro_batch_size=1, pg_collection=groups,
         )  # fmt: skip
     held = {
         names[name]: Held(
@@ -306,6 +330,7 @@ def _place(group) -> tuple[int, list[int]]:
 def _add_noise(name: str, parameter: nn.Parameter, groups: ProcessGroupCollection) -> None:
     """Move a parameter away from zero and one, where wrong gradients may vanish."""
     meta = get_param_meta(parameter)
+    name = meta.tied_to or name
     group = getattr(groups, meta.split_axis or "tp")
     size = group.size() if meta.split_dim is not None else 1
     shape = full_shape(parameter.shape, meta, size)
@@ -314,7 +339,7 @@ def _add_noise(name: str, parameter: nn.Parameter, groups: ProcessGroupCollectio
 
 
 def _gpt(groups: ProcessGroupCollection, layout: LayoutCase, model: Model) -> GPTModel:
-    fields = {"num_layers": 1, **model.fields}
+    fields = {"num_layers": 2, **model.fields}
     if letters := fields.get("hybrid_layer_pattern"):
         fields |= {"num_layers": len(letters.partition("/")[0]), "mtp_num_layers": 1}
     if "num_moe_experts" in fields:
@@ -325,29 +350,35 @@ def _gpt(groups: ProcessGroupCollection, layout: LayoutCase, model: Model) -> GP
         hidden_size=32, num_attention_heads=8, ffn_hidden_size=48, init_method_std=0.1,
         hidden_dropout=0.0, attention_dropout=0.0, unpadded_vocab_size=training_case.VOCABULARY,
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.sp,
-        context_parallel_size=layout.cp, cp_comm_type=layout.cp_kind, **fields,
+        context_parallel_size=layout.cp, cp_comm_type=layout.cp_kind,
+        pipeline_model_parallel_size=layout.pp, **fields,
     )  # fmt: skip
-    layers = get_gpt_decoder_block_spec(config, model.engine, pp_rank=0)
+    stage, stages = groups.pp.rank(), pipeline_layout(config)
+    layers = get_gpt_decoder_block_spec(config, model.engine, pp_rank=stage)
     return GPTModel(
         config,
         layers,
         vocab_size=96,
         max_sequence_length=training_case.SEQUENCE,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, model.engine),
+        pre_process=stages.has_embedding(stage, 0),
+        post_process=stages.has_loss(stage, 0),
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type=model.positions,
         pg_collection=groups,
     )
 
 
-def _encoder(groups, layout, model, vocab_file) -> tuple[nn.Module, Any, list[Any]]:
+def _encoder(groups, layout, model, vocab_file) -> tuple[nn.Module, Any, list[Any], int, int]:
     case = encoder_case.case_of(model.encoder)
     run = encoder_case.resolved(layout, model.words, model.encoder)
     samples = case.dataset(vocab_file, run.encoders.bert_binary_head)
     collate = getattr(samples, "collate", torch.utils.data.default_collate)
     rows = range(groups.dp.rank(), SAMPLES, layout.dp)
     (chunk,) = case.build_chunks(run, groups)
-    return chunk, case.forward_step, [collate([samples[row]]) for row in rows]
+    batches = [collate([samples[row]]) for row in rows]
+    lengths = run.model.seq_length, run.encoders.decoder_seq_length
+    return chunk, case.forward_step, batches, *lengths
 
 
 # Call sites of collectives --------------------------------------------------------------------

@@ -19,7 +19,14 @@ from torch import nn
 
 import megatron.core
 from megatron.core.parameters.param_meta import ParamMeta
-from tests.distributed.models.declarations import LAYOUTS, MODELS, Report, problem_of, report_models
+from tests.distributed.models.declarations import (
+    LAYOUTS,
+    MODELS,
+    Report,
+    copies_of,
+    problem_of,
+    report_models,
+)
 from tests.harness.distributed import run_distributed
 from tests.parity.encoder_case import write_vocabulary
 
@@ -78,16 +85,17 @@ class Measured:
         layout = LAYOUTS[layout_name]
         by_rank = run_distributed(
             report_models, layout.world_size, layout_name, runs, self.vocab_file, timeout_s=240.0,
-            tp=layout.tp, cp=layout.cp, ep=layout.ep, expt_tp=layout.expt_tp,
+            tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, expt_tp=layout.expt_tp,
         )  # fmt: skip
         return [list(reports) for reports in zip(*by_rank, strict=True)]
 
     def problems(self, model: str, reports: list[Report]) -> list[str]:
         """Return which parameters' gradients break their declarations, and how."""
-        assert set().union(*(report.held for report in reports)) == self.whole[model].keys()
+        names = {held.meta.tied_to or n for report in reports for n, held in report.held.items()}
+        assert names == self.whole[model].keys()
         found = []
         for name, whole in self.whole[model].items():
-            for meta in {report.held[name].meta for report in reports if name in report.held}:
+            for meta in {held.meta for report in reports for held in copies_of(name, report)}:
                 if problem := problem_of(name, reports, whole, meta):
                     found.append(f"{name}: {problem}")
         return found
@@ -148,9 +156,15 @@ def test_every_wrong_declaration_is_found(measured):
         for name, whole in measured.whole[model].items():
             report = next(report for report in reports if name in report.held)
             held = report.held[name]
-            for kind, wrong in _wrong_declarations(report, held.meta, whole.dim()):
+            faults = [
+                (kind, reports, wrong)
+                for kind, wrong in _wrong_declarations(report, held.meta, whole.dim())
+            ]
+            if any(copy.meta.tied_to for r in reports for copy in copies_of(name, r)):
+                faults.append(("is not tied", [_untied(name, r) for r in reports], held.meta))
+            for kind, wrong_reports, wrong in faults:
                 planted[held.owner, kind] += 1
-                if problem_of(name, reports, whole, wrong) is None:
+                if problem_of(name, wrong_reports, whole, wrong) is None:
                     missed.append(f"{kind}: {model} in {layout}, {name}")
                 else:
                     found[held.owner, kind] += 1
@@ -159,6 +173,14 @@ def test_every_wrong_declaration_is_found(measured):
     owners = {held.owner for r in measured.reports.values() for held in r[0].held.values()}
     assert owners == {owner for owner, kind in planted if kind.startswith("adds")}
     assert owners == {owner for owner, kind in planted if kind.startswith("splits")}
+
+
+def _untied(name: str, report: Report) -> Report:
+    held = {
+        own: replace(h, meta=replace(h.meta, tied_to=None)) if h.meta.tied_to == name else h
+        for own, h in report.held.items()
+    }
+    return replace(report, held=held)
 
 
 def _wrong_declarations(
