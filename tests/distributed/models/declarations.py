@@ -59,7 +59,7 @@ LAYOUTS = {
         "gathered": dict(cp=2, cp_kind="all_gather", dp=2, ep=2),
         "sequence": dict(tp=2, sp=True, dp=2, ep=2),
         "plain": dict(tp=2, dp=2),
-        "stages": dict(tp=2, sp=True, pp=2),
+        "stages": dict(tp=2, sp=True, pp=2, schedule="zb-h1"),
     }.items()
 }
 
@@ -351,7 +351,7 @@ def _gpt(groups: ProcessGroupCollection, layout: LayoutCase, model: Model) -> GP
         hidden_dropout=0.0, attention_dropout=0.0, unpadded_vocab_size=training_case.VOCABULARY,
         tensor_model_parallel_size=layout.tp, sequence_parallel=layout.sp,
         context_parallel_size=layout.cp, cp_comm_type=layout.cp_kind,
-        pipeline_model_parallel_size=layout.pp, **fields,
+        pipeline_model_parallel_size=layout.pp, pipeline_schedule=layout.schedule, **fields,
     )  # fmt: skip
     stage, stages = groups.pp.rank(), pipeline_layout(config)
     layers = get_gpt_decoder_block_spec(config, model.engine, pp_rank=stage)

@@ -54,8 +54,6 @@ _INTEGERS = "exchanges integers, which have no gradient"
 SITES_ELSEWHERE = {
     "low_precision.products:LinearProducts.call": _INTEGERS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
-    "tensor_parallel.linear_with_overlap:_deferred_weight_gradient": "runs in schedules that split"
-    " backward, over several stages",
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
     "transformer.moe.static_exchange:StaticPlan.of": _INTEGERS,
     "transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch": _INTEGERS,
