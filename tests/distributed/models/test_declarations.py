@@ -32,7 +32,7 @@ from tests.parity.encoder_case import write_vocabulary
 
 pytestmark = pytest.mark.distributed
 
-_ENGINE = "needs Transformer Engine; the GPU tests build it"
+_ENGINE = "needs Transformer Engine: `tests/gpu_without_gpu` has a stand-in for it"
 _WRAPPER = "wraps a whole model and has no parameters of its own"
 MODULES_ELSEWHERE = {
     "distributed.distributed_data_parallel.DistributedDataParallel": _WRAPPER,
