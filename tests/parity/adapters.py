@@ -24,11 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import peft
 import torch
@@ -52,7 +50,6 @@ from megatron.core.transformer.low_rank_adapter import (
     AdapterSettings,
     is_of_adapter,
 )
-from megatron.core.transformer.moe.router import ROUTER_DTYPES
 from megatron.hugging_face import (
     PeftAdapter,
     load_adapters,
@@ -60,6 +57,7 @@ from megatron.hugging_face import (
     read_model_directory,
 )
 from tests.harness.distributed import run_distributed
+from tests.harness.precision import precision
 from tests.parity.training_case import named_parameters, whole_gradient
 from tests.unit.hugging_face.models import VOCAB, our_model, their_model
 
@@ -98,21 +96,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Name -> sizes of axes, number of ranks where these do not say it, and the stage of ZeRO; None is
 torch's FSDP2."""
 ROWS, LENGTH, TEXT_SEED = 4, 16, 8
-
-
-@contextmanager
-def precision(dtype: torch.dtype) -> Iterator[None]:
-    """Compute in `dtype` throughout: code that asks for fp32 gets it, too."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, before)
-        if dtype == torch.float64:
-            for name in ("float32", "float"):
-                stack.enter_context(mock.patch.object(torch, name, dtype))
-            stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
-            stack.enter_context(mock.patch.dict(ROUTER_DTYPES, fp32=dtype))
-        yield
 
 
 def text(seed: int = TEXT_SEED) -> Tensor:
