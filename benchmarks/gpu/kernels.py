@@ -41,10 +41,10 @@ from megatron.core.kernels.norms import ADDED_NORM, RMS_NORM, torch_rms_norm
 from megatron.core.kernels.permutation import PERMUTATION
 from megatron.core.kernels.registry import KernelTable, Request
 from megatron.core.kernels.rotary import ROTARY
-from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX
+from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, RowStatistics, Targets
+from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.low_precision.formats import E4M3
 from megatron.core.low_precision.scaling import SCALED_ROUNDING
-from megatron.core.parameters.param_meta import main_grad_addmm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -256,13 +256,25 @@ def rotation(bench: Bench) -> Case:
     return Case([*candidates, bench.compiled(plain)], (query, cos, sin), 2 * n, 2 * n)
 
 
-def softmax(bench: Bench) -> Case:
-    """The softmax over the vocabulary times a factor of each row, out of place."""
+def loss_passes(bench: Bench) -> Case:
+    """The two passes of the cross entropy: statistics of rows of logits, and the gradient."""
     rows, columns = bench.tokens, bench.sizes.vocab_size
     logits, out = bench.random(rows, columns, grad=False), bench.random(rows, columns, grad=False)
-    factors = torch.rand(rows, device=bench.where)
-    candidates = bench.table(ROW_SOFTMAX, call=lambda run: lambda x, out, f: run(x, out, f, None))
-    return Case(candidates, (logits, out, factors), 2.0 * 3 * logits.numel())
+    labels = bench.ids(columns, rows).unsqueeze(1)
+    targets = Targets(labels, torch.ones_like(labels, dtype=torch.bool), columns)
+    scale, local = (torch.rand(shape, device=bench.where) for shape in (rows, (3, rows)))
+
+    def call(make: Callable[..., Any]) -> Callable[..., object]:
+        kernel = make()
+
+        def both(logits: Tensor, out: Tensor) -> None:
+            kernel.measure(logits, targets, local, in_place=False)
+            found = RowStatistics(local[0], local[0], local[0], local[1], None)
+            kernel.gradient(logits, out, found, targets, scale)
+
+        return both
+
+    return Case(bench.table(CROSS_ENTROPY, call=call), (logits, out), 2.0 * 3 * logits.numel())
 
 
 def cross_entropy(bench: Bench) -> Case:
@@ -358,9 +370,8 @@ def weight_gradient(bench: Bench) -> Case:
     main = torch.zeros(weight.shape, device=bench.where)
     weight.main_grad, weight.main_grad_is_fresh = main, False  # type: ignore[attr-defined]
     candidates = [
-        Candidate("ours", lambda grad, x: main_grad_addmm(weight, grad.t(), x)),
+        *bench.table(WEIGHT_GRADIENT, call=lambda run: lambda grad, x: run(weight, grad.t(), x)),
         Candidate("product in bf16 alone", lambda grad, x: grad.t() @ x),
-        Candidate("apart", lambda grad, x: main.add_(grad.t() @ x)),
     ]
     return Case(candidates, (grad, x), forward_flops=2.0 * bench.tokens * weight.numel())
 
@@ -452,7 +463,7 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "residual and RMSNorm": added_norm,
     "rotation": rotation,
     "Adam": adam,
-    "softmax": softmax,
+    "passes of the cross entropy": loss_passes,
     "attention": attention,
     "expert products": expert_products,
     "permutation": permutation,
@@ -524,7 +535,7 @@ def rate_of_a_copy(bench: Bench) -> float:
 
 def once(bench: Bench) -> None:
     """Run three of our kernels, for a profiler that repeats each of them."""
-    for make in (softmax, norm, gated):
+    for make in (loss_passes, norm, gated):
         case = make(bench)
         run = next((c.run for c in case.candidates if c.name == "triton"), "no entry")
         if isinstance(run, str):

@@ -1,4 +1,4 @@
-"""Softmax over the columns of a rank, row block by row block, and the table of its kernels.
+"""Softmax and cross entropy over the columns of a rank, and the tables of their kernels.
 
 The passes over logits are bound by memory, so each block of rows is small enough to stay in the
 cache (on an accelerator: large enough to fill it) and arithmetic is fp32 whatever the dtype of the
@@ -8,7 +8,8 @@ logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -83,10 +84,23 @@ def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     return VOCAB_SOFTMAX.choose(Request.of(out)).kernel.run(logits, out)
 
 
-def softmax_by_blocks(
-    logits: Tensor, out: Tensor | None, factors: Tensor | None, sums: Tensor | None
+def row_softmax(
+    logits: Tensor,
+    *,
+    out: Tensor | None = None,
+    factors: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `row_softmax`; logits and out [r, c]. A block of rows is in the arithmetic dtype."""
+    """Find the denominators of the softmax over the local columns, and write it if asked.
+
+    Args:
+        logits: [r, c] of any float dtype.
+        out: [r, c] of the same dtype, may be `logits` itself: receives the softmax times `factors`.
+        factors: [r] in the arithmetic dtype; None is 1.
+        sums: [r] in the arithmetic dtype, receives the sum of the logits.
+    Returns:
+        two [r] in the arithmetic dtype; see `local_softmax`.
+    """
     rows, columns = logits.shape
     dtype = arithmetic_dtype(logits)
     statistics = torch.empty((2, rows), dtype=dtype, device=logits.device)
@@ -108,38 +122,143 @@ def softmax_by_blocks(
     return statistics[0], statistics[1]
 
 
-RowSoftmax: TypeAlias = Callable[
-    [Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
-]
-_BY_BLOCKS = Kernel("by-blocks", softmax_by_blocks)
+def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
+    """Multiply the rows of x [t, c] by coefficients [t] in place, rounding once."""
+    if x.dtype == coefficient.dtype:
+        x.mul_(coefficient.unsqueeze(-1))
+        return
+    rows, columns = x.shape
+    scratch = scratch_block(x, columns)
+    for block in row_blocks(rows, columns, x.device):
+        part = scratch[: block.stop - block.start].copy_(x[block])
+        x[block].copy_(part.mul_(coefficient[block].unsqueeze(-1)))
 
-ROW_SOFTMAX: KernelTable[RowSoftmax] = KernelTable(
-    "softmax of whole rows",
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What a cross entropy knows of each row, [r] each, in the arithmetic dtype."""
+
+    loss: Tensor
+    label_probability: Tensor
+    """Probability of the label: the gradient there is p - 1, which would cancel in bf16."""
+    highest: Tensor
+    """Highest logit of all ranks' columns."""
+    log_sum: Tensor
+    """Logarithm of the sum of all ranks' exponentials relative to it."""
+    local_fraction: Tensor | None
+    """Probability mass of this rank's columns; None: it has all columns."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is wanted of rows of logits [r, c]: the gradient of a loss is p - target, scaled."""
+
+    columns: Tensor
+    """[r, 1] column of the label; any where it belongs to another rank."""
+    is_local: Tensor
+    """[r, 1] whether the label's column is here."""
+    num_valid: int
+    """Columns that are ids; they come first, the others are padding."""
+    on_label: float = 1.0
+    """Probability that the label is to have beyond the uniform part."""
+    uniform: float = 0.0
+    """Probability that each id is to have (label smoothing)."""
+
+
+class LogitRows(Protocol):
+    """The two passes of a cross entropy over rows of logits."""
+
+    def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
+        """Compute what the loss needs, from at least one column of ids.
+
+        Args:
+            logits: [r, c], contiguous; with `in_place` `gradient` will write into them.
+            local: [3 or 4, r], receives the highest logit, the log of the sum of exponentials
+                relative to it, the logit of the label (zero where it is not here) and the sum of
+                the logits.
+        """
+
+    def gradient(
+        self,
+        rows: Tensor,
+        out: Tensor,
+        statistics: RowStatistics,
+        targets: Targets,
+        scale: Tensor | None,
+    ) -> None:
+        """Write the gradient of the logits, zeros at padding.
+
+        Args:
+            rows: [r, c], the logits; what `measure` has made of them if it was `in_place`.
+            out: [r, c]; `rows` itself if it was `in_place`.
+            scale: [r] in the arithmetic dtype, the gradient of each row's loss; None is 1.
+        """
+
+
+class KeptSoftmax:
+    """In place, `measure` leaves the softmax over the columns here, rounded to their dtype.
+
+    No exponential is computed twice, which a processor would wait for; see `LogitRows`.
+    """
+
+    def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
+        """See `LogitRows`; [r, c] -> [3 or 4, r]."""
+        label_logit = logits.gather(1, targets.columns).to(local.dtype)
+        local[2] = label_logit.masked_fill_(~targets.is_local, 0.0).squeeze(1)
+        columns = logits[:, : targets.num_valid]
+        local[0], local[1] = row_softmax(
+            columns, out=columns if in_place else None, sums=local[3] if len(local) > 3 else None
+        )
+        if in_place and targets.num_valid < logits.shape[1]:
+            logits[:, targets.num_valid :].zero_()
+
+    def gradient(
+        self,
+        rows: Tensor,
+        out: Tensor,
+        statistics: RowStatistics,
+        targets: Targets,
+        scale: Tensor | None,
+    ) -> None:
+        """See `LogitRows`; [r, c]."""
+        factors, valid = statistics.local_fraction, targets.num_valid
+        if scale is not None:
+            factors = scale if factors is None else factors * scale
+        if out is rows:
+            if factors is not None:
+                multiply_rows(out, factors)
+        else:
+            out[:, valid:].zero_()
+            if valid:
+                row_softmax(rows[:, :valid], out=out[:, :valid], factors=factors)
+        at_label = statistics.label_probability - targets.on_label - targets.uniform
+        if targets.uniform:
+            uniform = targets.uniform
+            ids = out[:, :valid]
+            if scale is None:
+                ids.sub_(uniform)
+            else:
+                ids.sub_((scale * uniform).to(out.dtype).unsqueeze(-1))
+        if scale is not None:
+            at_label = at_label * scale
+        present = out.gather(1, targets.columns)
+        at_label = torch.where(targets.is_local, at_label.to(out.dtype).unsqueeze(-1), present)
+        # scatter_ would copy the full tensor on the CPU.
+        every_row = torch.arange(out.shape[0], device=out.device)
+        out.index_put_((every_row, targets.columns.squeeze(1)), at_label.squeeze(1))
+
+
+_KEPT_SOFTMAX = Kernel("kept-softmax", KeptSoftmax)
+
+CROSS_ENTROPY: KernelTable[Callable[[], LogitRows]] = KernelTable(
+    "cross entropy of rows",
     {
-        "cpu": (_BY_BLOCKS,),
-        OTHER_DEVICES: (
-            triton_kernels.entry("vocab_softmax", "row_softmax"),
-            _BY_BLOCKS,
-        ),
+        "cpu": (_KEPT_SOFTMAX,),
+        OTHER_DEVICES: (triton_kernels.entry("vocab_softmax", "KeptLogits"), _KEPT_SOFTMAX),
     },
 )
 
 
-def row_softmax(
-    logits: Tensor,
-    *,
-    out: Tensor | None = None,
-    factors: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Find the denominators of the softmax over the local columns, and write it if asked.
-
-    Args:
-        logits: [r, c] of any float dtype.
-        out: [r, c] of the same dtype, may be `logits` itself: receives the softmax times `factors`.
-        factors: [r] in the arithmetic dtype; None is 1.
-        sums: [r] in the arithmetic dtype, receives the sum of the logits.
-    Returns:
-        two [r] in the arithmetic dtype; see `local_softmax`.
-    """
-    return ROW_SOFTMAX.choose(Request.of(logits)).kernel.run(logits, out, factors, sums)
+def logit_rows(logits: Tensor) -> LogitRows:
+    """Return what computes the cross entropy of logits [r, c]."""
+    return CROSS_ENTROPY.choose(Request.of(logits)).kernel.run()

@@ -201,19 +201,3 @@ def add_gradient(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         parameter.grad += grad
-
-
-def main_grad_addmm(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product left [m, t] @ right [t, n] into the main gradient [m, n].
-
-    Where the dtypes agree the GEMM writes straight into the buffer; otherwise the product is
-    formed in the activations' dtype and accumulated in the buffer's (usually fp32).
-    """
-    main_grad = parameter.main_grad
-    if main_grad.dtype != left.dtype:
-        accumulate_main_grad(parameter, left @ right)
-    elif parameter.main_grad_is_fresh:
-        torch.mm(left, right, out=main_grad)
-        parameter.main_grad_is_fresh = False
-    else:
-        main_grad.addmm_(left, right)

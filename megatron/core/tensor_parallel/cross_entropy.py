@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.optional_imports import require
-from megatron.core.kernels.vocab_softmax import row_softmax
+from megatron.core.kernels.vocab_softmax import RowStatistics
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     IGNORED_LABEL,
     Labels,
-    RowStatistics,
     VocabShard,
-    add_label_terms,
-    softmax_statistics,
-    softmax_to_gradient,
+    cross_entropy_gradient,
+    cross_entropy_statistics,
 )
 from megatron.core.topology.group import Group
 
@@ -47,8 +45,9 @@ def vocab_parallel_cross_entropy(
         tp_group: None is the tensor-parallel group of the current collection.
         num_valid: number of real ids; columns beyond it pad the vocabulary and take no part.
             None means that all are real.
-        overwrite_logits: the caller gives the logits away: their memory becomes the softmax, and
-            in backward the gradient, so nothing of size [s, b, v/tp] is allocated.
+        overwrite_logits: the caller gives the logits away: their memory becomes the gradient in
+            backward, on some devices the softmax before, so nothing of size [s, b, v/tp] is
+            allocated.
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
@@ -94,10 +93,9 @@ def transformer_engine_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward keeps the logits and three numbers a row; backward allocates the gradient only.
+    """Forward keeps the logits and a few numbers a row; backward allocates the gradient only.
 
-    With `overwrites`, forward keeps the softmax in place of the logits, backward the gradient in
-    place of the softmax.
+    With `overwrites`, backward writes the gradient in place of the logits.
     """
 
     @staticmethod
@@ -111,9 +109,9 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows = logits.view(-1, logits.shape[-1]) if overwrites else _rows(logits)
         labels = Labels.locate(target, shard)
-        needs_grad = ctx.needs_input_grad[0]
-        statistics = softmax_statistics(
-            rows, labels, shard, label_smoothing, in_place=overwrites and needs_grad
+        in_place = overwrites and ctx.needs_input_grad[0]
+        statistics = cross_entropy_statistics(
+            rows, labels, shard, label_smoothing, in_place=in_place
         )
         ctx.save_for_backward(
             None if overwrites else logits,
@@ -121,46 +119,34 @@ class _CrossEntropy(torch.autograd.Function):
             labels.is_local,
             labels.is_ignored,
             statistics.label_probability,
+            statistics.highest,
+            statistics.log_sum,
             statistics.local_fraction,
         )
-        # The softmax bypasses the saved tensors: their version check would count the overwriting
-        # as damage.
-        ctx.softmax = rows if overwrites and needs_grad else None
+        # These rows bypass the saved tensors: their version check would count the overwriting as
+        # damage.
+        ctx.rows = rows if in_place else None
         ctx.shape, ctx.shard, ctx.label_smoothing = logits.shape, shard, label_smoothing
         ctx.overwrites = overwrites
         return statistics.loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, columns, is_local, is_ignored, label_probability, local_fraction = ctx.saved_tensors
+        logits, columns, is_local, is_ignored, *numbers = ctx.saved_tensors
         labels = Labels(columns, is_local, is_ignored)
-        statistics = RowStatistics(label_probability, label_probability, local_fraction)
-        scale = grad.reshape(-1).to(local_fraction.dtype).masked_fill(is_ignored, 0.0)
-        shard, smoothing = ctx.shard, ctx.label_smoothing
+        statistics = RowStatistics(numbers[0], *numbers)
+        scale = grad.reshape(-1).to(numbers[0].dtype).masked_fill(is_ignored, 0.0)
         if ctx.overwrites:
-            softmax, ctx.softmax = ctx.softmax, None
-            assert softmax is not None, "overwritten logits allow one backward pass only"
-            out = softmax_to_gradient(softmax, statistics, labels, shard, smoothing, scale)
+            rows, ctx.rows = ctx.rows, None
+            assert rows is not None, "overwritten logits allow one backward pass only"
+            out = rows
         else:
-            out = _scaled_softmax(_rows(logits), local_fraction * scale, shard.num_local_valid)
-            add_label_terms(out, statistics, labels, shard, smoothing, scale)
+            rows = _rows(logits)
+            out = torch.empty_like(rows)
+        cross_entropy_gradient(rows, out, statistics, labels, ctx.shard, ctx.label_smoothing, scale)
         return out.view(ctx.shape), None, None, None, None
 
 
 def _rows(logits: Tensor) -> Tensor:
     """View logits [..., v/tp] as [t, v/tp]; copied only if they are not contiguous."""
     return logits.reshape(-1, logits.shape[-1]).contiguous()
-
-
-def _scaled_softmax(logits: Tensor, coefficient: Tensor, num_valid: int) -> Tensor:
-    """Return the softmax of the first `num_valid` columns times a number per row, zeros beyond.
-
-    One new tensor of the logits' dtype; fp32 arithmetic happens in a block of cache size.
-    """
-    out = torch.empty_like(logits)
-    if num_valid < logits.shape[1]:
-        out[:, num_valid:].zero_()
-    if num_valid == 0:
-        return out
-    row_softmax(logits[:, :num_valid], out=out[:, :num_valid], factors=coefficient)
-    return out

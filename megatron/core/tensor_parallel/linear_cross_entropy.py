@@ -26,8 +26,8 @@ from megatron.core.process_groups_config import resolve_group
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     Labels,
     VocabShard,
-    softmax_statistics,
-    softmax_to_gradient,
+    cross_entropy_gradient,
+    cross_entropy_statistics,
 )
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
@@ -213,15 +213,15 @@ def _pass_over_chunks(
         rows = slice(begin, min(begin + step, tokens))
         chunk, logits = x[rows], memory[: rows.stop - begin]
         torch.mm(chunk, weight.t(), out=logits)
-        statistics = softmax_statistics(
+        statistics = cross_entropy_statistics(
             logits, labels[rows], shard, smoothing, in_place=needs_x or needs_weight
         )
         loss[rows] = statistics.loss
         if not (needs_x or needs_weight):
             continue
         part_scale = None if scale is None else scale[rows]
-        gradient = softmax_to_gradient(
-            logits, statistics, labels[rows], shard, smoothing, part_scale
+        gradient = cross_entropy_gradient(
+            logits, logits, statistics, labels[rows], shard, smoothing, part_scale
         )
         if grad_x is not None:
             torch.mm(gradient, weight, out=grad_x[rows])

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
+from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.products import Call, LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
     has_main_grad,
-    main_grad_addmm,
 )
 from megatron.core.process_groups_config import resolve_group
 from megatron.core.step_context import deferred_wgrad

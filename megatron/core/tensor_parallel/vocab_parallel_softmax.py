@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.vocab_softmax import (
+    RowStatistics,
+    Targets,
     arithmetic_dtype,
     local_softmax,
-    row_blocks,
-    row_softmax,
-    scratch_block,
+    logit_rows,
 )
 from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.topology.group import Group
@@ -83,18 +83,7 @@ class Labels:
         return Labels(self.columns[rows], self.is_local[rows], self.is_ignored[rows])
 
 
-@dataclass(frozen=True)
-class RowStatistics:
-    """What forward leaves for backward, [t] each, in the arithmetic dtype."""
-
-    loss: Tensor
-    label_probability: Tensor
-    """Probability of the label: the gradient there is p - 1, which would cancel in bf16."""
-    local_fraction: Tensor
-    """Probability mass of this rank's columns: global softmax = local softmax * share."""
-
-
-def softmax_statistics(
+def cross_entropy_statistics(
     logits: Tensor,
     labels: Labels,
     shard: VocabShard,
@@ -105,32 +94,49 @@ def softmax_statistics(
     """Compute the loss of each row, and what its gradient needs.
 
     Args:
-        logits: [t, v/tp], contiguous. With `in_place` they are replaced by the softmax over the
-            local columns (padding: zeros), rounded to their dtype.
+        logits: [t, v/tp], contiguous. With `in_place` they are for `cross_entropy_gradient` alone.
     Communication:
         one all-gather of three or four numbers per row on the shard's group.
     """
-    rows, valid = logits.shape[0], shard.num_local_valid
-    dtype, device = arithmetic_dtype(logits), logits.device
-    label_logit = logits.gather(1, labels.columns).to(dtype).masked_fill_(~labels.is_local, 0.0)
-    local = torch.empty((4 if label_smoothing > 0.0 else 3, rows), dtype=dtype, device=device)
-    local[2] = label_logit.squeeze(1)
-    if valid == 0:
+    numbers = 4 if label_smoothing > 0.0 else 3
+    local = logits.new_empty((numbers, logits.shape[0]), dtype=arithmetic_dtype(logits))
+    if shard.num_local_valid:
+        targets = _targets(labels, shard, label_smoothing)
+        logit_rows(logits).measure(logits, targets, local, in_place=in_place)
+    else:
         local[0].fill_(-torch.inf)
-        local[1].zero_()
-        local[3:].zero_()
+        local[1:].zero_()
         if in_place:
             logits.zero_()
-    else:
-        columns = logits[:, :valid]
-        local[0], local[1] = row_softmax(
-            columns,
-            out=columns if in_place else None,
-            sums=local[3] if label_smoothing > 0.0 else None,
-        )
-        if in_place and valid < shard.num_local:
-            logits[:, valid:].zero_()
     return _merge(local, labels, shard, label_smoothing)
+
+
+def cross_entropy_gradient(
+    rows: Tensor,
+    out: Tensor,
+    statistics: RowStatistics,
+    labels: Labels,
+    shard: VocabShard,
+    label_smoothing: float,
+    scale: Tensor | None,
+) -> Tensor:
+    """Write the gradient of the logits to `out` and return it; all [t, v/tp].
+
+    Args:
+        rows: the logits that `cross_entropy_statistics` took; if in place, `out` is `rows`.
+        scale: [t], gradient of each row's loss, in the arithmetic dtype; None for ones.
+    """
+    targets = _targets(labels, shard, label_smoothing)
+    logit_rows(rows).gradient(rows, out, statistics, targets, scale)
+    return out
+
+
+def _targets(labels: Labels, shard: VocabShard, label_smoothing: float) -> Targets:
+    where = labels.columns, labels.is_local, shard.num_local_valid
+    if label_smoothing <= 0.0:
+        return Targets(*where)
+    epsilon = smoothing_weight(label_smoothing, shard.num_valid)
+    return Targets(*where, 1.0 - epsilon, epsilon / shard.num_valid)
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,7 @@ def _merge(
     """
     merged = merge_rows(local, shard.group)
     highest, log_sum = merged.highest, merged.log_sum
-    local_fraction, sums = merged.fractions[shard.group.rank()], merged.others.sum(0)
+    sums, group = merged.others.sum(0), shard.group
     log_probability = sums[0] - highest - log_sum
     loss = -log_probability
     if label_smoothing > 0.0:
@@ -220,7 +226,9 @@ def _merge(
     return RowStatistics(
         loss=loss.masked_fill(labels.is_ignored, 0.0),
         label_probability=log_probability.exp_(),
-        local_fraction=local_fraction,
+        highest=highest,
+        log_sum=log_sum,
+        local_fraction=merged.fractions[group.rank()] if group.size() > 1 else None,
     )
 
 
@@ -230,66 +238,3 @@ def smoothing_weight(label_smoothing: float, num_valid: int) -> float:
     The label has a share of the uniform part too, hence K / (K - 1); Megatron's convention.
     """
     return label_smoothing * num_valid / max(num_valid - 1, 1)
-
-
-def softmax_to_gradient(
-    softmax: Tensor,
-    statistics: RowStatistics,
-    labels: Labels,
-    shard: VocabShard,
-    label_smoothing: float,
-    scale: Tensor | None,
-) -> Tensor:
-    """Turn the local softmax [t, v/tp] into the gradient of the logits, in place.
-
-    Args:
-        scale: [t], gradient of each row's loss, in the arithmetic dtype; None for ones.
-    """
-    coefficient = statistics.local_fraction if scale is None else statistics.local_fraction * scale
-    if scale is not None or shard.group.size() > 1:
-        multiply_rows(softmax, coefficient)
-    return add_label_terms(softmax, statistics, labels, shard, label_smoothing, scale)
-
-
-def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
-    """Multiply the rows of x [t, c] by coefficients [t] in place, rounding once."""
-    if x.dtype == coefficient.dtype:
-        x.mul_(coefficient.unsqueeze(-1))
-        return
-    rows, columns = x.shape
-    scratch = scratch_block(x, columns)
-    for block in row_blocks(rows, columns, x.device):
-        part = scratch[: block.stop - block.start].copy_(x[block])
-        x[block].copy_(part.mul_(coefficient[block].unsqueeze(-1)))
-
-
-def add_label_terms(
-    gradient: Tensor,
-    statistics: RowStatistics,
-    labels: Labels,
-    shard: VocabShard,
-    label_smoothing: float,
-    scale: Tensor | None,
-) -> Tensor:
-    """Complete scale * p, [t, v/tp], to the gradient: minus the label's and the uniform part.
-
-    Args:
-        scale: [t], the gradient of each token's loss; None is 1.
-    """
-    at_label = statistics.label_probability - 1.0
-    if label_smoothing > 0.0:
-        epsilon = smoothing_weight(label_smoothing, shard.num_valid)
-        uniform = epsilon / shard.num_valid
-        at_label = statistics.label_probability - (1.0 - epsilon) - uniform
-        valid = gradient[:, : shard.num_local_valid]
-        if scale is None:
-            valid.sub_(uniform)
-        else:
-            valid.sub_((scale * uniform).to(gradient.dtype).unsqueeze(-1))
-    if scale is not None:
-        at_label = at_label * scale
-    present = gradient.gather(1, labels.columns)
-    at_label = torch.where(labels.is_local, at_label.to(gradient.dtype).unsqueeze(-1), present)
-    # scatter_ would copy the full tensor on the CPU.
-    every_row = torch.arange(gradient.shape[0], device=gradient.device)
-    return gradient.index_put_((every_row, labels.columns.squeeze(1)), at_label.squeeze(1))

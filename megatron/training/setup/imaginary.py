@@ -81,11 +81,22 @@ def _norm(
     return torch.empty(sizes, dtype=dtype or x.dtype, device="meta")
 
 
+def _added(
+    total: Tensor, left: Tensor, right: Tensor, *_: object, out: Tensor, **__: object
+) -> Tensor:
+    """Return the sum of a tensor [m, n] and left [m, t] @ right [t, n], which is written to it."""
+    shape = (left.shape[0], right.shape[1])
+    if not (out is total and left.shape[1] == right.shape[0] and total.shape == shape):
+        raise RuntimeError(f"{left.shape} @ {right.shape} does not fit {total.shape}")
+    return out
+
+
 _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.linalg_vector_norm.default: _norm,
     torch.ops.aten.pow_.Scalar: lambda x, _: x,
-}
-"""Shape functions in place of torch's own: those take a millisecond, for hundreds of buffers."""
+} | ({torch.ops.aten.addmm.dtype_out: _added} if hasattr(torch.ops.aten.addmm, "dtype_out") else {})
+"""Shape functions in place of torch's own: those take a millisecond, for hundreds of buffers, and
+torch 2.11 has none that works for the last."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron.core.foundation import device
+from megatron.core.kernels import weight_gradient
 from megatron.core.kernels.registry import KernelTable
 from megatron.core.optimizer.definitions import adam
 
@@ -55,6 +56,7 @@ def as_a_gpu_computes() -> Iterator[None]:
             lambda table, kind: of_device(table, "cuda" if kind == NAME else kind),
         ),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
+        mock.patch.object(weight_gradient, "_missing", return_value=None),
         mock.patch.object(device, "synchronize"),  # of the schedule's recorder
         mock.patch.object(adam, "has_fused_kernel", return_value=True),
     ):

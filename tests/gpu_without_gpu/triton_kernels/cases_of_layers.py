@@ -107,17 +107,25 @@ def _dropout_cases() -> dict[str, KernelCase]:
 def _vocab_cases() -> dict[str, KernelCase]:
     constants = {"COLUMNS": vocab_softmax.COLUMNS, "num_warps": vocab_softmax.NUM_WARPS}
     numbers = "highest_ptr log_sum_ptr"
+    labels = {"label_ptr": "*i64", "is_local_ptr": "*i1"}
     return {
         "vocabulary, denominators": KernelCase(
             vocab_softmax.statistics_kernel,
-            arguments("logits_ptr", f"{numbers} sums_ptr", "width stride"),
+            arguments("logits_ptr", f"{numbers} label_logit_ptr sums_ptr", "width valid stride")
+            | labels,
             {"HAS_SUMS": True, **constants},
             "1 of 1",
         ),
-        "vocabulary, softmax": KernelCase(
-            vocab_softmax.softmax_kernel,
-            arguments("logits_ptr out_ptr", f"{numbers} factors_ptr", "width stride out_stride"),
-            {"HAS_FACTORS": True, **constants},
+        "vocabulary, gradient": KernelCase(
+            vocab_softmax.gradient_kernel,
+            arguments(
+                "logits_ptr out_ptr",
+                f"{numbers} scale_ptr",
+                "width valid stride out_stride",
+                "on_label uniform",
+            )
+            | labels,
+            {"HAS_SCALE": True, **constants},
             "2 of 2",
         ),
     }

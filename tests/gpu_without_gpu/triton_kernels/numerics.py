@@ -26,6 +26,7 @@ from megatron.core.kernels.triton_kernels import (
     norms,
     vocab_softmax,
 )
+from megatron.core.kernels.vocab_softmax import RowStatistics, Targets
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK
@@ -34,7 +35,7 @@ from tests.gpu_without_gpu.triton_kernels.comparing import (
     TOLERANCE_OF,
     compare,
 )
-from tests.harness.tolerances import BF16_REORDERED_SUM, BF16_TRUNCATED, assert_close
+from tests.harness.tolerances import BF16_TRUNCATED, FP32_REORDERED_SUM, assert_close
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE_OF)
@@ -214,9 +215,9 @@ def test_attention_drops_the_same_in_every_layout(run):
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize(("smoothing", "columns", "valid"), [(0.0, 5003, 5003), (0.1, 2100, 2049)])
 def test_cross_entropy(monkeypatch, smoothing, columns, valid, overwrites, dtype):
-    kernel = Kernel("triton", vocab_softmax.row_softmax)
+    kernel = Kernel("triton", vocab_softmax.KeptLogits)
     monkeypatch.setattr(
-        plain_softmax, "ROW_SOFTMAX", KernelTable("softmax", {OTHER_DEVICES: (kernel,)})
+        plain_softmax, "CROSS_ENTROPY", KernelTable("loss", {OTHER_DEVICES: (kernel,)})
     )
     logits = [(3 * torch.randn(7, columns)).to(dtype).requires_grad_()]
     labels = torch.randint(valid, (7,))
@@ -234,7 +235,38 @@ def test_cross_entropy(monkeypatch, smoothing, columns, valid, overwrites, dtype
         loss = -(1 - share) * picked - share * logs.mean(-1)
         return loss.masked_fill(labels < 0, 0.0)
 
-    # Overwritten logits are rounded to the softmax, and again to the gradient.
-    is_rounded_twice = overwrites and dtype == torch.bfloat16
-    tolerance = BF16_REORDERED_SUM if is_rounded_twice else TOLERANCE_OF[dtype]
-    compare(by_kernel, formula, logits, tolerance)
+    compare(by_kernel, formula, logits, TOLERANCE_OF[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE_OF)
+def test_parts_of_a_vocabulary_have_the_gradient_of_the_whole_to_the_bit(dtype):
+    """The second part ends with padding, and labels of the first part are not in it."""
+    rows, half, valid = 5, 2064, 4100
+    logits, labels = (3 * torch.randn(rows, 2 * half)).to(dtype), torch.randint(valid, (rows, 1))
+    scale, kernel = torch.randn(rows), vocab_softmax.KeptLogits()
+
+    def gradient(part, first, statistics):
+        columns = labels - first
+        is_local = (columns >= 0) & (columns < part.shape[1])
+        columns = columns.masked_fill(~is_local, 0)
+        targets = Targets(columns, is_local, min(part.shape[1], valid - first), 0.9, 0.1 / valid)
+        local = torch.zeros(4, rows)
+        kernel.measure(part, targets, local, in_place=False)
+        out = torch.full_like(part, 7.0)
+        kernel.gradient(part, out, statistics or of_all(local), targets, scale)
+        return out, local
+
+    def of_all(local):
+        return RowStatistics(local[0], local[0], local[0], local[1], None)
+
+    whole, local = gradient(logits, 0, None)
+    halves = [gradient(logits[:, a : a + half].contiguous(), a, of_all(local)) for a in (0, half)]
+    assert torch.equal(torch.cat([out for out, _ in halves], 1), whole)
+    assert not whole[:, valid:].any()
+    highest, log_sum, label_logit, total = torch.stack([found for _, found in halves], 1)
+    assert torch.equal(highest.amax(0), local[0])
+    exact = logits[:, :valid].double()
+    wanted = exact.logsumexp(1), exact.gather(1, labels)[:, 0], exact.sum(1)
+    sums = (highest + log_sum).logsumexp(0), label_logit.sum(0), total.sum(0)
+    for found, e in zip((*sums, *local[2:]), (*wanted, *wanted[1:]), strict=True):
+        assert_close(found, e, FP32_REORDERED_SUM, "statistics")

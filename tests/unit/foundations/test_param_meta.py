@@ -4,12 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.parameters.param_meta import (
     ParamMeta,
     accumulate_main_grad,
     full_shape,
     get_param_meta,
-    main_grad_addmm,
     set_param_meta,
     shard_of,
     unshard,

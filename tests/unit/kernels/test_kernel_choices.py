@@ -61,7 +61,7 @@ def test_the_report_names_the_kernels_that_run(monkeypatch, name, has_documents)
         assert kernels == found[operation], operation
     assert taken.keys() == found.keys() - {
         "softmax over the vocabulary",
-        "softmax of whole rows",
+        "cross entropy of rows",
         "sums into rows",
         "bias, dropout and residual",
         "rotary embedding",

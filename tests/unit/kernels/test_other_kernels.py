@@ -25,7 +25,7 @@ from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
 from megatron.core.kernels.permutation import PERMUTATION, PLACES
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
-from megatron.core.kernels.vocab_softmax import ROW_SOFTMAX, elementwise_softmax, torch_softmax
+from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, elementwise_softmax, torch_softmax
 from megatron.core.low_precision.scaling import BLOCK_QUANTIZATION, SCALED_ROUNDING
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
@@ -92,7 +92,7 @@ WRITTEN_IN_TRITON = [
     (LATENT_ROTARY, ()),
     (PERMUTATION, ()),
     (PLACES, ()),
-    (ROW_SOFTMAX, ()),
+    (CROSS_ENTROPY, ()),
     (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, CAPPED_SCORES, WIDTHS, WINDOW}),
 ]
 

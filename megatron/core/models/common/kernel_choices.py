@@ -12,6 +12,7 @@ from megatron.core.kernels.gated_activation import GATED, Gate
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
 from megatron.core.kernels.norms import TRAINING, WEIGHT_DTYPE
 from megatron.core.kernels.registry import Choice, Request, dtype_name
+from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     asked_loss,
@@ -119,6 +120,8 @@ def kernel_choices(
     if config.num_moe_experts and config.moe_token_dispatcher_type == "flex":
         exchange = choose_exchange(config, device, is_planned=is_planned)
         lines.append(_line(EXCHANGE.operation, exchange))
+    if config.gradient_accumulation_fusion and dtype != "float32":
+        lines.append(_line(WEIGHT_GRADIENT.operation, WEIGHT_GRADIENT.choose(request(()))))
     lines.append(_line("loss", LOSS.choose(request(loss_needs(config)), asked_loss(config))))
     return lines
 

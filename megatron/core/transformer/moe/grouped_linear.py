@@ -26,12 +26,12 @@ from megatron.core.kernels.row_counts import (
     join_rows,
     split_rows,
 )
+from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.products import LinearProducts
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
     has_main_grad,
-    main_grad_addmm,
 )
 from megatron.core.step_context import deferred_wgrad
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
