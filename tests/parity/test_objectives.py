@@ -28,7 +28,9 @@ def test_a_loss_after_pretraining_equals_one_process(objective, layout, model):
 
 
 def test_the_keys_of_all_replicas_are_told_apart():
-    model = replace(PLAIN, objective="embedding")
+    # The balance loss of packed documents is a mean over those of a micro batch, of which replicas
+    # have different numbers: it depends on how samples are cut into micro batches.
+    model = replace(PLAIN, objective="embedding", packed=False)
     layout = LayoutCase(tp=2, dp=2, stage=1, micro_batch_size=2)
     one = run_case(LayoutCase(micro_batch_size=4), model, 2)
     errors = compare(run_case(layout, model, 2), one)
