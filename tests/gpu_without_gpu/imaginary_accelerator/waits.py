@@ -37,7 +37,8 @@ def place_in_project() -> str:
         path = Path(frame.filename)
         if path.name == "pretrain_gpt.py":
             return f"{path.name}:{frame.name}"
-        if "megatron" in path.parts and "tracing" not in path.parts:
+        is_tracer = "tracing" in path.parts or path.name == "imaginary.py"
+        if "megatron" in path.parts and not is_tracer:
             begin = path.parts.index("megatron")
             return f"{'/'.join(path.parts[begin:])}:{frame.name}"
     return "elsewhere"

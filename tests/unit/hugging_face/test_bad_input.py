@@ -70,7 +70,7 @@ def test_a_config_that_is_not_understood_is_refused(model, fields, named):
 
 def test_yarn_without_the_length_before_it_stretches_as_transformers_does(model):
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5000.0}
-    change_config(model, rope_scaling=scaling)
+    change_config(model, rope_parameters=scaling)
     settings = read_model_directory(model).settings
     config = transformers.AutoConfig.from_pretrained(model)
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](config, device=torch.device("cpu"))
