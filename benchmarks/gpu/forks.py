@@ -160,7 +160,7 @@ class _Job:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
-        """End what is left of its ranks, and their children."""
+        """End the remaining ranks and their children."""
         for rank, pid in self.pids.items():
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -250,8 +250,8 @@ def run_cases(
     """Run cases, as many at a time as have `ranks_at_once` ranks together.
 
     Args:
-        folder: of logs and checkpoints; those of cases without problems are removed.
-        main: what a rank runs; by default that of `pretrain_gpt.py`.
+        folder: logs and checkpoints; a case without problems removes its files.
+        main: the function that a rank runs; default: the main of `pretrain_gpt.py`.
         limit_s: seconds of one case; a case that hangs costs no more.
         whole_limit_s: seconds of all; a case that has not begun by then has the problem "no time".
         on_end: is called with each outcome, as soon as there is one.

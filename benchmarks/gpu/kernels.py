@@ -91,7 +91,7 @@ class Case:
     """One operation.
 
     Attributes:
-        inputs: arguments of each candidate; those that require a gradient get one in backward.
+        inputs: arguments of each candidate; backward differentiates the inputs that require it.
         forward_bytes, backward_bytes: what any implementation must read and write.
         forward_flops, backward_flops: of products; 0 where bytes are what counts.
     """

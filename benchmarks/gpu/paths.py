@@ -60,7 +60,7 @@ class Flags:
     rehearse: bool = False
     """Run on the CPU."""
     record: bool = False
-    """Run in fp32 on the CPU and write the losses, also those of the layouts' models."""
+    """Run the paths and the layouts in fp32 on the CPU, and write their losses."""
 
 
 def claims(*, on_cpu: bool) -> list[Claim]:

@@ -35,7 +35,7 @@ Step = Callable[[], float]
 SITE = "LATTICE_PEER_SITE"
 LEARNING_RATE = 1e-4
 NUM_STEPS = 6
-"""With the first ones, some of which compile for many seconds."""
+"""The first steps count too: some of them compile for many seconds."""
 
 
 class NotRunError(Exception):

@@ -79,7 +79,7 @@ class Bench:
         return statistics.median(first.elapsed_time(last) for first, last in events)
 
     def kernels(self, call: Callable[[], object]) -> list[str]:
-        """Return the names of the kernels that a call starts; on the CPU those of operations."""
+        """Return the names of the kernels that a call starts; on the CPU, of its operations."""
         on_cpu = self.device.type == "cpu"
         wanted = ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA
         call()

@@ -28,7 +28,7 @@ from benchmarks.gpu.workload import Row
 from megatron.core.settings.command_line import read_command_line
 
 PROFILED = 3
-"""Step that is traced, after those that allocate and compile."""
+"""The traced step. Earlier steps allocate memory and compile kernels."""
 NUM_KERNELS = 15
 NO_FAMILY = "embedding, rest"
 
