@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
+from tests.architecture import size
 from tests.architecture.figures import FIGURES, tensor_functions
 
 
@@ -15,12 +16,15 @@ class Flags:
     """What to print."""
 
     name: tuple[str, ...] = positional(())
-    """A figure, whose places are wanted."""
+    """A figure, to list its places; or `size`, for the lines of code and their pieces."""
 
 
 def main() -> int:
     """Run the command."""
     name = " ".join(read_command_line(Flags, description=__doc__).name)
+    if name == "size":
+        print("\n".join(size.table()))
+        return 0
     if name:
         if name not in FIGURES:
             print(f"no figure is called {name!r}; there are: {', '.join(FIGURES)}")

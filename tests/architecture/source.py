@@ -15,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Module:
-    """One file of `megatron/`."""
+    """One file of the packages."""
 
     name: str
     """With dots; that of a package without `__init__`."""
@@ -59,9 +59,10 @@ class Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    """Return all modules of the package by name."""
+    """Return all modules of the packages by name."""
     found = {}
-    for path in sorted((ROOT / "megatron").rglob("*.py")):
+    paths = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "megatron_lattice").rglob("*.py")]
+    for path in sorted(paths):
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
