@@ -13,6 +13,7 @@ Campaigns (all of them but the soak without a name):
     pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
     stragglers  a rank that computes 1.3 times as long, which --log-straggler names; clean runs
     unattended  100 failures of seven kinds in one run of two machines, which restarts by itself
+    causes      faults whose first symptom is not their cause, 10 times each
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
     soak        hours of a run that loses a rank every few minutes: nothing that it holds grows
 
@@ -37,7 +38,7 @@ from pathlib import Path
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
-from tests.faults import hangs, inprocess, mismatches, namespaces, pauses, plan, stragglers
+from tests.faults import causes, hangs, inprocess, mismatches, namespaces, pauses, plan, stragglers
 from tests.faults.checks import References
 from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts, run_shared_rows
@@ -53,7 +54,7 @@ Task = tuple[str, Callable[..., Result]]
 
 UNNAMED = (
     "matrix", "preempt", "restarts", "packing", "inprocess", "hangs", "mismatches", "pauses",
-    "stragglers", "unattended", "namespaces",
+    "stragglers", "unattended", "causes", "namespaces",
 )  # fmt: skip
 """Those that run where none is named."""
 CAMPAIGNS = (*UNNAMED, "soak")
@@ -127,6 +128,8 @@ def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
         failures = arguments.failures
         run = partial(run_unattended, num_failures=failures, seed=base)
         tasks.append((f"unattended/{failures}-failures", run))
+    if campaign == "causes":
+        tasks += causes.tasks(min(10, arguments.times), base, arguments.cases)
     if campaign == "soak":
         run = partial(
             run_soak, minutes=arguments.minutes, interval_s=arguments.interval_s, seed=base

@@ -152,8 +152,7 @@ class IndexedDataset:
         return tokens if modes is None else (tokens, modes[idx])
 
     def _read(self, idx: int | np.integer, offset: int, length: int | None) -> np.ndarray:
-        if self._watch is not None:
-            self._watch.look()
+        self.check_unchanged()
         available = int(self._index.sequence_lengths[idx])
         if length is None:
             length = available - offset
@@ -175,9 +174,16 @@ class IndexedDataset:
 
     def read_tokens(self, first: int, count: int) -> np.ndarray:
         """Return `count` tokens from number `first` of the token file, whatever sequences."""
+        self.check_unchanged()
+        return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if the files were written to since the first read (`ChangeWatch.look`).
+
+        A reader of `buffer` must call this before it reads.
+        """
         if self._watch is not None:
             self._watch.look()
-        return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
 
     @property
     def buffer(self) -> np.ndarray | None:

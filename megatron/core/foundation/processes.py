@@ -139,7 +139,8 @@ def control_group_files(controller: str, name: str, former_name: str) -> Iterato
 def exhausted_limit(error: BaseException) -> str | None:
     """Return how to raise the limit that refused a thread, a process or a file to `error`."""
     number = getattr(error, "errno", None)
-    if "can't start new thread" in str(error) or number == errno.EAGAIN:
+    no_thread = ("can't start new thread", "Resource temporarily unavailable")  # Python's, C++'s
+    if number == errno.EAGAIN or any(text in str(error) for text in no_thread):
         found = (limit_of_memory(), _limit_of_processes())
         named = [text for text in found if text is not None]
         return " and ".join(named) or "raise the number of threads that the machine allows"

@@ -8,9 +8,11 @@ import pytest
 
 from megatron.core.datasets.corpus import contents
 from megatron.core.datasets.corpus.multi_file_bin import list_of_parts, parts_path
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import DataError
-from tests.unit.datasets.corpora import write_corpus
+from tests.unit.datasets.corpora import Tokenizer, config, write_corpus
 
 DOCUMENTS = [np.arange(200) + number for number in range(300)]  # 120,000 bytes
 
@@ -96,6 +98,20 @@ def test_contents_that_are_written_into_a_corpus_in_use_end_the_run(tmp_path, ki
         corpus[7]
     assert token_file in str(caught.value)
     assert "older than the change" in str(caught.value)
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["compiled reader", "numpy reader"])
+@pytest.mark.parametrize("sample_order", ["megatron", "native"])
+@pytest.mark.usefixtures("no_wait")
+def test_samples_of_a_corpus_that_is_written_to_end_the_run(tmp_path, sample_order, mmap):
+    prefix = write_corpus(tmp_path / "c", DOCUMENTS)
+    corpus = IndexedDataset(prefix, mmap=mmap)
+    settings = config(sample_order=sample_order, tokenizer=Tokenizer(vocab_size=1000))
+    dataset = GPTDataset(corpus, prefix, np.arange(len(corpus)), 50, Split.train, settings)
+    dataset[0]
+    overwrite(prefix + ".bin", 0, bytes(os.path.getsize(prefix + ".bin")))
+    with pytest.raises(DataError, match="was written to"):
+        dataset[1]
 
 
 @pytest.mark.usefixtures("no_wait")

@@ -88,6 +88,7 @@ def fail(error: BaseException, status: RunStatus, store=None) -> int:
         (RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:1"), "PEER_LOST", 17),
         (RuntimeError("std::bad_alloc"), "OOM", 16),
         (RuntimeError("can't start new thread"), "LIMIT", 26),
+        (RuntimeError("Resource temporarily unavailable"), "LIMIT", 26),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "LIMIT", 26),
         (OSError(errno.EMFILE, "Too many open files"), "LIMIT", 26),
         (

@@ -74,6 +74,7 @@ class ShuffledDocuments:
     def read(self, idx: int, out: np.ndarray) -> Fetched:
         """Copy sample `idx` to the front of `out`, int64."""
         if self._mapped is not None:
+            self._corpus.check_unchanged()
             fetched: Fetched = native.compiled.gather(
                 *self._mapped, idx, self._extra_token, self._pad, out
             )
@@ -230,6 +231,7 @@ class TokenStream:
         """Copy tokens into `out`, int64, where compiled code can; else return None."""
         if self._mapped is None:
             return None
+        self._corpus.check_unchanged()
         tokens, code = self._mapped
         fetched: Fetched = native.compiled.copy(tokens, code, self._first + begin, count, pad, out)
         return fetched
