@@ -1,0 +1,224 @@
+"""What has been run where: `docs/status.md`, written by `python -m tests.status`.
+
+A feature names the test that compares it with one process or with another program, and the checks
+of `tools/gpu_session.py` that run it on a GPU. A cell of the CPU column is a link to the test. A
+cell of the GPU column is a link to a committed result in which every check of the feature passed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu.evidence import RESULTS, ROOT, Result, results, rows_of
+
+PAGE = ROOT / "docs" / "status.md"
+YES, PARTLY, NO = "●", "○", "–"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One line of the table."""
+
+    name: str
+    """Markdown; links are relative to `docs/`."""
+    test: str
+    """Path from the root of the repository."""
+    gpu: tuple[str, ...] = ()
+    """Cases of the checks `paths` and `layouts`."""
+    machines: str = ""
+    """Path of a test with two network namespaces as machines."""
+
+
+NAMESPACES = "tests/faults/namespaces.py"
+GROUPS: dict[str, tuple[Feature, ...]] = {
+    "Layouts": (
+        Feature("tensor parallelism", "tests/parity/test_layouts.py", ("TP 2",)),
+        Feature("sequence parallelism", "tests/parity/test_layouts.py", ("TP 2, SP", "TP 4, SP")),
+        Feature(
+            "[context parallelism](context_parallelism.md): ring, all-gather, Ulysses,"
+            " hierarchical",
+            "tests/distributed/context_parallel/test_attention.py",
+            ("CP 2, ring", "CP 2, Ulysses", "CP 2, all-gather"),
+        ),
+        Feature(
+            "[dynamic context parallelism](context_parallelism.md): the number of ranks per"
+            " sequence follows its length",
+            "tests/distributed/context_parallel/test_shared_rows.py",
+        ),
+        Feature(
+            "[pipelines](schedules.md): GPipe, 1F1B, interleaved 1F1B, uneven stages",
+            "tests/distributed/pipeline_parallel/test_executor.py",
+            ("PP 2", "PP 2, interleaved"),
+        ),
+        Feature(
+            "[zero-bubble pipelines](schedules.md): ZB-H1, ZB-V, DualPipe-V",
+            "tests/distributed/pipeline_parallel/test_executor.py",
+            ("PP 2, zb-v",),
+        ),
+        Feature(
+            "[data parallelism](sharding.md), ZeRO-1",
+            "tests/distributed/distributed/test_data_parallel.py",
+            ("DP 2, overlapped", "ZeRO-1"),
+            NAMESPACES,
+        ),
+        Feature(
+            "[ZeRO-2 and ZeRO-3](sharding.md), HSDP",
+            "tests/distributed/distributed/test_sharded_parameters.py",
+            ("ZeRO-2", "ZeRO-3"),
+        ),
+        Feature(
+            "[torch FSDP2](sharding.md)",
+            "tests/distributed/distributed/test_torch_fsdp2.py",
+            ("FSDP2",),
+        ),
+        Feature(
+            "[expert parallelism](mixture_of_experts.md), expert tensor parallelism",
+            "tests/distributed/models/test_experts.py",
+            ("EP 2, all-to-all", "EP 2, all-gather", "ETP 2"),
+        ),
+        Feature("random combinations of all axes", "tests/parity/test_random_layouts.py"),
+    ),
+    "Models": (
+        Feature(
+            "GPT: grouped-query attention, RoPE, YaRN, sinks, windows, MTP",
+            "tests/parity/test_features.py",
+            ("attention dropout", "documents"),
+        ),
+        Feature(
+            "multi-head latent attention", "tests/parity/test_features.py", ("latent attention",)
+        ),
+        Feature(
+            "[mixture of experts](mixture_of_experts.md)",
+            "tests/distributed/models/test_experts.py",
+            ("experts",),
+        ),
+        Feature(
+            "[sequence mixers](sequence_mixers.md): Mamba-2, Gated DeltaNet, Kimi Delta Attention",
+            "tests/distributed/context_parallel/test_recurrence.py",
+            ("hybrid mixers",),
+        ),
+        Feature(
+            "[sparse attention of DeepSeek-V3.2](sequence_mixers.md)",
+            "tests/distributed/context_parallel/test_sparse_attention.py",
+        ),
+        Feature("[BERT and T5](encoders.md)", "tests/distributed/models/test_encoders.py"),
+        Feature("[vision-language models](vision_language.md)", "tests/parity/vision_case.py"),
+        Feature(
+            "[Hugging Face models in and out](hugging_face.md), 45 families",
+            "tests/distributed/hugging_face/test_layouts.py",
+        ),
+        Feature(
+            "[LoRA and DoRA](hugging_face.md)", "tests/distributed/hugging_face/test_adapters.py"
+        ),
+    ),
+    "Precision and memory": (
+        Feature("bf16 with fp32 main weights", "tests/parity/test_layouts.py", ("documents",)),
+        Feature("fp16 with loss scaling", "tests/distributed/optimizer/test_fp16_trajectory.py"),
+        Feature(
+            "[FP8, MXFP8, NVFP4](low_precision.md)",
+            "tests/parity/low_precision_curves.py",
+            ("fp8",),
+        ),
+        Feature("activation recomputation", "tests/parity/test_features.py", ("recomputation",)),
+        Feature(
+            "[activations in host memory](training.md)",
+            "tests/parity/test_features.py",
+            ("activations in host memory",),
+        ),
+        Feature(
+            "[optimizer state in host memory or in files](optimizers.md)",
+            "tests/distributed/optimizer/test_streamed_state.py",
+            ("optimizer in host memory",),
+        ),
+        Feature("CUDA graphs of layers", "tests/parity/test_features.py", ("graphs",)),
+    ),
+    "Runs": (
+        Feature(
+            "[preprocessing](preprocessing.md) and [corpora](data.md)",
+            "tests/unit/datasets/test_preprocessing.py",
+        ),
+        Feature(
+            "[checkpoints](checkpoints.md): exact resume, any layout, commit protocol",
+            "tests/distributed/checkpointing/test_any_layout.py",
+            ("save and load", "saved by TP 2, loaded by PP 2"),
+        ),
+        Feature(
+            "[checkpoints of Megatron-LM and DeepSpeed](coming_from_megatron.md)",
+            "tests/distributed/checkpointing/test_interop_run.py",
+        ),
+        Feature(
+            "[signals, lost ranks, hangs](training.md)",
+            "tests/faults/test_faults.py",
+            ("a rank killed",),
+            NAMESPACES,
+        ),
+        Feature(
+            "[in-process restart](training.md): a hot spare replaces a failed rank",
+            "tests/faults/inprocess.py",
+        ),
+        Feature(
+            "[DeepSpeed's JSON and engine](coming_from_deepspeed.md)",
+            "tests/distributed/deepspeed/test_engine.py",
+        ),
+        Feature(
+            "[generation](generation.md), server, scores",
+            "tests/distributed/inference/test_generate.py",
+        ),
+        Feature(
+            "[post-training](post_training.md): log-probabilities, DPO, GRPO",
+            "tests/distributed/post_training/test_log_probs.py",
+        ),
+        Feature(
+            "[planner](planner.md): predicted time and memory", "tests/unit/planner/test_planner.py"
+        ),
+    ),
+}
+"""Heading of the page -> its features."""
+
+
+def _link(mark: str, path: Path) -> str:
+    return f"[{mark}]({os.path.relpath(path, PAGE.parent)})"
+
+
+def _gpu_cell(feature: Feature, found: Sequence[Result]) -> str:
+    """Return a link to the newest result in which all checks of the feature passed."""
+    for result in found:
+        passed = {row["case"] for row in rows_of(result, "paths", "layouts") if row.get("ok")}
+        if feature.gpu and passed.issuperset(feature.gpu):
+            return _link(YES, next(RESULTS.glob(f"{result['date']}-*-{result['commit']}.json")))
+    return NO
+
+
+def page() -> str:
+    """Return the text of the page."""
+    found = results()
+    lines = [
+        "# Status", "",
+        "Written by `python -m tests.status` from the tests and from the results of"
+        " [`make gpu`](kernels.md) that are in the repository.", "",
+        f"{YES} runs and is compared with one process or with another program (the link is the"
+        f" test or the result); {PARTLY} runs on two network namespaces of one machine;"
+        f" {NO} has not run.", "",
+    ]  # fmt: skip
+    for group, features in GROUPS.items():
+        lines += [f"## {group}", "", "| | CPU | one GPU | several machines |", "|---|:-:|:-:|:-:|"]
+        for feature in features:
+            machines = _link(PARTLY, ROOT / feature.machines) if feature.machines else NO
+            cells = (_link(YES, ROOT / feature.test), _gpu_cell(feature, found), machines)
+            lines.append(f"| {feature.name} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
