@@ -15,6 +15,8 @@ from megatron.core.datasets.blends.report import lines_of, shares_of
 from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
+from megatron.core.pipeline_parallel.schedule import StepPlan as SchedulePlan
+from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
@@ -234,9 +236,12 @@ def _packing(
     first_sample: int = 0,
 ) -> Packing | None:
     """Return how batches of a dataset become rows that ranks share; None: they are not shared."""
-    parallel = run.parallelism
+    parallel, stages = run.parallelism, groups.pp.size()
     if not parallel.hybrid_context_parallel or dataset is None:
         return None
+    schedule = schedule_named(parallel.pipeline_schedule)
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    fewest = schedule.min_microbatches(SchedulePlan(schedule.name, stages, chunks, 1))
     share = RankOfPacking(
         rank=groups.dp_cp.rank(),
         num_ranks=groups.dp_cp.size(),
@@ -245,7 +250,7 @@ def _packing(
         divisor=groups.tp.size()
         if parallel.sequence_parallel or run.experts.num_moe_experts
         else 1,
-        microbatch_multiple=groups.pp.size(),
+        microbatch_multiple=max(stages, fewest if stages > 1 else 1),
     )
     return Packing(dataset, share, work_of_sample(run), batch_size, first_sample)
 
