@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.deepspeed import launcher
+from megatron_lattice.deepspeed import launcher
 from tests.harness.machine import free_port
 from tests.harness.pool import REPOSITORY
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.deepspeed import launcher
-from megatron.deepspeed.reading import collect, read_settings
+from megatron_lattice.deepspeed import launcher
+from megatron_lattice.deepspeed.reading import collect, read_settings
 from tests.harness.pool import REPOSITORY
 
 FIXTURES = REPOSITORY / "tests/fixtures/compatibility"
