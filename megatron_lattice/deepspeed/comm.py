@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed under the names that scripts import, and bringing it up."""
+"""`deepspeed.comm`: the names of torch.distributed, and the start of a process group."""
 
 from __future__ import annotations
 
@@ -8,63 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import (
-    ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_object_list,
-    destroy_process_group,
-    gather,
-    get_global_rank,
-    irecv,
-    is_available,
-    is_initialized,
-    isend,
-    new_group,
-    recv,
-    reduce,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
 
 from megatron.core.foundation import device
 from megatron.core.foundation.mpi import MPI, init_mpi_process_group
 from megatron.core.foundation.rendezvous import START_TIMEOUT, rendezvous
 
-__all__ = [
-    "ReduceOp",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
+
+def __getattr__(name: str) -> Any:
+    """Return the function or type of torch.distributed of that name."""
+    return getattr(dist, name)
 
 
 def init_distributed(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.foundation import device
@@ -20,9 +20,24 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_lattice.deepspeed import checkpoints
 from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
 from megatron_lattice.deepspeed.engine_state import EngineState
-from megatron_lattice.deepspeed.flops import FlopsProfiler, print_profile
-from megatron_lattice.deepspeed.loading import replica_loader
+from megatron_lattice.deepspeed.flops import count_flops, print_profile
 from megatron_lattice.deepspeed.settings import EngineSettings
+
+
+class ReplicaLoader:
+    """Batches of this replica's samples; each iteration is an epoch in an order of its own."""
+
+    def __init__(self, loader: DataLoader[object], sampler: DistributedSampler[object]) -> None:
+        self.loader, self.sampler = loader, sampler
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        return iter(self.loader)
 
 
 class DeepSpeedEngine(EngineState):
@@ -70,10 +85,17 @@ class DeepSpeedEngine(EngineState):
                 dtype = getattr(torch, self.settings["torch_autocast.dtype"])
                 stack.enter_context(torch.autocast(device.device_type(), dtype=dtype))
             if self._is_profiled_now():
-                profiler = FlopsProfiler(self.module)
-                outputs = profiler.count(lambda: self.replica(*inputs, **kwargs))
+                outputs, flops = count_flops(self.module, lambda: self.replica(*inputs, **kwargs))
                 if self._is_first:
-                    print_profile(profiler, self.settings)
+                    key = "flops_profiler.{}".format
+                    print_profile(
+                        self.module,
+                        flops,
+                        depth=self.settings[key("module_depth")],
+                        top=self.settings[key("top_modules")],
+                        detailed=self.settings[key("detailed")],
+                        path=self.settings[key("output_file")],
+                    )
             else:
                 outputs = self.replica(*inputs, **kwargs)
         if torch.is_grad_enabled():
@@ -320,10 +342,21 @@ class DeepSpeedEngine(EngineState):
         collate_fn: Callable[..., object] | None = None,
         **_: object,
     ) -> Any:
-        """Return a loader of this replica's samples of a dataset, in micro batches."""
-        return replica_loader(
-            dataset, self.settings, collate_fn, self.pg_collection, batch_size=batch_size
+        """Return a loader of this replica's samples; None makes batches of micro batch size."""
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset,
+            num_replicas=self.settings.batch.replicas,
+            rank=self.pg_collection.dp_cp.rank(),
+            seed=self.settings["seed"] or 0,
         )
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=batch_size or self.settings.batch.micro,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            drop_last=self.settings["dataloader_drop_last"],
+        )
+        return ReplicaLoader(loader, sampler)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Reduce the gradients now instead of in `step`: collective."""

@@ -1,8 +1,8 @@
 """`flops_profiler`: floating-point operations of one forward pass, module by module.
 
-Counted as torch dispatches them: products, convolutions and attention, two for a multiplication
-with an addition. Elementwise work does not count, and times are not shown, as counting changes
-them: `wall_clock_breakdown` shows those.
+`torch.utils.flop_counter` counts them as torch dispatches them: products, convolutions and
+attention, two for a multiplication with an addition. Counting changes the time of a pass, so no
+times are shown: `wall_clock_breakdown` prints those.
 """
 
 from __future__ import annotations
@@ -14,82 +14,57 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lattice.deepspeed.settings import EngineSettings
+
+def count_flops(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """Call, and count the operations.
+
+    Returns:
+        (result of the call, path of each module below `module` -> operations; "" is the total).
+    """
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    root = type(module).__name__
+    found: dict[str, int] = {}
+    for name, kinds in counter.get_flop_counts().items():
+        path = name.removeprefix(root).removeprefix(".")
+        found[path] = max(found.get(path, 0), sum(kinds.values()))
+    found.pop("Global", None)
+    return result, found | {"": counter.get_total_flops()}
 
 
-class FlopsProfiler:
-    """Counts one forward pass of a module.
+def print_profile(
+    module: nn.Module,
+    flops: Mapping[str, int],
+    *,
+    depth: int = -1,
+    top: int = 1,
+    detailed: bool = True,
+    path: str | None = None,
+) -> None:
+    """Print a report of `count_flops`, or write it to a file.
 
     Args:
-        module: what is called.
+        depth: of the modules in the report; -1 is all.
+        top: number of modules in the list of the largest at that depth.
+        detailed: list all modules as well.
+        path: of the file.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.by_module: dict[str, int] = {}
-
-    def count(self, call: Callable[[], object]) -> Any:
-        """Call, and count what it does; return its result."""
-        with FlopCounterMode(display=False) as counter:
-            result = call()
-        root = type(self.module).__name__
-        found: dict[str, int] = {}
-        for name, kinds in counter.get_flop_counts().items():
-            path = name.removeprefix(root).removeprefix(".")
-            found[path] = max(found.get(path, 0), sum(kinds.values()))
-        found[""] = counter.get_total_flops()
-        found.pop("Global", None)
-        self.by_module = found
-        return result
-
-    @property
-    def total(self) -> int:
-        """Operations of the pass that was counted last."""
-        return self.by_module.get("", 0)
-
-    def report(self, depth: int = -1, top: int = 1, detailed: bool = True) -> str:
-        """Return a table.
-
-        Args:
-            depth: of modules in the table; -1 is all.
-            top: modules in the list of the largest at that depth.
-            detailed: show the table of all modules as well.
-        """
-        parameters = sum(p.numel() for p in self.module.parameters())
-        lines = [
-            "flops profiler: one forward pass of this process",
-            f"  parameters:                {parameters:,}",
-            f"  forward operations:        {self.total:,}",
-            f"  multiplications with sums: {self.total // 2:,}",
-            f"  forward and backward:      about {3 * self.total:,}",
-        ]
-        modules = [(p, n) for p, n in self.by_module.items() if p]
-        deepest = max((p.count(".") + 1 for p, _ in modules), default=0)
-        wanted = deepest if depth < 0 else depth
-        level = [(p, n) for p, n in modules if p.count(".") + 1 == wanted]
-        largest = sorted(level, key=lambda each: -each[1])[:top]
-        lines += [f"  largest at depth {wanted}: {p}: {_share(n, self.total)}" for p, n in largest]
-        if detailed:
-            lines += [
-                f"  {'  ' * p.count('.')}{p}: {_share(n, self.total)}"
-                for p, n in modules
-                if p.count(".") + 1 <= wanted
-            ]
-        return "\n".join(lines)
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count:,} ({100 * count / max(total, 1):.1f} %)"
-
-
-def print_profile(profiler: FlopsProfiler, settings: EngineSettings) -> None:
-    """Print the report as the configuration asks, or write it to its file."""
-    text = profiler.report(
-        settings["flops_profiler.module_depth"],
-        settings["flops_profiler.top_modules"],
-        settings["flops_profiler.detailed"],
-    )
-    path = settings["flops_profiler.output_file"]
+    total = flops[""]
+    lines = [
+        "flops profiler: one forward pass of this process",
+        f"  parameters:                {sum(p.numel() for p in module.parameters()):,}",
+        f"  forward operations:        {total:,}",
+        f"  multiplications with sums: {total // 2:,}",
+        f"  forward and backward:      about {3 * total:,}",
+    ]
+    depths = {name: name.count(".") + 1 for name in flops if name}
+    wanted = max(depths.values(), default=0) if depth < 0 else depth
+    shown = {n: f"{n}: {flops[n]:,} ({100 * flops[n] / max(total, 1):.1f} %)" for n in depths}
+    largest = sorted((n for n in depths if depths[n] == wanted), key=lambda n: -flops[n])[:top]
+    lines += [f"  largest at depth {wanted}: {shown[name]}" for name in largest]
+    if detailed:
+        lines += [f"{'  ' * d}{shown[name]}" for name, d in depths.items() if d <= wanted]
+    text = "\n".join(lines)
     if path:
         with open(path, "w") as file:
             file.write(text + "\n")
@@ -113,14 +88,14 @@ def get_model_profile(
     """Return (operations, multiplications with sums, parameters) of one forward pass."""
     if input_shape is not None:
         args = (torch.ones(input_shape),)
-    profiler = FlopsProfiler(model)
     with torch.no_grad():
-        profiler.count(lambda: model(*args, **(kwargs or {})))
-    text = profiler.report(module_depth, top_modules, detailed)
-    if output_file:
-        with open(output_file, "w") as file:
-            file.write(text + "\n")
-    elif print_profile:
-        print(text, flush=True)
-    numbers = profiler.total, profiler.total // 2, sum(p.numel() for p in model.parameters())
+        _result, flops = count_flops(model, lambda: model(*args, **(kwargs or {})))
+    if print_profile or output_file:
+        _print_profile(
+            model, flops, depth=module_depth, top=top_modules, detailed=detailed, path=output_file
+        )
+    numbers = flops[""], flops[""] // 2, sum(p.numel() for p in model.parameters())
     return tuple(f"{n:,}" for n in numbers) if as_string else numbers  # type: ignore[return-value]
+
+
+_print_profile = print_profile  # `get_model_profile` has an argument of that name

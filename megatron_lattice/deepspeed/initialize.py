@@ -24,8 +24,7 @@ from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron_lattice.deepspeed import lr_schedules
 from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
 from megatron_lattice.deepspeed.comm import init_distributed
-from megatron_lattice.deepspeed.engine import DeepSpeedEngine
-from megatron_lattice.deepspeed.loading import ReplicaLoader, replica_loader
+from megatron_lattice.deepspeed.engine import DeepSpeedEngine, ReplicaLoader
 from megatron_lattice.deepspeed.optimizers import (
     OptimizerSource,
     ParamGroups,
@@ -105,9 +104,7 @@ def initialize(
         engine.optimizer = build_optimizer(replica, settings, client, groups, pg_collection)
     engine.lr_scheduler = _schedule(engine, settings, lr_scheduler)
     if training_data is not None:
-        engine.training_dataloader = replica_loader(
-            training_data, settings, collate_fn, pg_collection
-        )
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -1,4 +1,4 @@
-"""What an engine writes down of its steps: TensorBoard, Weights & Biases, CSV files; and times.
+"""Scalars and times of an engine's steps: TensorBoard, Weights & Biases, CSV files.
 
 Scalars have DeepSpeed's names and count in samples: `Train/Samples/train_loss`, `.../lr`,
 `.../loss_scale`, and with `wall_clock_breakdown` the times of the parts of a step. The first
@@ -12,12 +12,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from megatron.core.foundation import optional_imports
 from megatron.core.timers import Timers
+from megatron.training.hooks.scalars import ScalarSink, TensorBoardSink, WandbSink
 from megatron_lattice.deepspeed.settings import EngineSettings
 
 Event = tuple[str, Any, int]
@@ -27,120 +28,78 @@ PARTS = ("forward", "backward", "reduce", "step")
 """Parts of a step: of a micro batch the first two, then the reduction of gradients, the update."""
 
 
-class Writer(Protocol):
-    """One place to which scalars go."""
-
-    def write_events(self, events: Sequence[Event]) -> None:
-        """Write scalars."""
-
-    def close(self) -> None:
-        """Finish the files."""
-
-
-class TensorBoardWriter:
-    """Scalars for TensorBoard."""
-
-    def __init__(self, directory: Path) -> None:
-        purpose = "tensorboard.enabled"
-        optional_imports.require("tensorboard", purpose=purpose)
-        module = optional_imports.require("torch.utils.tensorboard", purpose=purpose)
-        self.writer = module.SummaryWriter(log_dir=str(directory))
-
-    def write_events(self, events: Sequence[Event]) -> None:
-        """See `Writer`."""
-        for name, value, step in events:
-            self.writer.add_scalar(name, float(value), step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        """See `Writer`."""
-        self.writer.close()
-
-
-class CsvWriter:
+class CsvSink:
     """One file for each scalar, with the columns step and value."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def write_events(self, events: Sequence[Event]) -> None:
-        """See `Writer`."""
-        for name, value, step in events:
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Append one line to the file of each scalar."""
+        for name, value in scalars.items():
             path = self.directory / f"{name.replace('/', '_')}.csv"
             is_new = not path.exists()
             with path.open("a", newline="") as file:
-                rows = csv.writer(file)
+                lines = csv.writer(file)
                 if is_new:
-                    rows.writerow(["step", name])
-                rows.writerow([step, float(value)])
+                    lines.writerow(["step", name])
+                lines.writerow([step, value])
 
     def close(self) -> None:
-        """See `Writer`."""
-
-
-class WandbWriter:
-    """Scalars of a run at Weights & Biases."""
-
-    def __init__(self, project: str, group: str | None, team: str | None) -> None:
-        self.wandb = optional_imports.require("wandb", purpose="wandb.enabled")
-        self.wandb.init(project=project, group=group, entity=team)
-
-    def write_events(self, events: Sequence[Event]) -> None:
-        """See `Writer`."""
-        by_step: dict[int, dict[str, float]] = {}
-        for name, value, step in events:
-            by_step.setdefault(step, {})[name] = float(value)
-        for step, values in by_step.items():
-            self.wandb.log(values, step=step)
-
-    def close(self) -> None:
-        """See `Writer`."""
-        self.wandb.finish()
+        """Do nothing: each write closes its file."""
 
 
 class MonitorMaster:
-    """All places that a configuration names.
-
-    Args:
-        is_first: whether this process writes; the others have nothing open.
-    """
+    """The sinks that a configuration names, on the first process; other processes have none."""
 
     def __init__(self, settings: EngineSettings, is_first: bool = True) -> None:
-        self.writers: list[Writer] = []
+        self.sinks: list[ScalarSink] = []
         self.destinations: list[str] = []
-        if not is_first:
-            return
-        if settings["tensorboard.enabled"]:
-            directory = destination_of(settings, "tensorboard")
-            self.writers.append(TensorBoardWriter(directory))
-            self.destinations.append(f"tensorboard: {directory}")
-        if settings["csv_monitor.enabled"]:
-            directory = destination_of(settings, "csv_monitor")
-            self.writers.append(CsvWriter(directory))
-            self.destinations.append(f"csv_monitor: {directory}")
-        if settings["wandb.enabled"]:
-            project = settings["wandb.project"] or "deepspeed"
-            self.writers.append(
-                WandbWriter(project, settings["wandb.group"], settings["wandb.team"])
+        self._tensorboard: Any = None
+        if is_first and settings["tensorboard.enabled"]:
+            optional_imports.require("tensorboard", purpose="tensorboard.enabled")
+            module = optional_imports.require(
+                "torch.utils.tensorboard", purpose="tensorboard.enabled"
             )
+            directory = destination_of(settings, "tensorboard")
+            self._tensorboard = module.SummaryWriter(log_dir=str(directory))
+            self.sinks.append(TensorBoardSink(self._tensorboard))
+            self.destinations.append(f"tensorboard: {directory}")
+        if is_first and settings["csv_monitor.enabled"]:
+            directory = destination_of(settings, "csv_monitor")
+            self.sinks.append(CsvSink(directory))
+            self.destinations.append(f"csv_monitor: {directory}")
+        if is_first and settings["wandb.enabled"]:
+            project = settings["wandb.project"] or "deepspeed"
+            wandb = optional_imports.require("wandb", purpose="wandb.enabled")
+            wandb.init(
+                project=project, group=settings["wandb.group"], entity=settings["wandb.team"]
+            )
+            self.sinks.append(WandbSink(wandb))
             self.destinations.append(f"wandb: project {project}")
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is written by this process."""
-        return bool(self.writers)
+        """Whether this process writes anything."""
+        return bool(self.sinks)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, number of samples) tuples, also of the caller."""
-        for writer in self.writers:
-            writer.write_events(event_list)
+        """Write (name, value, number of samples) tuples, also those of the caller."""
+        by_step: dict[int, dict[str, float]] = {}
+        for name, value, step in event_list:
+            by_step.setdefault(step, {})[name] = float(value)
+        for step, scalars in by_step.items():
+            for sink in self.sinks:
+                sink.write(scalars, step)
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
 
     def close(self) -> None:
         """Finish all files."""
-        for writer in self.writers:
-            writer.close()
-        self.writers = []
+        for sink in self.sinks:
+            sink.close()
+        self.sinks, self._tensorboard = [], None
 
 
 def destination_of(settings: EngineSettings, section: str) -> Path:

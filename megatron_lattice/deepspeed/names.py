@@ -13,6 +13,7 @@ from megatron_lattice.deepspeed import (
     flops,
     lr_schedules,
     monitors,
+    ops,
     settings,
     utils,
     zero,
@@ -31,10 +32,9 @@ _ZERO = {"GatheredParameters": zero.GatheredParameters, "Init": zero.Init}
 PATHS: Mapping[str, Mapping[str, object]] = {
     "": {**_CONFIG, **_LOGS},
     "monitor.monitor": {"MonitorMaster": monitors.MonitorMaster},
-    "profiling.flops_profiler": {
-        "FlopsProfiler": flops.FlopsProfiler,
-        "get_model_profile": flops.get_model_profile,
-    },
+    "ops.adam": {"DeepSpeedCPUAdam": ops.DeepSpeedCPUAdam, "FusedAdam": ops.FusedAdam},
+    "ops.lion": {"FusedLion": ops.FusedLion},
+    "profiling.flops_profiler": {"get_model_profile": flops.get_model_profile},
     "runtime.activation_checkpointing.checkpointing": _RECOMPUTE,
     "runtime.config": _CONFIG,
     "runtime.engine": {"DeepSpeedEngine": engine.DeepSpeedEngine},
@@ -68,7 +68,7 @@ ACCEPTED: Mapping[str, tuple[str, ...]] = {
     ),
     "gradients outside of buffers are always dropped, not filled with zeros": (
         f"{_PACKAGE}.engine:DeepSpeedEngine.zero_grad set_to_none",
-        f"{_PACKAGE}.ops.adam:FusedAdam set_grad_none",
+        f"{_PACKAGE}.ops:FusedAdam set_grad_none",
     ),
     "the buckets of the wrapper are those of the messages": (
         f"{_PACKAGE}.engine:DeepSpeedEngine.allreduce_gradients bucket_size",

@@ -324,8 +324,6 @@ SMALL_WITH_REASON = {
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
     "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,
     "megatron_lattice/deepspeed/accelerator.py": DEEPSPEED_PATH,
-    "megatron_lattice/deepspeed/ops/adam.py": DEEPSPEED_PATH,
-    "megatron_lattice/deepspeed/ops/lion.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,
     "megatron/core/transformer/config/overlap_f_b.py": ENTRY,

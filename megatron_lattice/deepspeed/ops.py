@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: torch's Adam and AdamW by their fused kernels."""
+"""`deepspeed.ops`: torch's fused Adam and AdamW, and the library's own Lion."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.optimizer.definitions.lion import Lion as FusedLion
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "FusedLion"]
 
 
 def FusedAdam(
@@ -47,7 +50,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the same; the configuration says where its state is."""
+    """Return the same; the configuration decides where its state is stored."""
     if not fp32_optimizer_states:
         raise ConfigError(
             "DeepSpeedCPUAdam(fp32_optimizer_states=False).",
