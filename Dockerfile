@@ -10,6 +10,7 @@ FROM ${BASE}
 WORKDIR /workspace/lattice
 COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY megatron megatron
+COPY megatron_lattice megatron_lattice
 COPY tools/constraints_beside.py tools/
 # The base image pins its own torch, and more, in the constraints file that PIP_CONSTRAINT names.
 # Both files hold for pip, so of ours what the base pins is left out.

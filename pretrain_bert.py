@@ -33,6 +33,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.blends import masked_dataset_settings
 from megatron.training.setup.stages import is_dataset_built_on_rank
+from megatron_lattice import read_deepspeed_config
 
 SHARED_OVER_RANKS = ("text", "types", "labels", "loss_mask")
 """Entries [b, s] of which each context-parallel rank takes its positions."""
@@ -143,4 +144,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"architecture": "bert"},
+        deepspeed_reader=read_deepspeed_config,
     )

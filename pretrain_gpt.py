@@ -27,6 +27,7 @@ from megatron.training.cli.parser import ParsedCommand
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import is_dataset_built_on_rank
+from megatron_lattice import read_deepspeed_config
 
 BATCH = (
     "tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts",
@@ -130,15 +131,15 @@ datasets_provider.is_distributed = True
 
 def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
     """Return the report of `--auto-parallel`."""
-    from megatron.planner.search_command import Cluster, search_command
+    from megatron_lattice.planner.search_command import Cluster, search_command
 
     return search_command(words, Cluster(gpu, num_gpus), script="pretrain_gpt.py").text
 
 
 def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> Any:
     """Return what the planner says of a step of this run; the log line shows it."""
-    from megatron.planner.step_command import prediction_for_log
-    from megatron.planner.tracing.rank_step import ModelScript
+    from megatron_lattice.planner.step_command import prediction_for_log
+    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     script = ModelScript(model_provider, forward_step)
     return prediction_for_log(command, num_ranks, script, is_shown=is_shown)
@@ -153,6 +154,7 @@ def main() -> None:
         forward_step,
         layout_search=layout_search,
         step_prediction=step_prediction,
+        deepspeed_reader=read_deepspeed_config,
     )
 
 

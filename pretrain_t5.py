@@ -27,6 +27,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.blends import masked_dataset_settings
 from megatron.training.setup.stages import is_dataset_built_on_rank
+from megatron_lattice import read_deepspeed_config
 
 ENTRIES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
 """What a step reads of a sample, [b, s] of the encoder or [b, t] of the decoder."""
@@ -118,4 +119,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"architecture": "t5"},
+        deepspeed_reader=read_deepspeed_config,
     )

@@ -26,6 +26,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.image_texts import image_text_datasets
 from megatron.training.setup.layer_spec import layer_spec
+from megatron_lattice import read_deepspeed_config
 
 ENTRIES = (
     "tokens", "labels", "loss_mask", "position_ids", "document_starts", "patches", "image_grid_thw",
@@ -129,4 +130,5 @@ if __name__ == "__main__":
         ModelType.encoder_or_decoder,
         forward_step,
         args_defaults={"architecture": "vlm"},
+        deepspeed_reader=read_deepspeed_config,
     )

@@ -243,9 +243,9 @@ def noted_triton(launches: Launches) -> Iterator[None]:
 
 def counted_step(workload: Workload) -> Launches:
     """Return what a step after the first launches. The process has the imaginary accelerator."""
-    from megatron.planner.tracing import rank_step
-    from megatron.planner.tracing.ledger import StorageLedger
     from megatron.training.setup.imaginary import imaginary_rank
+    from megatron_lattice.planner.tracing import rank_step
+    from megatron_lattice.planner.tracing.ledger import StorageLedger
     from pretrain_gpt import forward_step, model_provider
     from tests.gpu_without_gpu.imaginary_accelerator.accelerator import as_a_gpu_computes
     from tests.harness.resolved_run import run_of

@@ -25,6 +25,7 @@ from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.data import sample_counts
+from megatron_lattice import read_deepspeed_config
 
 
 def _place() -> tuple[int, int]:
@@ -35,7 +36,9 @@ def _place() -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build everything and say what it is; return the exit status."""
     begun = time.perf_counter()
-    run = resolve_and_check(lambda: parse_command_line(argv), planned_world_size)
+    run = resolve_and_check(
+        lambda: parse_command_line(argv, deepspeed_reader=read_deepspeed_config), planned_world_size
+    )
     tokenizer = build_tokenizer(run.namespace())
     args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
     args.rank, args.world_size = _place()

@@ -29,6 +29,7 @@ from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check
+from megatron_lattice import read_deepspeed_config
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""
@@ -134,7 +135,10 @@ def table(found: Sequence[Row], fits: float | None) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     command = parse_command_line(
-        arguments, extra_args_provider=flags_provider(ReportFlags), args_defaults=WITHOUT_A_RUN
+        arguments,
+        extra_args_provider=flags_provider(ReportFlags),
+        args_defaults=WITHOUT_A_RUN,
+        deepspeed_reader=read_deepspeed_config,
     )
     flags = settings_of(ReportFlags, command.extra)
     world_size = flags.world_size or planned_world_size(command.config)

@@ -26,13 +26,13 @@ import numpy as np
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.settings.command_line import Subcommand, run_subcommand
 from megatron.core.settings.flags import flag, positional, unknown_words
-from megatron.planner.figures import TITLES, figures
-from megatron.planner.hardware import load_hardware, save_constants
-from megatron.planner.pictures.write import prepare_pictures
-from megatron.planner.predictor import fit_predictor, load_predictor
-from megatron.planner.scaling import ScalingFlags
-from megatron.planner.score import score_rows, write_scores
-from megatron.planner.validation import (
+from megatron_lattice.planner.figures import TITLES, figures
+from megatron_lattice.planner.hardware import load_hardware, save_constants
+from megatron_lattice.planner.pictures.write import prepare_pictures
+from megatron_lattice.planner.predictor import fit_predictor, load_predictor
+from megatron_lattice.planner.scaling import ScalingFlags
+from megatron_lattice.planner.score import score_rows, write_scores
+from megatron_lattice.planner.validation import (
     choice_figures,
     cross_validated,
     family_folds,
@@ -42,7 +42,7 @@ from megatron.planner.validation import (
     memory_figures,
     random_folds,
 )
-from megatron.planner.workload import read_rows
+from megatron_lattice.planner.workload import read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ def calibrate(flags: CalibrateFlags) -> int:
 
 def search(flags: SearchFlags) -> int:
     """Print the fastest layouts, and the command line of the first."""
-    from megatron.planner.search_command import Cluster, search_command
+    from megatron_lattice.planner.search_command import Cluster, search_command
 
     prepare_pictures(flags.pictures)
     cluster = Cluster(
@@ -176,7 +176,7 @@ def search(flags: SearchFlags) -> int:
     searched = search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py")
     print(searched.text)
     if flags.pictures is not None:
-        from megatron.planner.pictures.commands import draw_search
+        from megatron_lattice.planner.pictures.commands import draw_search
 
         draw_search(searched, flags.pictures)
     return ExitStatus.DONE
@@ -185,9 +185,9 @@ def search(flags: SearchFlags) -> int:
 def step(flags: StepFlags) -> int:
     """Print the seconds of a step, its parts, and the memory of a rank."""
     import pretrain_gpt
-    from megatron.planner.search_command import Cluster
-    from megatron.planner.step_command import step_text
-    from megatron.planner.tracing.rank_step import ModelScript
+    from megatron_lattice.planner.search_command import Cluster
+    from megatron_lattice.planner.step_command import step_text
+    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     cluster = None
@@ -201,9 +201,9 @@ def step(flags: StepFlags) -> int:
 def memory(flags: MemoryFlags) -> int:
     """Print the memory of each pipeline stage."""
     import pretrain_gpt
-    from megatron.planner.search_command import run_of_words
-    from megatron.planner.stage_memory import memory_of_stages, memory_table
-    from megatron.planner.tracing.rank_step import ModelScript
+    from megatron_lattice.planner.search_command import run_of_words
+    from megatron_lattice.planner.stage_memory import memory_of_stages, memory_table
+    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     prepare_pictures(flags.pictures)
     run = run_of_words(flags.flags_of_training, flags.num_gpus)
@@ -212,7 +212,7 @@ def memory(flags: MemoryFlags) -> int:
     table = memory_table(stages)
     print(table)
     if flags.pictures is not None:
-        from megatron.planner.pictures.commands import draw_memory
+        from megatron_lattice.planner.pictures.commands import draw_memory
 
         draw_memory(stages, flags.pictures, table)
     return ExitStatus.DONE
@@ -220,7 +220,7 @@ def memory(flags: MemoryFlags) -> int:
 
 def scaling(flags: ScalingFlags) -> int:
     """Print strong and weak scaling, and what a training costs."""
-    from megatron.planner.scaling_command import (
+    from megatron_lattice.planner.scaling_command import (
         scaling_curves,
         scaling_rows,
         scaling_text,
@@ -234,7 +234,7 @@ def scaling(flags: ScalingFlags) -> int:
     if flags.output is not None:
         write_rows(scaling_rows(curves), flags.output)
     if flags.pictures is not None:
-        from megatron.planner.pictures.commands import draw_scaling
+        from megatron_lattice.planner.pictures.commands import draw_scaling
 
         draw_scaling(curves, flags.pictures, text)
     return ExitStatus.DONE

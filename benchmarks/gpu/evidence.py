@@ -78,7 +78,7 @@ def _planner(result: Result) -> list[dict[str, Any]]:
     if not rows:
         return []
     from benchmarks.gpu.variants import calibrated, measured_runs
-    from megatron.planner.step_command import gpu_of_card
+    from megatron_lattice.planner.step_command import gpu_of_card
 
     runs = measured_runs(rows)
     try:

@@ -25,7 +25,7 @@ Row = dict[str, object]
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
 WARM_UP_STEPS = 2
-"""First steps, which allocate and compile. `megatron.planner.measured_run` leaves out as many."""
+"""First steps, which allocate and compile; `planner.measured_run` leaves out as many."""
 
 PREDICTED_MFU = {
     "ours": (51.8, 60.7),

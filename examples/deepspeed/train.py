@@ -9,7 +9,7 @@ import argparse
 import torch
 from torch import nn
 
-import megatron.deepspeed as deepspeed  # was: import deepspeed
+import megatron_lattice.deepspeed as deepspeed  # was: import deepspeed
 
 
 class Classifier(nn.Module):

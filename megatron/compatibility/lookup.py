@@ -24,13 +24,12 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
 from megatron.compatibility.moved_names import ELSEWHERE, STAR_NAMES
 from megatron.compatibility.unsupported_names import LACKING
 
-_FOUND = {**ELSEWHERE, **DEEPSPEED_ELSEWHERE}
-_FOUND |= {module: names | _FOUND.get(module, {}) for module, names in STAR_NAMES.items()}
-_NOT_HERE = {**LACKING, **DEEPSPEED_LACKING}
+_FOUND = ELSEWHERE | {
+    module: names | ELSEWHERE.get(module, {}) for module, names in STAR_NAMES.items()
+}
 _NEIGHBOURS = frozenset({"megatron.bridge", "megatron.energon"})
 """Packages of megatron-bridge and megatron-energon."""
 
@@ -43,7 +42,7 @@ def install() -> None:
 
 def getter(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module of the tables."""
-    elsewhere, lacking = _FOUND.get(module, {}), _NOT_HERE.get(module, {})
+    elsewhere, lacking = _FOUND.get(module, {}), LACKING.get(module, {})
 
     def get(name: str) -> Any:
         if name in elsewhere:
@@ -112,7 +111,7 @@ def _with_parents(modules: Sequence[str]) -> frozenset[str]:
 class NameFinder(MetaPathFinder):
     """Finds the modules of the tables, and the packages of other distributions."""
 
-    modules = _with_parents([*_FOUND, *_NOT_HERE])
+    modules = _with_parents([*_FOUND, *LACKING])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

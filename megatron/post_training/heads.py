@@ -97,7 +97,7 @@ def replace_head(model: Model, num_outputs: int | None = 1) -> Model:
         head = IdentityHead(model.config, groups)
     else:
         head = LinearHead(model.config, groups, num_outputs=num_outputs)
-    model.output_layer = head  # type: ignore[assignment]
+    model.output_layer = head
     for name in ("lm_head", "pooler", "binary_head"):
         if hasattr(model, name):
             delattr(model, name)

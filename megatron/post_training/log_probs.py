@@ -132,7 +132,9 @@ def compute_log_probs(
         backend.all_reduce(table, groups.cp)
     backend.broadcast(table, groups.pp, last_rank)
     return [
-        LogProbs(*(table[:2, number, :b, :s]), table[2, number, :b, :s] == 1.0)
+        LogProbs(
+            table[0, number, :b, :s], table[1, number, :b, :s], table[2, number, :b, :s] == 1.0
+        )
         for number, (b, s) in enumerate(shapes)
     ]
 

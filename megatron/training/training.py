@@ -14,6 +14,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import (
+    DeepSpeedReader,
     ExtraArguments,
     ParsedCommand,
     UnreadableCommandError,
@@ -87,6 +88,7 @@ def pretrain(*given: Any, **named: Any) -> None:
         layout_search: `(words, GPU, number of ranks)` -> report of --auto-parallel.
         step_prediction: `(settings, number of ranks, is_shown)` -> what a step is predicted to
             cost, for the log line; called before the ranks meet.
+        deepspeed_reader: reads the file of --deepspeed_config.
         extra_args_provider: adds a script's own flags to the parser.
         args_defaults: a script's defaults for flags that are not given.
     Raises:
@@ -158,7 +160,7 @@ class PretrainCall:
         "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
         "process_non_loss_data_func", "extra_args_provider", "args_defaults",
         "get_embedding_ranks", "get_position_embedding_ranks", "non_loss_data_func", "store",
-        "layout_search", "step_prediction",
+        "layout_search", "step_prediction", "deepspeed_reader",
     )  # fmt: skip
     CONFIG_FIRST = (
         "cfg_container", "train_valid_test_dataset_provider", "model_type", "forward_step_func",
@@ -179,6 +181,7 @@ class PretrainCall:
         self.forward_step = options["forward_step_func"]
         self.extra_args_provider: ExtraArguments | None = options.get("extra_args_provider")
         self.args_defaults: Mapping[str, Any] = options.get("args_defaults") or {}
+        self.deepspeed_reader: DeepSpeedReader | None = options.get("deepspeed_reader")
         self._command: ParsedCommand | None = None
 
     @staticmethod
@@ -198,7 +201,9 @@ class PretrainCall:
                 self._command = ParsedCommand(config=self.config, given=given)
             else:
                 self._command = parse_command_line(
-                    extra_args_provider=self.extra_args_provider, args_defaults=self.args_defaults
+                    extra_args_provider=self.extra_args_provider,
+                    args_defaults=self.args_defaults,
+                    deepspeed_reader=self.deepspeed_reader,
                 )
                 self._check_architecture(self._command.config.encoders.architecture)
         return self._command

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.compatibility.accepted import accepted
+from megatron_lattice.deepspeed import names
 from tests.architecture import words
 from tests.architecture.parameters import arguments, docstring_of_method, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
@@ -94,8 +95,9 @@ def untyped_reads() -> Iterator[str]:
     """Reads of settings that the type checker cannot see: by a string key of `settings`, `values`
     or `v`, or as an attribute of the flat `args`, outside of core and compatibility.
 
-    Not counted: the keys of DeepSpeed's JSON in `megatron.deepspeed`, which are declared in its
-    schema (`deepspeed_keys` are tested against it), and what a script counts in its `args`.
+    Not counted: the keys of DeepSpeed's JSON, which are declared in the schema of
+    `megatron_lattice.deepspeed` (a test compares `deepspeed_keys` with it), and what a script
+    counts in its `args`.
     """
     answers_all = any(
         isinstance(child, Function) and child.name == "__getattr__"
@@ -114,7 +116,7 @@ def untyped_reads() -> Iterator[str]:
                 continue
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 base = ast.unparse(node.value).rpartition(".")[2]
-                is_of_deepspeed = module.name.startswith("megatron.deepspeed")
+                is_of_deepspeed = module.name.startswith("megatron_lattice.deepspeed")
                 is_key = isinstance(node.slice.value, str) and base in {"settings", "v", "values"}
                 if is_key and not is_of_deepspeed:
                     yield f"{module.path}:{node.lineno} {ast.unparse(node)}"
@@ -131,7 +133,9 @@ def deepspeed_keys() -> Iterator[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 key, base = node.slice.value, ast.unparse(node.value).rpartition(".")[2]
-                is_read = module.name.startswith("megatron.deepspeed") and base == "settings"
+                is_read = (
+                    module.name.startswith("megatron_lattice.deepspeed") and base == "settings"
+                )
                 if is_read and isinstance(key, str):
                     yield key
 
@@ -209,10 +213,15 @@ def device_branches() -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} is_cpu"
 
 
+def all_accepted() -> dict[tuple[str, str], str]:
+    """Return the parameters that both packages accept without an effect -> the reason."""
+    return accepted() | accepted(names.ACCEPTED)
+
+
 def unread_parameters() -> Iterator[str]:
     """Parameters that a function takes and never reads, and that are not in the table of what is
     accepted for compatibility."""
-    table = accepted()
+    table = all_accepted()
     for place, function, name in unread():
         if (function, name) not in table:
             yield f"{place} {function.partition(':')[2]}({name})"
@@ -314,10 +323,7 @@ SMALL_WITH_REASON = {
     "megatron/core/fusions/fused_bias_gelu.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
     "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,
-    "megatron/deepspeed/accelerator.py": DEEPSPEED_PATH,
-    "megatron/deepspeed/checkpointing.py": DEEPSPEED_PATH,
-    "megatron/deepspeed/ops/adam.py": DEEPSPEED_PATH,
-    "megatron/deepspeed/ops/lion.py": DEEPSPEED_PATH,
+    "megatron_lattice/deepspeed/accelerator.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,
     "megatron/core/transformer/config/overlap_f_b.py": ENTRY,

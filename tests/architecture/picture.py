@@ -42,7 +42,7 @@ def layers() -> list[Layer]:
         if contract["type"] == "layers":
             (container,) = contract["containers"]
             inner[container] = [Layer(container, _names(line)) for line in contract["layers"]]
-    for layer in inner["megatron"]:
+    for layer in (*inner["megatron_lattice"], *inner["megatron"]):
         found += inner["megatron.core"] if layer.names == ("core",) else [layer]
     return found
 

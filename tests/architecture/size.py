@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.source import ROOT, Function, imports, modules
+from tests.architecture.source import PACKAGES, ROOT, Function, imports, modules
 
-PACKAGES = ("megatron", "megatron_lattice")
 SHORT_LINES = 5
 """A function of at most so many lines, with its signature, is short."""
 

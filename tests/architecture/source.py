@@ -9,13 +9,14 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron", "megatron_lattice")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the packages."""
+    """One file of `PACKAGES`."""
 
     name: str
     """With dots; that of a package without `__init__`."""
@@ -59,10 +60,9 @@ class Module:
 
 @cache
 def modules() -> dict[str, Module]:
-    """Return all modules of the packages by name."""
+    """Return all modules of both packages by name."""
     found = {}
-    paths = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "megatron_lattice").rglob("*.py")]
-    for path in sorted(paths):
+    for path in sorted(p for top in PACKAGES for p in (ROOT / top).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)

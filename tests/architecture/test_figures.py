@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.compatibility.accepted import accepted
-from megatron.deepspeed.reading import key_at
+from megatron_lattice.deepspeed.reading import key_at
 from tests.architecture.figures import (
     FIGURES,
     SMALL_WITH_REASON,
+    all_accepted,
     any_parameters,
     deepspeed_keys,
     public_parameters,
@@ -55,7 +55,7 @@ def test_tensor_functions_give_shapes():
 
 def test_the_table_of_accepted_parameters_holds_what_is_unread_and_nothing_else():
     found = {(function, name) for _, function, name in unread()}
-    stale = sorted(set(accepted()) - found)
+    stale = sorted(set(all_accepted()) - found)
     assert not stale, "\n".join(f"{function} {name}" for function, name in stale)
 
 
@@ -91,7 +91,7 @@ OWN_PARSERS = {
     "megatron/core/settings/command_line.py": "the mechanism of tools: dataclasses become flags",
     "megatron/training/cli/parser.py": "that of training: it reports every problem at once",
     "megatron/training/cli/help.py": "prints the help of that",
-    "megatron/deepspeed/initialize.py": "adds to the parser of a DeepSpeed script",
+    "megatron_lattice/deepspeed/initialize.py": "adds to the parser of a DeepSpeed script",
     "benchmarks/gpu/peers.py": "measures a peer whose package has the name of ours",
     "tools/constraints_beside.py": "makes the environment, before the package is installed",
     "tools/gpu_session.py": "starts where torch may fail to import",
@@ -116,7 +116,7 @@ DECLARES_FLAGS = re.compile(
 
 def test_flags_are_declared_by_dataclasses():
     root = Path(__file__).resolve().parents[2]
-    tops = ("megatron", "tools", "benchmarks", "examples", "tests")
+    tops = ("megatron", "megatron_lattice", "tools", "benchmarks", "examples", "tests")
     files = [*root.glob("*.py"), *(file for top in tops for file in (root / top).rglob("*.py"))]
     texts = {str(file.relative_to(root)): file.read_text() for file in files}
     found = {

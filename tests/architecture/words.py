@@ -56,8 +56,8 @@ _ALLOWED = re.compile(
 )
 """The field's own expressions that contain such a word."""
 
-READ = ("megatron", "tools", "examples", "docs", "benchmarks", "README.md", "CONTRIBUTING.md",
-        "pretrain_gpt.py", "Makefile", "Dockerfile")  # fmt: skip
+READ = ("megatron", "megatron_lattice", "tools", "examples", "docs", "benchmarks", "README.md",
+        "CONTRIBUTING.md", "pretrain_gpt.py", "Makefile", "Dockerfile")  # fmt: skip
 _SUFFIXES = {".py", ".md", ".sh", ".yaml", ".yml", ".c", ".cpp", ""}
 
 

@@ -3,7 +3,7 @@
     python deepspeed_engine_job.py --out FILE --checkpoints DIRECTORY [--port PORT]
 
 Trains a small model with every case of `CASES` on two processes, with `deepspeed` where it is
-installed and `megatron.deepspeed` elsewhere, and writes losses and gradient norms as JSON.
+installed and `megatron_lattice.deepspeed` elsewhere, and writes losses and gradient norms as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 try:
     import deepspeed
 except ImportError:
-    import megatron.deepspeed as deepspeed
+    import megatron_lattice.deepspeed as deepspeed
 
 RANKS, STEPS, MICRO, WIDTH = 2, 6, 2, 32
 CASES = {

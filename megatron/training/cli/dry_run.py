@@ -84,7 +84,7 @@ def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = 
     sections = [
         ("settings that differ from their defaults", _settings(run)),
         ("derived", [str(derivation) for derivation in run.derivations]),
-        ("flags without effect here", notes(run.config)),
+        ("flags without effect here", [*notes(run.config), *run.notes]),
         ("not on this machine, and needed by the run", [each.found for each in absent]),
         ("ranks", _ranks(run)),
         ("pipeline stages", layout.describe().split("\n")),

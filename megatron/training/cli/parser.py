@@ -24,6 +24,9 @@ from megatron.training.cli.yaml_file import read_yaml
 from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags, flags_by_spelling
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+DeepSpeedReader = Callable[[str, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
+"""Takes the path of a DeepSpeed configuration and the values of the given fields; returns the
+values that the file stands for, and one line for each of its keys that has no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class ParsedCommand:
     """Values of arguments that a script added to the parser."""
     given: frozenset[str] = frozenset()
     """Fields that the user set, by whichever source; others have a default."""
+    notes: tuple[str, ...] = ()
+    """Lines on what the user's files ask for without an effect."""
 
 
 class UnreadableCommandError(ConfigError):
@@ -196,6 +201,7 @@ def parse_command_line(
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
+    deepspeed_reader: DeepSpeedReader | None = None,
 ) -> ParsedCommand:
     """Read the command line and the YAML file that it may name.
 
@@ -204,6 +210,8 @@ def parse_command_line(
     model of --load-hf or the file of --deepspeed_config are refused. A script's default of
     `seq_length` is cut to the positions of that model.
 
+    Args:
+        deepspeed_reader: reads the file of --deepspeed_config; without it that flag is refused.
     Raises:
         UnreadableCommandError: with all problems of the command line and the file, and what could
             be read all the same.
@@ -225,10 +233,15 @@ def parse_command_line(
     if "seq_length" in defaults and "max_position_embeddings" in from_preset:
         longest = {**from_preset, **from_yaml, **command_line}["max_position_embeddings"]
         defaults["seq_length"] = min(defaults["seq_length"], longest)
-    from_deepspeed = _deepspeed_values({**from_yaml, **command_line}, problems)
+    from_deepspeed, notes = _deepspeed_values(
+        deepspeed_reader, {**from_yaml, **command_line}, problems
+    )
     asked = {**from_preset, **from_deepspeed, **from_yaml, **command_line}
     command = ParsedCommand(
-        config=RunConfig.from_values({**defaults, **asked}), extra=extra, given=frozenset(asked)
+        config=RunConfig.from_values({**defaults, **asked}),
+        extra=extra,
+        given=frozenset(asked),
+        notes=tuple(notes),
     )
     if problems:
         raise UnreadableCommandError(problems, command)
@@ -336,25 +349,34 @@ def _model_values(
         return {}
 
 
-def _deepspeed_values(given: Mapping[str, Any], problems: list[MegatronError]) -> dict[str, Any]:
+def _deepspeed_values(
+    reader: DeepSpeedReader | None, given: Mapping[str, Any], problems: list[MegatronError]
+) -> tuple[dict[str, Any], list[str]]:
     path, is_on = given.get("deepspeed_config"), given.get("deepspeed", False)
+    flags = ["--deepspeed", "--deepspeed_config"]
     if bool(path) != is_on:
         found = "--deepspeed without --deepspeed_config"
         problems.append(
             ConfigError(
                 f"{found if is_on else f'--deepspeed_config {path} without --deepspeed'}.",
-                rule="one says that a DeepSpeed configuration counts, the other where it is",
-                flags=["--deepspeed", "--deepspeed_config"],
+                rule="--deepspeed switches the configuration on, --deepspeed_config names its file",
+                flags=flags,
                 fix="give both",
             )
         )
-        return {}
-    if not path:
-        return {}
-    from megatron.training.cli.deepspeed import deepspeed_values
-
-    try:
-        return deepspeed_values(path, given)
-    except MegatronError as problem:
-        problems += problem.problems or [problem]
-        return {}
+    elif path and reader is None:
+        problems.append(
+            ConfigError(
+                f"--deepspeed_config {path} in a script that reads no DeepSpeed configuration.",
+                rule="the script passes the reader to pretrain()",
+                flags=flags,
+                fix="pass deepspeed_reader=megatron_lattice.read_deepspeed_config to pretrain(), as"
+                " pretrain_gpt.py does",
+            )
+        )
+    elif path and reader is not None:
+        try:
+            return reader(path, given)
+        except MegatronError as problem:
+            problems += problem.problems or [problem]
+    return {}, []

@@ -37,12 +37,14 @@ def resolve(
     world_size: int,
     machine: Machine | None = None,
     extra: Mapping[str, object] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> ResolvedRun:
     """Derive the settings of a run on `world_size` ranks, all but the vocabulary.
 
     Args:
         machine: of this rank; without it, rank 0 of a machine with a CPU alone.
         extra: arguments that a script added to the parser.
+        notes: lines on what the user's files ask for without an effect.
     """
     log = DerivationLog()
     machine = machine or Machine()
@@ -91,6 +93,7 @@ def resolve(
         topology=topology,
         derivations=tuple(log.derivations),
         extra=dict(extra or {}),
+        notes=notes,
     )
 
 

@@ -67,12 +67,14 @@ class ResolvedRun(RunConfig):
         topology: the ranks.
         derivations: what was derived, in order.
         extra: arguments that a script added to the parser.
+        notes: lines on what the user's files ask for without an effect.
     """
 
     config: RunConfig = field(default_factory=RunConfig)
     topology: Topology = field(default_factory=Topology)
     derivations: tuple[Derivation, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:

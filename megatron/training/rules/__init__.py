@@ -81,7 +81,11 @@ def resolve_and_check(
         unclear.add(problem)
         config = with_defaults_for(config, {name})
     run = resolve(
-        config, world_size=world_size(config), machine=read_machine(), extra=command.extra
+        config,
+        world_size=world_size(config),
+        machine=read_machine(),
+        extra=command.extra,
+        notes=command.notes,
     )
     rules = [*refusals(config), *broken_rules(run)]
     if absent is not None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import FlagSpec
-from megatron.deepspeed.reading import ReadSettings, read_settings
 from megatron.training.config.run import RunConfig, all_flags, plain
 
 
@@ -109,12 +108,6 @@ def notes(config: RunConfig) -> list[str]:
             why = why_not_in_few_bits(config)
         if why:
             lines.append(f"{_as_typed(spec, value)}: {why}.")
-    if config.launch.deepspeed_config is not None:
-        read = read_settings(config.launch.deepspeed_config)
-        ignored = dict(read.without_effect) | _unused_monitors(read)
-        if "warmup_type" not in read.sections.get("scheduler", {"params": "warmup_type"})["params"]:
-            ignored["scheduler"] = "warm-up is linear; DeepSpeed's default is logarithmic"
-        lines += [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
     return lines
 
 
@@ -140,17 +133,3 @@ def why_not_in_few_bits(config: RunConfig) -> str:
     else:
         return ""
     return f"{why}; parameters are gathered in the dtype of the model"
-
-
-def _unused_monitors(read: ReadSettings) -> dict[str, str]:
-    """Return the keys of monitors that the loop of pretrain_gpt.py does not follow, and why."""
-    unused = {}
-    if read["csv_monitor.enabled"]:
-        unused["csv_monitor.enabled"] = "--metrics-jsonl FILE writes every logged step"
-    if read["flops_profiler.enabled"]:
-        unused["flops_profiler.enabled"] = (
-            "--log-throughput prints rates, and --dry-run the operations of each part of the model"
-        )
-    if read["wandb.group"]:
-        unused["wandb.group"] = "a run is named by --wandb-exp-name"
-    return unused

@@ -171,7 +171,7 @@ def start_session(
 
 def announce(run: ResolvedRun) -> None:
     """Print what was derived, and which flags have no effect here."""
-    for line in notes(run.config):
+    for line in (*notes(run.config), *run.notes):
         print_rank_0(f" note: {line}")
     only_uses_the_model = run.schedule.skip_train and not run.schedule.eval_iters
     for derived in run.derivations:

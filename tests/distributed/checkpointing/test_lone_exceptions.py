@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import megatron
-from megatron import deepspeed
+from megatron_lattice import deepspeed
 from tests.harness.distributed import run_distributed
 
 ROOT = str(Path(megatron.__file__).parent)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import deepspeed
-from megatron.deepspeed import zero
+from megatron_lattice import deepspeed
+from megatron_lattice.deepspeed import zero
 from tests.distributed.deepspeed.serial import (
     ACCUMULATION,
     LEARNING_RATE,

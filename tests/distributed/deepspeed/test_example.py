@@ -7,7 +7,7 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 
-from megatron import deepspeed
+from megatron_lattice import deepspeed
 from tests.harness.distributed import run_distributed
 from tests.harness.pool import REPOSITORY
 

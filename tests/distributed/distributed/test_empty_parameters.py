@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron import deepspeed
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import (
     DistributedDataParallelConfig,
@@ -18,6 +17,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron_lattice import deepspeed
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, assert_close
 

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from megatron.planner.program_memory import routed_share
-from megatron.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.setup.imaginary import imaginary_rank
+from megatron_lattice.planner.program_memory import routed_share
+from megatron_lattice.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
 from pretrain_gpt import forward_step, model_provider
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import as_a_gpu_computes
 from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger, bytes_by_axis

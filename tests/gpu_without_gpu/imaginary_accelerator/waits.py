@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.core.offload import device_copies
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.planner.tracing.ledger import StorageLedger, tensors_in
 from megatron.training.setup.imaginary import HostAnswers
+from megatron_lattice.planner.tracing.ledger import StorageLedger, tensors_in
 
 READS = ("tolist", "_item", "_nonzero")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)

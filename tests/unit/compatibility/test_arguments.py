@@ -10,7 +10,6 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron import deepspeed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.foundation.errors import CheckpointError, ConfigError, MegatronError
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
@@ -33,8 +32,9 @@ from megatron.core.tensor_parallel.rng_tracker import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import divide
-from megatron.deepspeed.ops.adam import DeepSpeedCPUAdam
 from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron_lattice import deepspeed
+from megatron_lattice.deepspeed.ops.adam import DeepSpeedCPUAdam
 
 
 def small_block() -> TransformerBlock:

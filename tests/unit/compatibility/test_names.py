@@ -11,18 +11,13 @@ from collections import defaultdict
 
 import pytest
 
-from megatron.compatibility.deepspeed_names import DEEPSPEED_ELSEWHERE, DEEPSPEED_LACKING
 from megatron.compatibility.lookup import is_stand_in
-from megatron.compatibility.moved_names import ELSEWHERE as MEGATRON_ELSEWHERE
-from megatron.compatibility.moved_names import STAR_NAMES
-from megatron.compatibility.unsupported_names import LACKING as MEGATRON_LACKING
+from megatron.compatibility.moved_names import ELSEWHERE, STAR_NAMES
+from megatron.compatibility.unsupported_names import LACKING
 from megatron.core.enums import ModelType
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.setup.model import get_model
 from tests.harness.pool import REPOSITORY
-
-ELSEWHERE = {**MEGATRON_ELSEWHERE, **DEEPSPEED_ELSEWHERE}
-LACKING = {**MEGATRON_LACKING, **DEEPSPEED_LACKING}
 
 IMPORTED_NAMES = REPOSITORY / "tests/fixtures/compatibility/imported_names.csv"
 """Imports of projects that build on Megatron: module, name (none for `import module`), and in how

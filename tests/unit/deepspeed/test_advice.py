@@ -9,10 +9,10 @@ import shutil
 import pytest
 from torch import nn
 
-from megatron import deepspeed
 from megatron.core.foundation.errors import MegatronError, NumericsError
-from megatron.deepspeed.advice import _WORDS, in_words_of_the_engine
-from megatron.deepspeed.reading import key_at
+from megatron_lattice import deepspeed
+from megatron_lattice.deepspeed.advice import _WORDS, in_words_of_the_engine
+from megatron_lattice.deepspeed.reading import key_at
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

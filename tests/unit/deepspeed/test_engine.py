@@ -9,11 +9,11 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from megatron import deepspeed
 from megatron.core.foundation.errors import CheckpointError, ConfigError, ScheduleError
-from megatron.deepspeed.optimizers import check_client
-from megatron.deepspeed.settings import engine_settings
-from megatron.deepspeed.utils.zero_to_fp32 import (
+from megatron_lattice import deepspeed
+from megatron_lattice.deepspeed.optimizers import check_client
+from megatron_lattice.deepspeed.settings import engine_settings
+from megatron_lattice.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
@@ -296,7 +296,7 @@ def test_names_that_scripts_import():
         deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), bias_correction=False)
     accelerator = deepspeed.get_accelerator()
     assert accelerator.current_device_name().startswith(accelerator.device_name())
-    assert deepspeed.utils.logger.name == "megatron.deepspeed"
+    assert deepspeed.utils.logger.name == "megatron_lattice.deepspeed"
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size"):
         deepspeed.PipelineModule(layers=[model])
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.deepspeed.settings import data_parallel_config, engine_settings, optimizer_config
+from megatron_lattice.deepspeed.settings import (
+    data_parallel_config,
+    engine_settings,
+    optimizer_config,
+)
 
 FILES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 REPLICAS = 4

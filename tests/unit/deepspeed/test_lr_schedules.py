@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.deepspeed import lr_schedules
+from megatron_lattice.deepspeed import lr_schedules
 
 CASES = {
     "warm-up, logarithmic": (

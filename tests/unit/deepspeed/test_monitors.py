@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron import deepspeed
 from megatron.core.foundation.errors import CheckpointError
-from megatron.training.cli.deepspeed import deepspeed_values
+from megatron_lattice import deepspeed
+from megatron_lattice.deepspeed.flags import read_deepspeed_config
 from tests.harness.tolerances import EXACT, assert_close
 from tests.unit.dist_checkpointing.interop import interop_files as foreign
 
@@ -133,7 +133,7 @@ def test_the_flops_profiler_counts_products_module_by_module(tmp_path, capsys):
 
 
 def test_a_profile_of_any_model_gives_numbers():
-    from megatron.deepspeed.profiling.flops_profiler import get_model_profile
+    from megatron_lattice.deepspeed.profiling.flops_profiler import get_model_profile
 
     model = nn.Linear(4, 5)
     found = get_model_profile(model, input_shape=(2, 4), as_string=False, print_profile=False)
@@ -146,7 +146,7 @@ def test_pretraining_with_a_file_writes_where_the_file_says(tmp_path):
         '{"tensorboard": {"enabled": true, "output_path": "out", "job_name": "x"},'
         ' "wandb": {"enabled": true, "team": "t"}, "wall_clock_breakdown": true}'
     )
-    values = deepspeed_values(str(file), {})
+    values, _ = read_deepspeed_config(str(file), {})
     assert values["tensorboard_dir"] == "out/x"
     assert (values["wandb_project"], values["wandb_entity"]) == ("deepspeed", "t")
     assert values["timing_log_level"] == 2
@@ -204,7 +204,7 @@ def test_auto_is_printed_as_the_value_it_becomes(capsys):
 
 
 def test_whole_fp32_weights_come_from_a_checkpoint(tmp_path):
-    from megatron.deepspeed.utils import zero_to_fp32
+    from megatron_lattice.deepspeed.utils import zero_to_fp32
 
     engine = start(bf16={"enabled": True}, zero_optimization={"stage": 1})
     engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().mean())
@@ -224,7 +224,7 @@ def test_whole_fp32_weights_come_from_a_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_of_deepspeed_is_not_read_under_wrong_names(tmp_path):
-    from megatron.deepspeed.utils import zero_to_fp32
+    from megatron_lattice.deepspeed.utils import zero_to_fp32
 
     foreign.write_deepspeed(tmp_path, stage=1)
     with pytest.raises(CheckpointError, match=r"engine\.load_checkpoint"):
@@ -232,11 +232,11 @@ def test_a_checkpoint_of_deepspeed_is_not_read_under_wrong_names(tmp_path):
 
 
 def test_names_of_deepspeed_are_found_where_scripts_import_them():
-    import megatron.deepspeed.runtime.lr_schedules as schedules
-    from megatron.deepspeed.monitor.monitor import MonitorMaster
-    from megatron.deepspeed.pipe import PipelineModule
-    from megatron.deepspeed.runtime.activation_checkpointing import checkpointing
-    from megatron.deepspeed.runtime.zero.partition_parameters import GatheredParameters
+    import megatron_lattice.deepspeed.runtime.lr_schedules as schedules
+    from megatron_lattice.deepspeed.monitor.monitor import MonitorMaster
+    from megatron_lattice.deepspeed.pipe import PipelineModule
+    from megatron_lattice.deepspeed.runtime.activation_checkpointing import checkpointing
+    from megatron_lattice.deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     assert schedules.WarmupLR is deepspeed.lr_schedules.WarmupLR
     # A module of its own where it was imported as one before.

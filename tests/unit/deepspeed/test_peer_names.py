@@ -1,5 +1,5 @@
-"""Every key and every flag that DeepSpeed takes: it acts, has no effect and says why, or is refused
-with what to use instead. The names, types and defaults are those of DeepSpeed 0.19.8."""
+"""Every key that DeepSpeed takes acts, has no effect and says why, or is refused with what to use
+instead. The names, types and defaults are those of DeepSpeed 0.19.8."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.deepspeed import launcher
-from megatron.deepspeed.reading import collect, read_settings
+from megatron_lattice.deepspeed.reading import collect, read_settings
 from tests.harness.pool import REPOSITORY
 
 FIXTURES = REPOSITORY / "tests/fixtures/compatibility"
@@ -91,25 +90,3 @@ def test_bf16_needs_no_loss_scale_and_says_so():
         read_settings({"bf16": section})
     fixes = {problem.fix for problem in caught.value.problems}
     assert fixes == {"drop it: bf16 has the range of fp32 and needs no loss scale"}
-
-
-@pytest.mark.parametrize(("spellings", "kind"), rows("deepspeed_launcher_flags.tsv"))
-def test_a_flag_of_the_launcher_is_known(spellings, kind):
-    values = {"str": "1", "int": "1"}
-    for spelling in spellings.split():
-        words = [spelling, *([values[kind]] if kind in values else []), "train.py"]
-        flags = launcher.read_flags(words)
-        assert flags.user_script == "train.py"
-        if spelling in dict(flags.refused()):
-            assert dict(flags.refused())[spelling]
-
-
-def test_an_unknown_flag_is_named_where_the_script_is_missing(capsys):
-    with pytest.raises(SystemExit):
-        launcher.read_flags(["--no_such_flag=3", "--num_gpus", "2"])
-    assert "--no_such_flag;" in capsys.readouterr().err.replace("=3", "")
-
-
-def test_included_slots_of_a_cpu_are_as_many_as_are_named():
-    (node,) = launcher.plan(launcher.read_flags(["--include", "localhost:0,1", "train.py"]))
-    assert node.slots == (0, 1)

@@ -18,7 +18,7 @@ from benchmarks.gpu import first_step, forks, layouts, paths
 from benchmarks.gpu.forks import FOLDER, Case, Outcome, Run, losses_of, run_cases
 from benchmarks.gpu.small_models import STEPS, TOLERANCES, Claim, expected_losses, print_outcome
 from megatron.core.foundation import device
-from megatron.planner.search_command import run_of_words
+from megatron_lattice.planner.search_command import run_of_words
 from tools import gpu_session
 
 ROOT = Path(__file__).resolve().parents[3]

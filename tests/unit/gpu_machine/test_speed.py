@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu import kernels, peers, profile_step, variants, workload
 from benchmarks.gpu.forks import Outcome
 from benchmarks.gpu.profile_step import busy_us, rows_of, work_of
-from megatron.planner.step_command import gpu_of_card
+from megatron_lattice.planner.step_command import gpu_of_card
 from tools import gpu_session
 
 REPOSITORY = Path(__file__).resolve().parents[3]

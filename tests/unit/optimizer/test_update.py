@@ -18,7 +18,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.planner.tracing.ledger import StorageLedger
+from megatron_lattice.planner.tracing.ledger import StorageLedger
 from tests.distributed.distributed.replicas import Model, accumulate, loss_of, samples, wrap
 from tests.harness.tolerances import (
     EXACT,

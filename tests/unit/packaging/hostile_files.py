@@ -32,10 +32,10 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
 from megatron.core.tokenizers.special_ids import ends_of_generation
 from megatron.core.transport.object_collectives import SingleProcess
-from megatron.deepspeed.reading import read_settings
 from megatron.hugging_face.model_directory import read_model_directory, stored_tensors
 from megatron.training.cli.yaml_file import read_yaml
 from megatron.training.datasets.blends import _blend_in_file
+from megatron_lattice.deepspeed.reading import read_settings
 from tests.unit.dist_checkpointing.interop.payloads import amplifiers
 
 PROCESSOR_SECONDS = 10

@@ -82,7 +82,9 @@ def test_links_and_named_files_exist(document):
         target for target in LINK.findall(text) if not (document.parent / target).resolve().exists()
     ]
     # `tests/...`, `tools/...`, `megatron/...py` in backquotes are paths from the root.
-    named = re.findall(r"`((?:tests|tools|megatron|examples|docs|benchmarks)/[\w./-]+)`", text)
+    named = re.findall(
+        r"`((?:tests|tools|megatron|megatron_lattice|examples|docs|benchmarks)/[\w./-]+)`", text
+    )
     missing += [path for path in named if not (REPOSITORY / path).exists()]
     assert not missing
 

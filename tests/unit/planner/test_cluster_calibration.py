@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.planner.cluster_calibration import calibrate_to_runs
-from megatron.planner.hardware import gpu_named
-from megatron.planner.layout_space import LAYOUT_COLUMNS, Choices, layout_space
-from megatron.planner.measured_run import MeasuredRun, measured_run
-from megatron.planner.predictor import load_predictor
-from megatron.planner.run_layout import row_of_run
-from megatron.planner.run_workload import settings_of_layout
-from megatron.planner.search_command import words_of_flag
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.reports.run_record import read_run
+from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
+from megatron_lattice.planner.hardware import gpu_named
+from megatron_lattice.planner.layout_space import LAYOUT_COLUMNS, Choices, layout_space
+from megatron_lattice.planner.measured_run import MeasuredRun, measured_run
+from megatron_lattice.planner.predictor import load_predictor
+from megatron_lattice.planner.run_layout import row_of_run
+from megatron_lattice.planner.run_workload import settings_of_layout
+from megatron_lattice.planner.search_command import words_of_flag
 from tests.harness.pool import REPOSITORY
 from tests.harness.resolved_run import run_of
 from tests.unit.planner.test_layout_search import EXPERTS, LLAMA_8B, model_of, row_of

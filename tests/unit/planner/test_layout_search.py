@@ -11,21 +11,21 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.foundation.exit_status import ExitStatus
-from megatron.planner.blanks import fits
-from megatron.planner.hardware import gpu_named
-from megatron.planner.layout_search import search_layouts, what_would_fit
-from megatron.planner.layout_space import Choices, divisors, layout_space
-from megatron.planner.memory import model_states
-from megatron.planner.predictor import load_predictor
-from megatron.planner.run_workload import choices_of, settings_of_layout, workload_of_run
-from megatron.planner.search_command import Cluster, search_command
-from megatron.planner.validation import ChoiceFigures, choice_figures
-from megatron.planner.workload import Workloads, read_rows
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.rules import resolve_and_check
 from megatron.training.training import PretrainCall
+from megatron_lattice.planner.blanks import fits
+from megatron_lattice.planner.hardware import gpu_named
+from megatron_lattice.planner.layout_search import search_layouts, what_would_fit
+from megatron_lattice.planner.layout_space import Choices, divisors, layout_space
+from megatron_lattice.planner.memory import model_states
+from megatron_lattice.planner.predictor import load_predictor
+from megatron_lattice.planner.run_workload import choices_of, settings_of_layout, workload_of_run
+from megatron_lattice.planner.search_command import Cluster, search_command
+from megatron_lattice.planner.validation import ChoiceFigures, choice_figures
+from megatron_lattice.planner.workload import Workloads, read_rows
 from tests.harness.resolved_run import WITHOUT_A_RUN, run_of
 from tests.unit.planner.test_planner import FIXTURES
 from tools import plan

@@ -10,16 +10,16 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.planner.machine_time import (
+from megatron_lattice.planner.machine_time import (
     TERMS,
     MachineTime,
     StepWork,
     fit_machine_time,
     work_of_step,
 )
-from megatron.planner.program_memory import work_of_rank
-from megatron.planner.tracing.operation_time import OperationTimes
-from megatron.planner.tracing.work import Operation, TensorForm, WorkOfRank
+from megatron_lattice.planner.program_memory import work_of_rank
+from megatron_lattice.planner.tracing.operation_time import OperationTimes
+from megatron_lattice.planner.tracing.work import Operation, TensorForm, WorkOfRank
 from tests.harness.resolved_run import run_of
 from tests.parity.planned_memory_case import SCRIPT
 

@@ -15,29 +15,29 @@ from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.core.pipeline_parallel.step_plan import compute_orders
-from megatron.planner.blanks import fill_blanks, fits, has_blanks
-from megatron.planner.collectives import CollectiveCosts
-from megatron.planner.correction import fit_correction
-from megatron.planner.figures import figures
-from megatron.planner.hardware import load_hardware, rows_hardware
-from megatron.planner.layer_time import layer_time
-from megatron.planner.memory import (
+from megatron_lattice.planner.blanks import fill_blanks, fits, has_blanks
+from megatron_lattice.planner.collectives import CollectiveCosts
+from megatron_lattice.planner.correction import fit_correction
+from megatron_lattice.planner.figures import figures
+from megatron_lattice.planner.hardware import load_hardware, rows_hardware
+from megatron_lattice.planner.layer_time import layer_time
+from megatron_lattice.planner.memory import (
     GIB,
     layer_activations,
     layers_in_flight,
     model_states,
     predict_memory,
 )
-from megatron.planner.operators import OperatorCosts, wave_efficiency
-from megatron.planner.predictor import fit_predictor, load_predictor
-from megatron.planner.step_time import bubble_time, predict_step
-from megatron.planner.validation import (
+from megatron_lattice.planner.operators import OperatorCosts, wave_efficiency
+from megatron_lattice.planner.predictor import fit_predictor, load_predictor
+from megatron_lattice.planner.step_time import bubble_time, predict_step
+from megatron_lattice.planner.validation import (
     family_of,
     measured_rows,
     memory_figures,
     random_folds,
 )
-from megatron.planner.workload import Workloads, from_rows, read_rows
+from megatron_lattice.planner.workload import Workloads, from_rows, read_rows
 from tools import plan
 
 HARDWARE = load_hardware()

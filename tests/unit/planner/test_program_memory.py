@@ -7,12 +7,12 @@ import torch
 
 from megatron.core.foundation.exit_status import ExitStatus
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE, fill_tiles
-from megatron.planner.program_memory import trace_rank
-from megatron.planner.stage_memory import memory_of_stages
-from megatron.planner.tracing.ledger import Kind, StorageLedger
-from megatron.planner.tracing.rank_step import ModelScript
 from megatron.training.setup.imaginary import imaginary_rank
 from megatron.training.setup.stages import first_rank_of_stages
+from megatron_lattice.planner.program_memory import trace_rank
+from megatron_lattice.planner.stage_memory import memory_of_stages
+from megatron_lattice.planner.tracing.ledger import Kind, StorageLedger
+from megatron_lattice.planner.tracing.rank_step import ModelScript
 from pretrain_gpt import forward_step, model_provider
 from tests.harness.resolved_run import run_of
 from tools import plan

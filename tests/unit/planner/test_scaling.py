@@ -11,14 +11,14 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus
-from megatron.planner.blanks import fill_blanks
-from megatron.planner.predictor import load_predictor
-from megatron.planner.roofline import roofline_of
-from megatron.planner.scaling import MODELS, ScalingFlags
-from megatron.planner.scaling_command import scaled_models
-from megatron.planner.step_time import predict_step
-from megatron.planner.timeline import timeline_of
-from megatron.planner.training_cost import (
+from megatron_lattice.planner.blanks import fill_blanks
+from megatron_lattice.planner.predictor import load_predictor
+from megatron_lattice.planner.roofline import roofline_of
+from megatron_lattice.planner.scaling import MODELS, ScalingFlags
+from megatron_lattice.planner.scaling_command import scaled_models
+from megatron_lattice.planner.step_time import predict_step
+from megatron_lattice.planner.timeline import timeline_of
+from megatron_lattice.planner.training_cost import (
     Failures,
     Prices,
     best_interval,
@@ -26,7 +26,7 @@ from megatron.planner.training_cost import (
     training_cost,
     young_interval,
 )
-from megatron.planner.workload import Workloads
+from megatron_lattice.planner.workload import Workloads
 from tests.unit.planner.test_planner import rows_of
 from tools import plan
 

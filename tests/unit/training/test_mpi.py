@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron.core.foundation.errors import ConfigError, TopologyError
 from megatron.core.foundation.mpi import init_mpi_process_group
-from megatron.deepspeed import init_distributed
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.launch.rank_info import RankInfo
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.distributed import start_processes
+from megatron_lattice.deepspeed import init_distributed
 
 WORDS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "

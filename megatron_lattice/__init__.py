@@ -1,0 +1,19 @@
+"""What is built on `megatron`: the planner, and DeepSpeed's interface.
+
+`megatron` does not import this package. A script passes `pretrain` what it wants of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def read_deepspeed_config(path: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Read the file of --deepspeed_config: the argument `deepspeed_reader` of `pretrain`.
+
+    The reader is imported when a command line names a file.
+    """
+    from megatron_lattice.deepspeed import flags
+
+    return flags.read_deepspeed_config(path, given)

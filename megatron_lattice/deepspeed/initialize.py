@@ -1,0 +1,229 @@
+"""`deepspeed.initialize`: check the settings, wrap the module, build its optimizer and schedule."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.communication import broadcast_from_first
+from megatron.core.foundation import device
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
+from megatron.core.topology.rank_grid import plan_layout
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import raise_on_all_ranks
+from megatron_lattice.deepspeed import lr_schedules
+from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
+from megatron_lattice.deepspeed.comm import init_distributed
+from megatron_lattice.deepspeed.engine import DeepSpeedEngine, ReplicaLoader
+from megatron_lattice.deepspeed.optimizers import (
+    OptimizerSource,
+    ParamGroups,
+    build_optimizer,
+    check_client,
+    groups_of,
+)
+from megatron_lattice.deepspeed.reading import ConfigSource
+from megatron_lattice.deepspeed.settings import (
+    EngineSettings,
+    data_parallel_config,
+    engine_settings,
+)
+
+EngineParts = tuple[DeepSpeedEngine, MegatronOptimizer | None, "ReplicaLoader | None", "Any | None"]
+
+
+@advises_callers_of_an_engine
+def initialize(
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerSource = None,
+    model_parameters: Iterable[object] | None = None,
+    training_data: Dataset[object] | None = None,
+    lr_scheduler: object = None,
+    distributed_port: int = 29500,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., object] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: object = None,
+    config_params: ConfigSource | None = None,
+) -> EngineParts:
+    """Return (engine, optimizer, dataloader, scheduler); what was not asked for is None.
+
+    The module is moved to the device and into the dtype of the configuration, and the weights of
+    the first process become those of all. At stage 3 its parameters show their shapes, and NaN
+    outside of its passes: see `deepspeed.zero.GatheredParameters`.
+
+    Args:
+        args: a namespace whose `deepspeed_config` names the configuration, unless `config` does.
+        model: any module. At stage 3 the units that are gathered are the children of its
+            `nn.ModuleList`s and `nn.Sequential`s.
+        optimizer: one of torch's, or a function that makes it of groups; wins over the file's.
+            Its groups stay the same dictionaries, so that a schedule on them goes on working.
+        model_parameters: what is trained; other parameters are frozen. None: everything.
+        lr_scheduler: an object, or a function that makes it of an optimizer; wins over the file's.
+        mpu, mesh_param: refused; modules that are split are those of `megatron.core.models`.
+    Raises:
+        ConfigError: on all ranks, with all problems of the configuration.
+    """
+    if model is None:
+        raise ConfigError("initialize() without a model.", rule="an engine runs a module")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "initialize(mpu=...) or initialize(mesh_param=...).",
+            rule="every process holds a replica of a plain module",
+            fix="use pretrain_gpt.py --deepspeed for tensor, pipeline and context parallelism",
+        )
+    source = _source(args, config if config is not None else config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    settings, client, groups = _checked(source, model, optimizer, model_parameters)
+    if get_rank_of_world() == 0:
+        print(settings.describe(), flush=True)
+    pg_collection = _process_groups(settings.num_instances)
+    _prepare_module(model, settings, groups, client, pg_collection)
+    replica = DistributedDataParallel(
+        None if settings["gradient_allreduce_op"] == "mean" else _SumOverReplicas,
+        data_parallel_config(settings),
+        model,
+        pg_collection=pg_collection,
+    )
+    engine = DeepSpeedEngine(model, replica, settings, pg_collection)
+    for destination in engine.monitor.destinations:
+        print(f"scalars are written to {destination}", flush=True)
+    if client is not None or settings.read.sections.get("optimizer"):
+        engine.optimizer = build_optimizer(replica, settings, client, groups, pg_collection)
+    engine.lr_scheduler = _schedule(engine, settings, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+class _SumOverReplicas:
+    """What `DistributedDataParallel` reads of a model's config: gradients are not averaged."""
+
+    calculate_per_token_loss = True
+
+
+def get_rank_of_world() -> int:
+    """Return this process's number."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _source(args: Any, config: ConfigSource | None) -> ConfigSource:
+    named = getattr(args, "deepspeed_config", None)
+    if config is not None and named is not None:
+        raise ConfigError(
+            f"initialize(config=...) beside --deepspeed_config {named}.",
+            rule="there is one configuration",
+            flags=["--deepspeed_config"],
+            fix="drop one of the two",
+        )
+    if config is None and named is None:
+        raise ConfigError(
+            "initialize() without a configuration.",
+            rule="batch sizes, precision and stage are in it",
+            flags=["--deepspeed_config"],
+            fix='pass config={"train_micro_batch_size_per_gpu": 1, ...}',
+        )
+    return config if config is not None else named  # type: ignore[return-value]
+
+
+def _checked(
+    source: ConfigSource,
+    model: nn.Module,
+    optimizer: OptimizerSource,
+    model_parameters: Iterable[Any] | None,
+) -> tuple[EngineSettings, torch.optim.Optimizer | None, ParamGroups]:
+    """Read everything that can be wrong, and raise it on all ranks."""
+    problem: MegatronError | None = None
+    found = None
+    try:
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        model_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        settings = engine_settings(
+            source,
+            replicas=dist.get_world_size() if dist.is_initialized() else 1,
+            model_dtype=model_dtype,
+        )
+        client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        groups = groups_of(model, model_parameters if client is None else client.param_groups)
+        if optimizer is not None and client is None:
+            client = optimizer(groups)  # type: ignore[operator]
+        if client is not None:
+            check_client(client, settings)
+        found = settings, client, groups
+    except MegatronError as error:
+        problem = error
+    if dist.is_initialized():
+        raise_on_all_ranks(problem, backend.world())
+    elif problem is not None:
+        raise problem
+    assert found is not None
+    return found
+
+
+def _process_groups(num_instances: int) -> ProcessGroupCollection:
+    """Return the groups of the replicas."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ProcessGroupCollection.single()
+    layout = plan_layout(dist.get_world_size())
+    return build_process_groups(layout, num_distributed_optimizer_instances=num_instances)
+
+
+def _prepare_module(
+    model: nn.Module,
+    settings: EngineSettings,
+    groups: ParamGroups,
+    client: torch.optim.Optimizer | None,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """Move, cast, freeze what is not trained, and take over the first process's values."""
+    model.to(device.current_device())
+    if settings.dtype != torch.float32:
+        model.to(settings.dtype)
+    trained = {id(p) for group in groups for p in group["params"]}
+    if client is not None or settings.read.sections.get("optimizer"):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in trained:
+                warnings.warn(f"{name} is in no group of the optimizer: it is frozen", stacklevel=3)
+                parameter.requires_grad_(False)
+    values = {id(v): v.detach() for v in model.state_dict(keep_vars=True).values() if _is_tensor(v)}
+    broadcast_from_first([(value, pg_collection.dp_cp) for value in values.values()])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> Any:
+    section = settings.read.sections.get("scheduler")
+    optimizer = engine.optimizer
+    if given is not None and not callable(given):
+        return given
+    if optimizer is None:
+        return None
+    if given is not None:
+        # torch's schedules want one of torch's optimizers.
+        rule = optimizer.optimizer
+        return given(rule if isinstance(rule, torch.optim.Optimizer) else optimizer)
+    if section is None:
+        return None
+    return lr_schedules.BY_NAME[section["type"]](optimizer, **section["params"])
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config, and return the parser."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="train with an engine")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of settings")
+    return parser

@@ -1,0 +1,326 @@
+"""From a DeepSpeed configuration to the settings of data parallelism and of the optimizer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.foundation.errors import (
+    ConfigError,
+    MegatronError,
+    raise_together,
+    refuse_given,
+)
+from megatron.core.optimizer import OptimizerConfig
+from megatron_lattice.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from megatron_lattice.deepspeed.comm import get_world_size
+from megatron_lattice.deepspeed.components import OPTIMIZERS
+from megatron_lattice.deepspeed.lr_schedules import BY_NAME
+from megatron_lattice.deepspeed.reading import (
+    ConfigSource,
+    ReadSettings,
+    collect,
+    key_at,
+    load_document,
+)
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+MICS = "zero_optimization.mics_shard_size"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """A checked configuration for a plain module on a number of replicas."""
+
+    read: ReadSettings
+    batch: BatchSizes
+    resolved: tuple[str, ...]
+    """What "auto" became, key by key."""
+
+    def __getitem__(self, path: str) -> Any:
+        """Return the value of a key."""
+        return self.read[path]
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return int(self["zero_optimization.stage"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's weights."""
+        if self["fp16.enabled"]:
+            return torch.float16
+        return torch.bfloat16 if self["bf16.enabled"] else torch.float32
+
+    @property
+    def num_instances(self) -> int:
+        """Copies of the sharded state: replicas / mics_shard_size."""
+        size = self[MICS]
+        return self.batch.replicas // size if size > 0 else 1
+
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether the last backward pass of a step reduces gradients while it runs."""
+        is_on = self["zero_optimization.overlap_comm"] or self.stage == 3
+        return bool(is_on and self["managed_gradient_accumulation"])
+
+    def describe(self) -> str:
+        """Return what was resolved, and the keys that change nothing, for the log."""
+        lines = [f"batch sizes: {line}" for line in self.batch.describe().split("\n")]
+        lines += self.resolved
+        lines += [f"{path} has no effect here: {why}" for path, why in sorted(
+            self.read.without_effect.items()
+        )]  # fmt: skip
+        return "\n".join(lines)
+
+
+def engine_settings(
+    source: ConfigSource, *, replicas: int, model_dtype: torch.dtype = torch.float32
+) -> EngineSettings:
+    """Read a configuration for `deepspeed.initialize`.
+
+    Args:
+        replicas: data-parallel ranks.
+        model_dtype: of the weights; decides what "auto" means for fp16 and bf16.
+    Raises:
+        ConfigError: with all problems together.
+    """
+    read, problems = collect(source)
+    hints = {
+        "fp16.enabled": (model_dtype == torch.float16, "the dtype of the model"),
+        "bf16.enabled": (model_dtype == torch.bfloat16, "the dtype of the model"),
+    }
+    resolved = resolve_auto(read, hints)
+    batch = None
+    try:
+        batch = resolve_batch(read[TRAIN], read[MICRO], read[ACCUMULATION], replicas=replicas)
+    except ConfigError as problem:
+        problems.append(problem)
+    problems += _plain_module_problems(read, replicas)
+    raise_together(problems, summary="the DeepSpeed configuration")
+    assert batch is not None
+    return EngineSettings(read, batch, tuple(resolved))
+
+
+def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[object, str]]) -> list[str]:
+    """Give every "auto" its value, and return a line about each.
+
+    Args:
+        hints: path -> (value, where it is from); every other key has its default.
+    """
+    lines = []
+    for path in read.auto:
+        if path in hints:
+            value, why = hints[path]
+            read.given[path] = value
+        elif path in (TRAIN, MICRO, ACCUMULATION):
+            value, why = "derived", "the other batch sizes"
+        elif ".params." in path:
+            value, why = _default_param(read, path), "the default of its type"
+        else:
+            value, why = key_at(path).default, "the default"
+        lines.append(f'{path}: "auto" -> {value} ({why})')
+    return lines
+
+
+def _default_param(read: ReadSettings, path: str) -> Any:
+    """Return what a type of optimizer or schedule does where a param is "auto"."""
+    section, _, name = path.partition(".params.")
+    kind = read.sections.get(section, {}).get("type", "")
+    if section == "optimizer":
+        return getattr(OPTIMIZERS.get(kind.lower(), {}).get(name), "default", None)
+    schedule = BY_NAME.get(kind)
+    known = {} if schedule is None else inspect.signature(schedule).parameters
+    default = known[name].default if name in known else None
+    return "that of the optimizer" if default is None and name.endswith("_lr") else default
+
+
+def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronError]:
+    problems: list[MegatronError] = []
+    flags = {
+        "tensor_parallel.autotp_size": "--tensor-model-parallel-size",
+        "tensor_parallel.tp_size": "--tensor-model-parallel-size",
+        "tensor_parallel.tensor_parallel.tp_size": "--tensor-model-parallel-size",
+        "sequence_parallel_size": "--context-parallel-size",
+    }
+    problems += [
+        ConfigError(
+            f"{path}: {read[path]} for a plain module.",
+            rule="a module that does not say how it is split is replicated",
+            flags=[path],
+            fix=f"use pretrain_gpt.py {flag} {read[path]}, or drop the key",
+        )
+        for path, flag in flags.items()
+        if read[path] > 1
+    ]
+    size = read[MICS]
+    if size > 0 and replicas % size:
+        problems.append(
+            ConfigError(
+                f"{MICS}: {size} on {replicas} replicas.",
+                rule="shard groups are of equal size",
+                flags=[MICS],
+                fix=f"use a divisor of {replicas}",
+            )
+        )
+    wanted = read["data_parallel_size"]
+    if wanted not in (None, replicas):
+        problems.append(
+            ConfigError(
+                f"data_parallel_size: {wanted} on {replicas} replicas.",
+                rule="a plain module has one replica for each process",
+                flags=["data_parallel_size"],
+                fix="drop the key",
+            )
+        )
+    return problems
+
+
+def data_parallel_config(settings: EngineSettings) -> DistributedDataParallelConfig:
+    """Return how gradients and parameters travel."""
+    read = settings.read
+    compression = "none"
+    if read["zero_optimization.zero_quantized_gradients"]:
+        compression = "int8"
+    elif read["communication_data_type"] == "bf16" and read["data_types.grad_accum_dtype"] in (
+        None,
+        "fp32",
+    ):
+        compression = "bf16"
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=read["data_types.grad_accum_dtype"] in (None, "fp32"),
+        data_parallel_sharding_strategy=SHARDING_STRATEGIES[settings.stage],
+        num_distributed_optimizer_instances=settings.num_instances,
+        overlap_cpu_optimizer_d2h_h2d=bool(offload_settings(read))
+        and read[f"{OFFLOAD}.ratio"] == 1.0,
+        param_cpu_offload=read["zero_optimization.offload_param.device"] == "cpu",
+        param_offload_path=read["zero_optimization.offload_param.nvme_path"]
+        if read["zero_optimization.offload_param.device"] == "nvme"
+        else None,
+        bucket_size=read.given.get("zero_optimization.reduce_bucket_size"),
+        grad_compression=compression,
+    )
+
+
+def optimizer_config(settings: EngineSettings) -> OptimizerConfig:
+    """Return the optimizer of the file, or AdamW where the caller brings one of its own."""
+    read = settings.read
+    section = read.sections.get("optimizer", {"type": "AdamW", "params": {}})
+    name, given = section["type"].lower(), section["params"]
+    schema = OPTIMIZERS.get(name, {})
+    params = {
+        key: given.get(key) if given.get(key) is not None else getattr(declared, "default", None)
+        for key, declared in schema.items()
+    }
+    is_adam = name in ("adam", "adamw")
+    values: dict[str, Any] = {
+        "optimizer": "adam" if is_adam or name not in OPTIMIZERS else name,
+        "lr": params.get("lr"),
+        "weight_decay": params.get("weight_decay", 0.0),
+        "clip_grad": read["gradient_clipping"],
+        "use_distributed_optimizer": settings.stage > 0,
+        "decoupled_weight_decay": name != "adam" or params["adam_w_mode"],
+    }
+    if is_adam or name == "muon":
+        values["adam_eps"] = params["eps"]
+        if params["betas"]:
+            values |= {"adam_beta1": params["betas"][0], "adam_beta2": params["betas"][1]}
+    if name == "lion":
+        beta1, beta2 = params["betas"] or (0.9, 0.99)
+        values |= {"lion_beta1": beta1, "lion_beta2": beta2}
+    if name == "sgd":
+        values["sgd_momentum"] = params["momentum"]
+    if name == "muon":
+        values |= {"muon_momentum": params["momentum"], "muon_num_ns_steps": params["ns_steps"]}
+    return OptimizerConfig(**values, **precision_settings(read), **offload_settings(read))
+
+
+def precision_settings(read: ReadSettings) -> dict[str, Any]:
+    """Return the fields of `OptimizerConfig` on precision and loss scale."""
+    is_fp16, is_bf16 = bool(read["fp16.enabled"]), bool(read["bf16.enabled"])
+    values: dict[str, Any] = {"fp16": is_fp16, "bf16": is_bf16}
+    if is_fp16:
+        floor = float(read["fp16.min_loss_scale"])
+        values |= {
+            "loss_scale": read["fp16.loss_scale"] or None,
+            "initial_loss_scale": max(2.0 ** read["fp16.initial_scale_power"], floor),
+            "loss_scale_window": read["fp16.loss_scale_window"],
+            "hysteresis": read["fp16.hysteresis"],
+            "min_loss_scale": floor,
+            "on_loss_scale_floor": "raise"
+            if read["fp16.loss_scale_raise_error_at_min"]
+            else "warn",
+        }
+    if is_bf16:
+        values["on_nonfinite_grad"] = "skip" if read["bf16.check_grad_overflow"] else "raise"
+        if read["bf16.bf16_optimizer_states"]:
+            values |= {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": torch.bfloat16,
+                "exp_avg_sq_dtype": torch.bfloat16,
+            }
+    return values
+
+
+def offload_settings(read: ReadSettings) -> dict[str, Any]:
+    """Return the fields of `OptimizerConfig` on offloaded state."""
+    device = read[f"{OFFLOAD}.device"]
+    if device in (None, "none"):
+        return {}
+    place: dict[str, Any] = {"optimizer_offload_fraction": read[f"{OFFLOAD}.ratio"]}
+    if device == "nvme":
+        return place | {"optimizer_offload_path": read[f"{OFFLOAD}.nvme_path"]}
+    return place | {"optimizer_cpu_offload": True}
+
+
+_ATTRIBUTES = {
+    "gradient_clipping": "gradient_clipping",
+    "steps_per_print": "steps_per_print",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "dump_state": "dump_state",
+    "loss_scale": "fp16.loss_scale",
+}
+
+
+class DeepSpeedConfig:
+    """`deepspeed.DeepSpeedConfig`: a checked configuration under DeepSpeed's attribute names.
+
+    Args:
+        config: file, mapping or base64 text; checked for the number of processes of this run.
+        mpu, mesh_device: must be None: every process holds a replica.
+    Raises:
+        ConfigError: with all problems.
+    """
+
+    def __init__(
+        self, config: ConfigSource, mpu: object = None, mesh_device: object = None
+    ) -> None:
+        given = {"mpu": mpu, "mesh_device": mesh_device}
+        rule = "every process holds a replica of the module"
+        refuse_given("DeepSpeedConfig", given, rule=rule, fix="train the model with pretrain()")
+        self._param_dict = load_document(config)
+        self.settings = engine_settings(config, replicas=get_world_size())
+        batch, sections = self.settings.batch, self.settings.read.sections
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.zero_enabled = self.settings.stage > 0
+        for part in ("optimizer", "scheduler"):
+            section = sections.get(part, {"type": None, "params": None})
+            setattr(self, f"{part}_name", section["type"])
+            setattr(self, f"{part}_params", section["params"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ATTRIBUTES:
+            return self.settings[_ATTRIBUTES[name]]
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")

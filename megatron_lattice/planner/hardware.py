@@ -1,0 +1,204 @@
+"""GPUs and the fitted constants of the time model: one JSON file per GPU generation.
+
+A file `constants/GENERATION.json` has the data sheet of each of its GPUs and the constants that
+calibration found, with how each was obtained. `constants/software.json` holds what depends on the
+software era and not on the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.foundation.errors import ConfigError
+from megatron_lattice.planner.workload import FloatArray, TextArray, Workloads
+
+CONSTANTS = Path(__file__).parent / "constants"
+SOFTWARE = "software"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Data sheet of one kind of GPU; rates are dense and for one direction."""
+
+    name: str
+    generation: str
+    peak_16_bit_flops: float
+    peak_8_bit_flops: float
+    peak_4_bit_flops: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    nvlink_domain: float
+    """GPUs that NVLink joins in the usual build, and the NIC of one of them, each way."""
+    nic_bytes_per_s: float
+    num_multiprocessors: float
+    watts: float
+    """Its power limit."""
+    power: str = ""
+    """Constant that scales the sustained rate of a card with another power limit; or empty."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Where calibration expects a constant, and how far in log it may be from there."""
+
+    value: float
+    width: float
+    """0: the constant is given and not fitted."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """GPUs by name and constants by dotted name, for example `hopper.gemm.fp8`."""
+
+    gpus: Mapping[str, Gpu]
+    constants: Mapping[str, float]
+    priors: Mapping[str, Prior] = field(default_factory=dict)
+
+    def with_constants(self, constants: Mapping[str, float]) -> Hardware:
+        """Return the same GPUs with other constants."""
+        return Hardware(self.gpus, {**self.constants, **constants}, self.priors)
+
+    def constant(self, name: str) -> float:
+        """Return a constant of the software."""
+        return self.constants[f"{SOFTWARE}.{name}"]
+
+    def per_software(self, name: str, workloads: Workloads) -> FloatArray:
+        """Return a constant that each kind of software has its own of."""
+        kinds, which = np.unique(workloads.software, return_inverse=True)
+        return np.array([self.constant(f"{kind}.{name}") for kind in kinds])[which]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowHardware:
+    """The hardware of each row of a table."""
+
+    generation: TextArray
+    peak_16_bit_flops: FloatArray
+    peak_flops: FloatArray
+    """Of matrix products in the precision of the row."""
+    gemm_efficiency: FloatArray
+    memory_bytes: FloatArray
+    memory_bytes_per_s: FloatArray
+    nvlink_bytes_per_s: FloatArray
+    num_multiprocessors: FloatArray
+    power: FloatArray
+
+
+def rows_hardware(workloads: Workloads, hardware: Hardware) -> RowHardware:
+    """Look up the GPU and the precision of each row.
+
+    Raises:
+        ConfigError: a GPU or a precision that no file of constants describes.
+    """
+    names, which = np.unique(workloads.gpu, return_inverse=True)
+    gpus = [gpu_named(str(name), hardware) for name in names]
+
+    def of_gpu(attribute: str) -> FloatArray:
+        return np.array([getattr(gpu, attribute) for gpu in gpus], dtype=np.float64)[which]
+
+    generation = np.array([gpu.generation for gpu in gpus], dtype=str)[which]
+    power = np.array(
+        [hardware.constants[f"{gpu.generation}.{gpu.power}"] if gpu.power else 1.0 for gpu in gpus]
+    )[which]
+    pairs = np.char.add(np.char.add(generation, ".gemm."), _kind_of(workloads.precision))
+    keys, pair_of_row = np.unique(pairs, return_inverse=True)
+    efficiency = np.array([_efficiency(str(key), hardware) for key in keys])[pair_of_row]
+    bits = np.array([_BITS[str(kind)] for kind in _kind_of(workloads.precision)])
+    peak = np.select(
+        [bits == 16, bits == 8],
+        [of_gpu("peak_16_bit_flops"), of_gpu("peak_8_bit_flops")],
+        of_gpu("peak_4_bit_flops"),
+    )
+    return RowHardware(
+        generation=generation,
+        peak_16_bit_flops=of_gpu("peak_16_bit_flops"),
+        peak_flops=peak,
+        gemm_efficiency=efficiency,
+        memory_bytes=of_gpu("memory_bytes"),
+        memory_bytes_per_s=of_gpu("memory_bytes_per_s"),
+        nvlink_bytes_per_s=of_gpu("nvlink_bytes_per_s"),
+        num_multiprocessors=of_gpu("num_multiprocessors"),
+        power=power,
+    )
+
+
+_KINDS = {"fp16": "16bit", "bf16": "16bit", "fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+_BITS = {"16bit": 16, "fp8": 8, "mxfp8": 8, "nvfp4": 4}
+
+
+def _kind_of(precisions: TextArray) -> TextArray:
+    unknown = sorted({str(name) for name in precisions} - set(_KINDS))
+    if unknown:
+        raise ConfigError(
+            f"precision {unknown[0]!r} is not known.",
+            rule=f"a row computes in one of {', '.join(_KINDS)}",
+            fix="name one of them in the column precision",
+        )
+    return np.array([_KINDS[str(name)] for name in precisions], dtype=str)
+
+
+def gpu_named(name: str, hardware: Hardware) -> Gpu:
+    """Return a GPU; A100-80GB-SXM is the A100, for which there is no longer known name.
+
+    Raises:
+        ConfigError: no file of constants describes it.
+    """
+    known = [known for known in hardware.gpus if name == known or name.startswith(f"{known}-")]
+    if not known:
+        raise ConfigError(
+            f"GPU {name!r} is not known.",
+            rule=f"the planner has constants of {', '.join(hardware.gpus)}",
+            fix=f"name one of them, or add it to a file of {CONSTANTS.name}/",
+        )
+    return hardware.gpus[max(known, key=len)]
+
+
+def _efficiency(key: str, hardware: Hardware) -> float:
+    if key not in hardware.constants:
+        generation, _, kind = key.split(".")
+        raise ConfigError(
+            f"{generation} GPUs have no constant for products in {kind}.",
+            rule="each precision that a GPU computes in has a fitted efficiency",
+            fix="plan with bf16, or calibrate with rows of this precision",
+        )
+    return hardware.constants[key]
+
+
+@functools.cache
+def load_hardware() -> Hardware:
+    """Read all files of `constants/`."""
+    gpus: dict[str, Gpu] = {}
+    constants: dict[str, float] = {}
+    priors: dict[str, Prior] = {}
+    for path in sorted(CONSTANTS.glob("*.json")):
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for name, sheet in content.get("gpus", {}).items():
+            gpus[name] = Gpu(name=name, generation=path.stem, **sheet)
+        for name, constant in content["constants"].items():
+            constants[f"{path.stem}.{name}"] = constant["value"]
+            priors[f"{path.stem}.{name}"] = Prior(constant["prior"], constant["width"])
+    return Hardware(gpus, constants, priors)
+
+
+def save_constants(hardware: Hardware, obtained: str) -> None:
+    """Write fitted constants into their files, and for each what `obtained` says.
+
+    Args:
+        obtained: how, for example the rows that were fitted.
+    """
+    for path in sorted(CONSTANTS.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for name, constant in content["constants"].items():
+            if constant["width"]:
+                constant["value"] = float(f"{hardware.constants[f'{path.stem}.{name}']:.6g}")
+                constant["obtained"] = obtained
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    load_hardware.cache_clear()

@@ -1,0 +1,228 @@
+"""Every layout of a model on a number of GPUs that the program can run, as one table.
+
+What cannot be is left out by proof: something does not divide. Each proof is counted, so that a
+search can say what it has not looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lattice.planner.blanks import MICRO_BATCH_SIZES
+from megatron_lattice.planner.workload import Workloads
+
+RECOMPUTE_QUARTERS = (1, 2, 3, 4)
+"""Quarters of a chunk's layers that are recomputed, rounded up to layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Values that an axis may have; an empty tuple leaves it open."""
+
+    tensor_size: tuple[int, ...] = ()
+    pipeline_size: tuple[int, ...] = ()
+    context_size: tuple[int, ...] = ()
+    expert_size: tuple[int, ...] = ()
+    expert_tensor_size: tuple[int, ...] = ()
+    num_chunks: tuple[int, ...] = ()
+    micro_batch_size: tuple[int, ...] = ()
+    sharding_stage: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayoutSpace:
+    """Layouts that divide, and how many ways of splitting do not, by the reason."""
+
+    table: Workloads
+    refused: Counter[str]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Sizes of the axes of the process grid."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+    data: int
+
+
+def layout_space(model: Workloads, choices: Choices) -> LayoutSpace:
+    """Return all layouts of a model.
+
+    Args:
+        model: one row: the columns of the model, the batch and the GPUs are read.
+        choices: what is not open.
+    """
+    refused: Counter[str] = Counter()
+    found = [
+        (
+            ranks.tensor, ranks.pipeline, ranks.context, ranks.expert, ranks.expert_tensor,
+            ranks.data, micro_batch, chunks, stage, kind, share,
+        )
+        for ranks in _grids(model, choices, refused)
+        for micro_batch, chunks in _batches(model, choices, ranks, refused)
+        for stage in _sharding_stages(choices, ranks)
+        for kind, share in _recomputations(model, choices, ranks.pipeline, chunks)
+    ]  # fmt: skip
+    return LayoutSpace(_table(model, found), refused)
+
+
+LAYOUT_COLUMNS = (
+    "tensor_size", "pipeline_size", "context_size", "expert_size", "expert_tensor_size",
+    "data_size", "micro_batch_size", "num_chunks", "sharding_stage", "recompute", "recompute_share",
+)  # fmt: skip
+
+
+def _table(model: Workloads, found: Sequence[tuple[float | str, ...]]) -> Workloads:
+    rows = model.take(np.zeros(len(found), dtype=np.int_))
+    if not found:
+        return rows
+    columns = {
+        name: np.array(values, dtype=str if name == "recompute" else np.float64)
+        for name, values in zip(LAYOUT_COLUMNS, zip(*found, strict=True), strict=True)
+    }
+    columns["sequence_parallel"] = np.where(columns["tensor_size"] > 1, 1.0, 0.0)
+    columns["may_interleave"] = columns["must_interleave"] = np.where(
+        columns["num_chunks"] > 1, 1.0, 0.0
+    )
+    return rows.replace(**columns)
+
+
+def _number(column: np.ndarray) -> int:
+    return int(column[0])
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterator[_Ranks]:
+    world, seq_length = _number(model.world_size), _number(model.seq_length)
+    batch = _number(model.global_batch_size)
+    splits = divisors(world)
+    for tp, pp in itertools.product(choices.tensor_size or splits, choices.pipeline_size or splits):
+        reason = _why_not_split(model, tp, pp)
+        if reason:
+            refused[reason] += 1
+            continue
+        for cp in choices.context_size or splits:
+            if world % (tp * pp * cp):
+                refused["the GPUs are no multiple of tensor x pipeline x context"] += 1
+                continue
+            data = world // (tp * pp * cp)
+            if (cp > 1 and seq_length % (2 * cp)) or seq_length // cp % tp:
+                refused["the sequence does not divide over context and tensor"] += 1
+            elif batch % data:
+                refused["the global batch does not divide over the replicas"] += 1
+            else:
+                for ep, etp in _expert_grids(model, choices, tp, refused):
+                    if world % (pp * ep * etp):
+                        refused["the GPUs are no multiple of the ranks of the experts"] += 1
+                    else:
+                        yield _Ranks(tp, pp, cp, ep, etp, data)
+
+
+def _why_not_split(model: Workloads, tp: int, pp: int) -> str:
+    """Return what does not divide over tensor and pipeline parallelism; empty if all does."""
+    heads, groups = _number(model.num_attention_heads), _number(model.num_query_groups)
+    if heads % tp or (groups % tp and tp % groups):
+        return "the attention heads do not divide over tensor"
+    if _number(model.ffn_hidden_size) % tp:
+        return "the feed-forward does not divide over tensor"
+    if counted_layers(_number(model.num_layers), pp) is None:
+        return "the layers do not divide over pipeline"
+    return ""
+
+
+def counted_layers(num_layers: int, num_stages: int) -> int | None:
+    """Return the layers to divide over stages: with the loss, then the embedding, as one more each.
+
+    None where nothing divides.
+    """
+    for extra in (0, 1, 2):
+        total = num_layers + extra
+        if total % num_stages == 0 and (extra == 0 or num_stages > 1):
+            return total
+    return None
+
+
+def _expert_grids(
+    model: Workloads, choices: Choices, tp: int, refused: Counter[str]
+) -> Iterator[tuple[int, int]]:
+    experts = _number(model.num_experts)
+    if not experts:
+        yield 1, tp
+        return
+    for ep in choices.expert_size or divisors(experts):
+        if experts % ep:
+            refused["the experts do not divide over their ranks"] += 1
+            continue
+        for etp in choices.expert_tensor_size or sorted({1, tp}):
+            if _number(model.moe_ffn_hidden_size) % etp:
+                refused["an expert does not divide over tensor"] += 1
+            else:
+                yield ep, etp
+
+
+def _batches(
+    model: Workloads, choices: Choices, ranks: _Ranks, refused: Counter[str]
+) -> Iterator[tuple[int, int]]:
+    """Yield micro batches and chunks."""
+    per_rank = _number(model.global_batch_size) // ranks.data
+    layers = _number(model.num_layers)
+    most = -(-layers // ranks.pipeline) if ranks.pipeline > 1 else 1
+    for micro in choices.micro_batch_size or MICRO_BATCH_SIZES:
+        if per_rank % micro:
+            refused["a replica's samples do not divide into micro batches"] += 1
+            continue
+        for chunks in choices.num_chunks or range(1, most + 1):
+            if counted_layers(layers, ranks.pipeline * chunks) is None:
+                refused["the layers do not divide over the chunks"] += 1
+            elif chunks > 1 and ranks.pipeline == 1:
+                refused["chunks divide the work of pipeline ranks"] += 1
+            elif chunks > 1 and per_rank // micro < ranks.pipeline:
+                refused["chunks need as many micro batches as pipeline ranks"] += 1
+            else:
+                yield micro, chunks
+
+
+def _sharding_stages(choices: Choices, ranks: _Ranks) -> tuple[int, ...]:
+    """Return the ZeRO stages: above 1 only without a pipeline.
+
+    In a pipeline gradients of several micro batches and chunks are open at a time, so gathered
+    parameters and whole gradients stay: it would need as much memory, and more messages.
+    """
+    if choices.sharding_stage:
+        return choices.sharding_stage
+    if ranks.data * ranks.context == 1:
+        return (0,)
+    return (1,) if ranks.pipeline > 1 else (1, 2, 3)
+
+
+def _recomputations(
+    model: Workloads, choices: Choices, num_stages: int, num_chunks: int
+) -> list[tuple[str, float]]:
+    kinds = choices.recompute or ("none", "layernorm", "mlp", "full")
+    if not choices.recompute and not model.flash_attention[0]:
+        kinds = ("none", "selective", *kinds[1:])  # a fused kernel keeps no scores to recompute
+    found = [(kind, 1.0) for kind in kinds if kind != "full"]
+    if "full" in kinds:
+        stages = num_stages * num_chunks
+        counted = counted_layers(_number(model.num_layers), stages)
+        assert counted is not None
+        per_chunk = counted // stages
+        layers = {-(-per_chunk * quarter // 4) for quarter in RECOMPUTE_QUARTERS}
+        found += [("full", count / per_chunk) for count in sorted(layers)]
+    return found

@@ -1,0 +1,163 @@
+"""Seconds of the operators of a step on one GPU: products, attention, memory traffic, launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_lattice.planner.hardware import Hardware, RowHardware
+from megatron_lattice.planner.workload import FloatArray, Workloads
+
+_TILES = ((128, 256), (256, 128), (128, 128))
+"""Output tiles of one thread block that libraries choose from (rows, columns)."""
+
+
+def wave_efficiency(m: FloatArray, n: FloatArray, num_multiprocessors: FloatArray) -> FloatArray:
+    """Return the share of the multiprocessors that the tiles of an [m, n] result keep busy.
+
+    Tile and wave quantisation: results are cut into whole tiles and tiles run in whole waves.
+    """
+    best = np.zeros_like(m * n)
+    for rows, columns in _TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns)
+        waves = np.ceil(tiles / num_multiprocessors)
+        covered = (m / rows) * (n / columns)
+        best = np.maximum(best, covered / (waves * num_multiprocessors))
+    return best
+
+
+@dataclass(frozen=True)
+class OperatorCosts:
+    """Costs on the GPUs of a table, with the constants looked up once."""
+
+    workloads: Workloads
+    rows: RowHardware
+    hardware: Hardware
+
+    def gemm(
+        self, m: FloatArray, n: FloatArray, k: FloatArray, *, sixteen_bit: bool = False
+    ) -> FloatArray:
+        """Return the time of one [m, k] x [k, n] product.
+
+        The arithmetic at the sustained rate, plus the operands and the result once through memory:
+        a sum, because the last tiles of a product have nothing to hide their loads under.
+        """
+        rows, hardware = self.rows, self.hardware
+        if sixteen_bit:
+            efficiency = np.array(
+                [hardware.constants[f"{name}.gemm.16bit"] for name in rows.generation]
+            )
+            peak, operand_bytes = rows.peak_16_bit_flops, np.full(len(m), 2.0)
+        else:
+            efficiency, peak = rows.gemm_efficiency, rows.peak_flops
+            operand_bytes = 2.0 * rows.peak_16_bit_flops / peak
+        quantised = wave_efficiency(m, n, rows.num_multiprocessors)
+        quantised = quantised ** hardware.constant("wave_exponent")
+        arithmetic = 2 * m * n * k / (peak * efficiency * rows.power * quantised)
+        moved = operand_bytes * (m * k + k * n) + 2 * m * n
+        return arithmetic + self.memory(moved * hardware.constant("gemm_traffic"))
+
+    def linear_forward(self, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        """Return the time of a linear layer's product, with the casts that its precision needs."""
+        return self.gemm(m, n, k) + self.cast(m * k)
+
+    def linear_backward(self, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        """Return the time of its two gradients, [m, k] of the input and [k, n] of the weight."""
+        return self.gemm(m, k, n) + self.gemm(k, n, m) + self.cast(m * n)
+
+    def cast(self, elements: FloatArray) -> FloatArray:
+        """Return the time of quantising a tensor: read 16 bits, write it and its transpose."""
+        is_quantised = self.rows.peak_flops > self.rows.peak_16_bit_flops
+        bytes_moved = np.where(is_quantised, 4.0 * elements, 0.0)
+        return self.memory(bytes_moved * self.hardware.constant("cast_traffic"))
+
+    def memory(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of moving bytes through the GPU's memory."""
+        rate = self.rows.memory_bytes_per_s * self.hardware.constant("memory_efficiency")
+        return bytes_moved / rate
+
+    def attention_forward(self) -> FloatArray:
+        """Return the time of softmax(QK)V of one layer and micro batch."""
+        return self._attention(products=1.0, passes=1.0)
+
+    def attention_backward(self) -> FloatArray:
+        """Return the time of its backward; a flash kernel computes the scores again."""
+        flash = self.workloads.flash_attention > 0
+        return self._attention(products=np.where(flash, 2.5, 2.0), passes=1.5)
+
+    def _attention(self, products: FloatArray | float, passes: float) -> FloatArray:
+        """Return the time of `products` times the two products, causal where a kernel knows it."""
+        loads, hardware, rows = self.workloads, self.hardware, self.rows
+        width = loads.query_width / loads.tensor_size
+        score_flops = 4 * loads.microbatch_tokens * loads.seq_length * width
+        # PyTorch's own attention is a FlashAttention-2 that was written for Ampere; Megatron calls
+        # the kernels of the GPU's generation (cuDNN, FlashAttention-3).
+        # Models with FSDP and no gated feed-forward are of 2023: FlashAttention-1.
+        is_torch, is_gated = loads.software == "fsdp", loads.gated_linear_unit > 0
+        kernel = np.where(
+            is_torch, np.where(is_gated, "flash_attention_2", "flash_attention_1"), "attention"
+        )
+        flash_efficiency = np.array(
+            [
+                hardware.constants[f"{generation}.{name}"]
+                for generation, name in zip(rows.generation, kernel, strict=True)
+            ]
+        )
+        # PyTorch's context parallelism cuts the sequence into consecutive shards: the last rank's
+        # queries see 2 - 1/cp of the mean number of keys. Others pair early with late shards.
+        is_uneven = loads.software == "fsdp"
+        uneven = np.where(is_uneven, 2 - 1 / loads.context_size, 1.0)
+        flash = uneven * score_flops / 2 / (rows.peak_16_bit_flops * flash_efficiency * rows.power)
+        heads = loads.num_attention_heads / loads.tensor_size
+        scores = heads * loads.seq_length * loads.microbatch_tokens
+        score_bytes = 10.0 * scores * hardware.constant("unfused.score_traffic")
+        is_aligned = loads.kv_channels % 8 == 0
+        misaligned = np.where(is_aligned, 1.0, hardware.constant("unfused.misaligned_head"))
+        peak = rows.peak_16_bit_flops * hardware.constant("unfused.attention")
+        unfused = misaligned * score_flops * products / peak + passes * self.memory(score_bytes)
+        return np.where(loads.flash_attention > 0, flash * products, unfused)
+
+    def elementwise_forward(self) -> FloatArray:
+        """Return the time of norms, residuals, dropout, activation and casts of one layer.
+
+        Without sequence parallelism the residual stream is whole on every tensor-parallel rank.
+        """
+        loads = self.workloads
+        residual_split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
+        ffn = np.where(
+            loads.is_moe,
+            loads.moe_ffn_hidden_size * loads.moe_router_topk / loads.expert_tensor_size,
+            loads.ffn_hidden_size / loads.tensor_size,
+        )
+        per_token = 20 * loads.hidden_size / residual_split
+        per_token = per_token + (4 + 2 * loads.gated_linear_unit) * ffn
+        per_token = per_token + 4 * (loads.query_width + loads.kv_width) / loads.tensor_size
+        scale = self.hardware.per_software("elementwise_traffic", loads)
+        # Tokens are sorted by expert before the experts and put back after them.
+        routed = 12 * loads.moe_router_topk * loads.expert_hidden_size
+        per_token = per_token + routed * self.hardware.constant("routing_traffic")
+        return self.memory(per_token * loads.microbatch_tokens * scale)
+
+    def norms_forward(self) -> FloatArray:
+        """Return the time of both norms of a layer alone: 16 bits read and written."""
+        loads = self.workloads
+        split = np.where(loads.sequence_parallel > 0, loads.tensor_size, 1.0)
+        scale = self.hardware.per_software("elementwise_traffic", loads)
+        return self.memory(8 * loads.hidden_size / split * loads.microbatch_tokens * scale)
+
+    def launch(self) -> FloatArray:
+        """Return the host's time to launch the forward of one layer."""
+        moe = 40 + 8 * self.workloads.local_experts
+        kernels = 25 + np.where(self.workloads.is_moe, moe, 0.0)
+        kernels = kernels + np.where(self.workloads.tensor_size > 1, 5.0, 0.0)
+        return kernels * self.hardware.per_software("launch_s", self.workloads)
+
+    def beside_launches(self, on_gpu: FloatArray, launches: FloatArray) -> FloatArray:
+        """Return the time of work on the GPU that the host launches meanwhile.
+
+        A power mean stands for the maximum: the two alternate where they are about equal.
+        """
+        larger = np.maximum(on_gpu, launches)
+        smaller = np.minimum(on_gpu, launches)
+        return larger * (1 + (smaller / larger) ** 4) ** 0.25

@@ -1,0 +1,255 @@
+"""A run's settings as the planner's table, and a layout of the table as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.transformer.config.layer_kinds import ATTENTION
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import RunConfig, all_flags
+from megatron.training.metrics.memory import state_bytes
+from megatron.training.metrics.model_size import ModelSize
+from megatron_lattice.planner.hardware import Gpu
+from megatron_lattice.planner.layout_space import Choices, counted_layers
+from megatron_lattice.planner.workload import Workloads
+
+FREE_LAYOUT: Mapping[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "sequence_parallel": False,
+    "micro_batch_size": 1,
+    "use_distributed_optimizer": False,
+    "data_parallel_sharding_strategy": None,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+}
+"""Settings that a search decides, as they are in one process."""
+
+KIND_OF_MODULE = {
+    "core_attn": "selective", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp",
+}  # fmt: skip
+"""The planner's kind of recomputation for a word of --recompute-modules."""
+_DECIDED_OTHERWISE = (
+    "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+    "use_torch_fsdp2", "use_megatron_fsdp",
+)  # fmt: skip
+
+
+def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
+    """Return model and batch of a run as a table of one row, without a layout.
+
+    Args:
+        run: resolved, with its vocabulary.
+        gpu: with its usual build of NVLink and NICs.
+    Raises:
+        ConfigError: the planner has no constants for its precision.
+    """
+    size = ModelSize.from_settings(run)
+    precision = run.precision
+    if not (precision.bf16 or precision.fp16):
+        raise ConfigError(
+            "the run computes in fp32.",
+            rule="the planner's constants are of 16-bit products",
+            flags=["--bf16", "--fp16"],
+            fix="add --bf16",
+        )
+    others = sum(not (kind.mixer == ATTENTION and kind.mlp) for kind in size.layer_kinds)
+    if others:
+        raise ConfigError(
+            f"{others} layers are not attention and an MLP.",
+            rule="the planner has no time for them; their parameters, operations and memory are"
+            " those that pretrain_gpt.py --dry-run and tools/plan.py memory print",
+            flags=["--experimental-attention-variant", "--hybrid-layer-pattern"],
+            fix="leave it out to plan a model with attention",
+        )
+    states = state_bytes(run.optimizer, precision, grads_in_fp32=run.ddp.grad_reduce_in_fp32)
+    layers = size.num_layers
+    routed = size.num_expert_layers * size.routed_parameters
+    tables = size.head_matrix * (1 if size.is_tied else 2)
+    experts = size.experts
+    numbers: dict[str, float] = {
+        "num_layers": layers,
+        "hidden_size": size.hidden_size,
+        "num_attention_heads": size.num_attention_heads,
+        "num_query_groups": size.num_attention_heads if size.latent else size.num_query_groups,
+        "kv_channels": size.attention_width / size.num_attention_heads,
+        "ffn_hidden_size": size.ffn_hidden_size,
+        "gated_linear_unit": size.is_gated,
+        "vocab_size": size.vocab_size,
+        "num_experts": experts.num_experts if experts else 0,
+        "moe_router_topk": experts.topk if experts else 0,
+        "moe_ffn_hidden_size": experts.width if experts else 0,
+        "expert_hidden_size": (experts and experts.latent) or size.hidden_size,
+        "active_params": size.active_parameters if experts else 0,
+        "dense_params": (size.total_parameters - routed - tables) / layers,
+        "expert_params": routed / layers,
+        "num_tables": 1 if size.is_tied else 2,
+        "seq_length": run.model.seq_length,
+        "world_size": world_size,
+        "tensor_size": 1,
+        "pipeline_size": 1,
+        "num_chunks": 1,
+        "context_size": 1,
+        "expert_size": 1,
+        "expert_tensor_size": 1,
+        "data_size": world_size,
+        "micro_batch_size": 1,
+        "global_batch_size": run.config.schedule.global_batch_size,
+        "sharding_stage": 1,
+        "weight_bytes": states.weight,
+        "gradient_bytes": states.gradient,
+        "optimizer_bytes": states.main + states.moments,
+        "recompute_share": 1,
+        "sequence_parallel": 0,
+        "may_interleave": 0,
+        "must_interleave": 0,
+        "flash_attention": 1,
+        "nvlink_domain": gpu.nvlink_domain,
+        "nic_bytes_per_s": gpu.nic_bytes_per_s,
+    }
+    columns: dict[str, Any] = {name: np.array([float(n)]) for name, n in numbers.items()}
+    return Workloads(
+        **columns,
+        gpu=np.array([gpu.name]),
+        recompute=np.array(["none"], dtype="<U16"),
+        precision=np.array(["bf16" if precision.bf16 else "fp16"]),
+    )
+
+
+def choices_of(config: RunConfig, given: frozenset[str]) -> Choices:
+    """Return what the user has decided already.
+
+    Raises:
+        ConfigError: in a way that the search does not know.
+    """
+    for name in _DECIDED_OTHERWISE:
+        if name in given:
+            flag = all_flags()[name].flag
+            raise ConfigError(
+                f"{flag} with a search for the layout.",
+                rule="a search splits layers evenly and shards by the distributed optimizer",
+                flags=[flag],
+                fix=f"drop {flag}",
+            )
+    schedule = config.parallelism.pipeline_schedule
+    if schedule != "1f1b":
+        raise ConfigError(
+            f"--pipeline-schedule {schedule} with a search for the layout.",
+            rule="a search predicts 1F1B, plain and interleaved",
+            flags=["--pipeline-schedule"],
+            fix="drop --pipeline-schedule",
+        )
+
+    def fixed(name: str) -> tuple[int, ...]:
+        return (int(config.value_of(name)),) if name in given else ()
+
+    return Choices(
+        tensor_size=fixed("tensor_model_parallel_size"),
+        pipeline_size=fixed("pipeline_model_parallel_size"),
+        context_size=fixed("context_parallel_size"),
+        expert_size=fixed("expert_model_parallel_size"),
+        expert_tensor_size=fixed("expert_tensor_parallel_size"),
+        num_chunks=fixed("num_virtual_stages_per_pipeline_rank"),
+        micro_batch_size=fixed("micro_batch_size"),
+        sharding_stage=_sharding_choices(config, given),
+        recompute=_recompute_choices(config),
+    )
+
+
+def _sharding_choices(config: RunConfig, given: frozenset[str]) -> tuple[int, ...]:
+    if "data_parallel_sharding_strategy" in given:
+        return (SHARDING_STRATEGIES.index(config.ddp.data_parallel_sharding_strategy),)
+    return (1,) if config.ddp.use_distributed_optimizer else ()
+
+
+def _recompute_choices(config: RunConfig) -> tuple[str, ...]:
+    precision = config.precision
+    granularity = precision.recompute_granularity
+    if precision.recompute_activations:
+        granularity = granularity or "selective"
+    if granularity is None:
+        return ()
+    if granularity == "full":
+        return ("full",)
+    modules = precision.recompute_modules or ["core_attn"]
+    if len(modules) > 1 or modules[0] not in KIND_OF_MODULE:
+        raise ConfigError(
+            f"--recompute-modules {' '.join(modules)} with a search for the layout.",
+            rule="a search predicts one recomputed part of a layer, or the whole of it",
+            flags=["--recompute-modules"],
+            fix="drop --recompute-granularity and --recompute-modules, or name one module",
+        )
+    return (KIND_OF_MODULE[modules[0]],)
+
+
+def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any]:
+    """Return the settings of one layout by the names of their flags.
+
+    Args:
+        row: a table of one row.
+        has_dispatcher: whether the user has named the dispatcher of tokens.
+    """
+
+    def number(column: str) -> int:
+        return int(getattr(row, column)[0])
+
+    tp, pp, chunks = number("tensor_size"), number("pipeline_size"), number("num_chunks")
+    stage, layers = number("sharding_stage"), number("num_layers")
+    counted = counted_layers(layers, pp * chunks)
+    assert counted is not None, f"{layers} layers over {pp} x {chunks} chunks"
+    found = dict(FREE_LAYOUT) | {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": number("context_size"),
+        "sequence_parallel": tp > 1,
+        "num_virtual_stages_per_pipeline_rank": chunks if chunks > 1 else None,
+        "account_for_loss_in_pipeline_split": counted > layers,
+        "account_for_embedding_in_pipeline_split": counted > layers + 1,
+        "micro_batch_size": number("micro_batch_size"),
+        "global_batch_size": number("global_batch_size"),
+        "use_distributed_optimizer": stage == 1,
+        "data_parallel_sharding_strategy": SHARDING_STRATEGIES[stage] if stage > 1 else None,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": stage > 0,
+    }
+    if row.is_moe[0]:
+        found["expert_model_parallel_size"] = number("expert_size")
+        found["expert_tensor_parallel_size"] = number("expert_tensor_size")
+        if not has_dispatcher:
+            found["moe_token_dispatcher_type"] = "alltoall"
+    return found | _recompute_settings(row, counted // (pp * chunks))
+
+
+def _recompute_settings(row: Workloads, layers_of_chunk: int) -> dict[str, Any]:
+    kind = str(row.recompute[0])
+    if kind == "none":
+        return {}
+    if kind == "full":
+        layers = round(float(row.recompute_share[0]) * layers_of_chunk)
+        is_all = layers == layers_of_chunk
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform" if is_all else "block",
+            "recompute_num_layers": 1 if is_all else layers,
+        }
+    experts = "moe" if row.is_moe[0] else "mlp"
+    module = {"selective": "core_attn", "layernorm": "layernorm", "mlp": experts}[kind]
+    return {"recompute_granularity": "selective", "recompute_modules": [module]}

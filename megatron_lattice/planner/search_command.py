@@ -1,0 +1,271 @@
+"""From a command line to the fastest layout for it, and the command line that trains so.
+
+`tools/plan.py search` and `pretrain_gpt.py --auto-parallel` are this function. Model, batch and
+precision are those of the resolved settings; layouts that the search prefers are resolved and
+checked by all rules of a run before they are shown.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import (
+    RunConfig,
+    all_flags,
+    flags_by_spelling,
+    opposites_by_spelling,
+    plain,
+)
+from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.metrics.flops import training_flops
+from megatron.training.metrics.model_size import ModelSize
+from megatron.training.rules import resolve_and_check
+from megatron_lattice import read_deepspeed_config
+from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
+from megatron_lattice.planner.hardware import Gpu, Hardware, gpu_named
+from megatron_lattice.planner.layout_search import SearchResult, search_layouts
+from megatron_lattice.planner.measured_run import measured_runs
+from megatron_lattice.planner.predictor import load_predictor
+from megatron_lattice.planner.run_workload import (
+    FREE_LAYOUT,
+    choices_of,
+    settings_of_layout,
+    workload_of_run,
+)
+from megatron_lattice.planner.search_report import Chosen, refusal, report
+from megatron_lattice.planner.workload import Workloads
+
+WITHOUT_A_RUN: Mapping[str, Any] = {"train_iters": 1000, "lr": 3e-4}
+"""What a run must be told, and a search need not be."""
+NUM_SHOWN = 5
+MOST_CHECKED = 64
+"""Layouts that are held against the rules of a run."""
+_NOT_OF_A_RUN = ("auto_parallel", "dry_run", "dry_run_world_size", "calibrate_planner")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs to search for, in their usual build or another one."""
+
+    gpu: str
+    world_size: int
+    nvlink_domain: int | None = None
+    nic_gbytes_per_s: float | None = None
+    calibration: Sequence[Path] = ()
+    """Directories of runs that were measured on it."""
+
+    def build(self, hardware: Hardware) -> Gpu:
+        """Return the GPU with its network.
+
+        Raises:
+            ConfigError: the planner does not know it.
+        """
+        gpu = gpu_named(self.gpu, hardware)
+        if self.world_size < 1:
+            raise ConfigError(
+                f"{self.world_size} GPUs.",
+                rule="a search needs to know how many GPUs there are",
+                flags=["--num-gpus", "--dry-run-world-size"],
+                fix="give their number",
+            )
+        domain, nic = self.nvlink_domain, self.nic_gbytes_per_s
+        return Gpu(
+            **vars(gpu)
+            | {
+                "nvlink_domain": domain or gpu.nvlink_domain,
+                "nic_bytes_per_s": nic * 1e9 if nic else gpu.nic_bytes_per_s,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A search with its report.
+
+    Attributes:
+        chosen: rows of `found` that are shown, the best first.
+    """
+
+    text: str
+    found: SearchResult
+    chosen: Sequence[int]
+
+
+def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Searched:
+    """Search and return the report.
+
+    Args:
+        words: flags of `pretrain_gpt.py`; parallel sizes, micro batch, sharding and recomputation
+            that they name stay as they are.
+        script: to begin the command line with.
+    Raises:
+        ConfigError: the settings cannot be used, or nothing fits.
+    """
+    command = parse_command_line(
+        list(words), args_defaults=WITHOUT_A_RUN, deepspeed_reader=read_deepspeed_config
+    )
+    predictor = load_predictor()
+    gpu = cluster.build(predictor.hardware)
+    predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
+    run, model = model_of_command(command, gpu, cluster.world_size)
+    choices = choices_of(command.config, command.given)
+    found = search_layouts(model, choices, predictor)
+    if not len(found.order):
+        raise refusal(found, model, choices, predictor)
+    chosen, broken = _allowed(found, command, cluster.world_size)
+    if not chosen:
+        raise broken[0]
+    best = chosen[0]
+    flops = training_flops(ModelSize.from_settings(run), int(model.global_batch_size[0]))
+    line = command_line(words, command, best.settings, cluster.world_size, gpu, script)
+    text = report(found, chosen, predictor, flops=flops, refused=len(broken), line=line)
+    missing = [all_flags()[name].flag for name in _without_length(command)]
+    if missing:
+        text = f"{' and '.join(missing)} were not given: the last line has placeholders\n\n{text}"
+    return Searched(text, found, [each.index for each in chosen])
+
+
+def run_of_words(words: Sequence[str], world_size: int) -> ResolvedRun:
+    """Resolve and check the flags of `pretrain_gpt.py` for so many ranks.
+
+    Raises:
+        MegatronError: a rule of a run is broken.
+    """
+    return resolved_for(
+        parse_command_line(
+            list(words), args_defaults=WITHOUT_A_RUN, deepspeed_reader=read_deepspeed_config
+        ),
+        {},
+        world_size,
+    )
+
+
+def model_of_command(
+    command: ParsedCommand, gpu: Gpu, world_size: int
+) -> tuple[ResolvedRun, Workloads]:
+    """Resolve the settings for one process, and read model and batch from them.
+
+    Raises:
+        ConfigError: no global batch, or a precision that the planner has no constants for.
+    """
+    batch = command.config.schedule.global_batch_size
+    if not batch:
+        raise ConfigError(
+            "--global-batch-size is not given.",
+            rule="layouts are compared at the batch that is trained with",
+            flags=["--global-batch-size"],
+            fix="add it, for example --global-batch-size 1024",
+        )
+    alone = {**FREE_LAYOUT, "global_batch_size": 1, "rampup_batch_size": None}
+    run = resolved_for(command, alone, 1)
+    model = workload_of_run(run, gpu, world_size)
+    return run, model.replace(global_batch_size=np.array([float(batch)]))
+
+
+def resolved_for(
+    command: ParsedCommand, settings: Mapping[str, Any], world_size: int
+) -> ResolvedRun:
+    """Resolve and check a command with other settings for so many ranks.
+
+    Raises:
+        MegatronError: a rule of a run is broken.
+    """
+    values = {**command.config.flat(), **settings}
+    config = RunConfig.from_values({n: v for n, v in values.items() if n not in _NOT_OF_A_RUN})
+    changed = ParsedCommand(config=config, given=command.given | frozenset(settings))
+    run = resolve_and_check(lambda: changed, lambda _: world_size)
+    return resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
+
+
+def _allowed(
+    found: SearchResult, command: ParsedCommand, world_size: int
+) -> tuple[list[Chosen], list[MegatronError]]:
+    """Return the fastest layouts that the rules of a run allow, one for each split of ranks."""
+    chosen: list[Chosen] = []
+    broken: list[MegatronError] = []
+    splits = set()
+    for index in found.order[: 100 * MOST_CHECKED]:
+        row = found.table.take(np.array([index]))
+        split = tuple(
+            float(getattr(row, name)[0])
+            for name in ("tensor_size", "pipeline_size", "context_size", "expert_size")
+        )
+        if split in splits:
+            continue
+        settings = settings_of_layout(
+            row, has_dispatcher="moe_token_dispatcher_type" in command.given
+        )
+        try:
+            resolved_for(command, settings, world_size)
+        except MegatronError as error:
+            broken.append(error)
+        else:
+            splits.add(split)
+            chosen.append(Chosen(int(index), settings))
+        if len(chosen) == NUM_SHOWN or len(chosen) + len(broken) == MOST_CHECKED:
+            break
+    return chosen, broken
+
+
+def command_line(
+    words: Sequence[str],
+    command: ParsedCommand,
+    settings: Mapping[str, Any],
+    world_size: int,
+    gpu: Gpu,
+    script: str,
+) -> str:
+    """Return the command line of a layout: the user's words, and the settings of the layout."""
+    per_node = min(8, world_size) if gpu.nvlink_domain >= 8 else int(gpu.nvlink_domain)
+    launcher = f"torchrun --nproc-per-node {per_node}"
+    if world_size > per_node:
+        launcher += f" --nnodes {world_size // per_node} --rdzv-backend c10d --rdzv-endpoint $HOST"
+    kept = _without(words, {*settings, *FREE_LAYOUT, *_NOT_OF_A_RUN})
+    values = {**{name: WITHOUT_A_RUN[name] for name in _without_length(command)}, **settings}
+    flags = [word for name, value in values.items() for word in words_of_flag(name, value)]
+    return f"{launcher} {script} {shlex.join([*kept, *flags])}"
+
+
+def _without_length(command: ParsedCommand) -> list[str]:
+    """Return the settings that a run must have and this command lacks."""
+    has_samples = bool(command.config.schedule.train_samples)
+    return [
+        name
+        for name in WITHOUT_A_RUN
+        if name not in command.given and not (name == "train_iters" and has_samples)
+    ]
+
+
+def _without(words: Sequence[str], names: set[str]) -> list[str]:
+    """Return a command line without some flags and their values."""
+    kept: list[str] = []
+    is_dropped = False
+    for word in words:
+        if word.startswith("--"):
+            spelling = word.partition("=")[0].replace("_", "-")
+            spec = flags_by_spelling().get(spelling) or opposites_by_spelling().get(spelling)
+            is_dropped = spec is not None and spec.name in names
+        if not is_dropped:
+            kept.append(word)
+    return kept
+
+
+def words_of_flag(name: str, value: Any) -> list[str]:
+    """Return the words that set a flag; none where the value is its default."""
+    spec = all_flags()[name]
+    if value is None or value == spec.default:
+        return []
+    if spec.is_switch:
+        return [spec.flag]
+    shown = plain(value)
+    return [spec.flag, *map(str, shown if isinstance(shown, list) else [shown])]

@@ -1,0 +1,204 @@
+"""The result of a search in words: the choice, its cost, and why other layouts lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.foundation.errors import ConfigError
+from megatron_lattice.planner.hardware import rows_hardware
+from megatron_lattice.planner.layout_search import SearchResult, what_would_fit
+from megatron_lattice.planner.layout_space import Choices
+from megatron_lattice.planner.memory import GIB, predict_memory
+from megatron_lattice.planner.predictor import Predictor
+from megatron_lattice.planner.step_time import Parts, predict_step
+from megatron_lattice.planner.workload import Workloads
+
+NAMES = {
+    "tensor_size": "tensor", "pipeline_size": "pipeline", "context_size": "context",
+    "expert_size": "expert", "data_size": "data", "micro_batch_size": "micro batch",
+    "num_chunks": "chunks", "sharding_stage": "ZeRO", "recompute": "recompute",
+}  # fmt: skip
+
+NUM_OTHERS = 4
+"""Other values of an axis that are shown."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout that the rules of a run allow."""
+
+    index: int
+    """Row of the search."""
+    settings: Mapping[str, Any]
+
+
+def layout_text(table: Workloads, row: int) -> str:
+    """Return a layout in one line."""
+    words = []
+    for column, name in NAMES.items():
+        value = getattr(table, column)[row]
+        if column == "recompute":
+            if value != "none":
+                words.append(f"recompute {_recompute_text(table, row)}")
+        elif value != 1 or column in ("tensor_size", "pipeline_size", "data_size"):
+            words.append(f"{name} {value:.0f}")
+    return ", ".join(words)
+
+
+def _recompute_text(table: Workloads, row: int) -> str:
+    kind, share = str(table.recompute[row]), float(table.recompute_share[row])
+    if kind != "full":
+        return kind
+    return "all layers" if share == 1 else f"{100 * share:.0f}% of the layers"
+
+
+def report(
+    found: SearchResult,
+    chosen: Sequence[Chosen],
+    predictor: Predictor,
+    *,
+    flops: float,
+    refused: int,
+    line: str,
+) -> str:
+    """Return the report of a search.
+
+    Args:
+        chosen: the best layouts, the fastest first.
+        flops: of a step, causal attention.
+        refused: layouts that the rules of a run do not allow.
+        line: command line of the first.
+    """
+    others = _other_choices(found, chosen[0].index)
+    indices = np.array([each.index for each in chosen] + [row for _, _, row in others])
+    table, seconds = found.table.take(indices), found.seconds[indices]
+    hardware = rows_hardware(table, predictor.hardware)
+    parts = Parts.of(predict_step(table, predictor.hardware), seconds)
+    peak = table.world_size * hardware.peak_16_bit_flops
+    counts = (
+        f"{len(found.table)} layouts divide, {len(found.order)} of them fit into"
+        f" {hardware.memory_bytes[0] / GIB:.0f} GiB"
+    )
+    lines = [
+        f"{counts}; {refused} of those looked at are refused by other rules of a run",
+        "",
+        f"{'s/step':>9}{'GiB':>7}{'MFU':>8}{'bubble':>9}{'exposed':>9}  layout",
+    ]
+    for row in range(len(chosen)):
+        mfu = flops / peak[row] / seconds[row]
+        lines.append(
+            f"{seconds[row]:>9.3f}{found.memory[indices[row]] / GIB:>7.1f}{100 * mfu:>7.1f}%"
+            f"{100 * parts.columns['bubble'][row] / seconds[row]:>8.1f}%"
+            f"{100 * parts.exposed[row] / seconds[row]:>8.1f}%  {layout_text(table, row)}"
+        )
+    tokens = float(table.global_batch_size[0] * table.seq_length[0])
+    off = float(predictor.interval(table.take(np.array([0])))[0])
+    rate = flops / seconds[0] / table.world_size[0] / 1e12
+    lines += [
+        "MFU counts causal attention and no recomputation, over the peak of 16-bit products;"
+        " bubble and exposed communication are shares of the step",
+        f"first: {tokens / seconds[0] / table.world_size[0]:.0f} tokens/s and {rate:.0f} TFLOP/s"
+        f" for each GPU; nine of ten measured steps were within a factor of {off:.2f} of theirs",
+        "",
+        "memory of the first, GiB: " + _memory_text(table, predictor),
+        "",
+        "why others lost: the best layout with another",
+    ]
+    for number, (axis, value, _) in enumerate(others):
+        row = len(chosen) + number
+        slower = 100 * (seconds[row] / seconds[0] - 1)
+        why = parts.largest_excess(row, 0)
+        lines.append(
+            f"  {NAMES[axis] + ' ' + _value(value):<18}{seconds[row]:>9.3f} s {slower:>+7.1f}%"
+            f"  {why}  ({layout_text(table, row)})"
+        )
+    lines += _too_large(found)
+    if found.refused:
+        lines += ["", "ways of splitting that cannot be:"]
+        lines += [f"  {count:>7}  {reason}" for reason, count in found.refused.most_common()]
+    return "\n".join([*lines, "", line])
+
+
+def _value(value: Any) -> str:
+    return str(value) if isinstance(value, str) else f"{value:.0f}"
+
+
+def _other_choices(found: SearchResult, best: int) -> list[tuple[str, Any, int]]:
+    """Return the fastest rows with another value of an axis, for the nearest values of each."""
+    others = []
+    for axis in NAMES:
+        column = getattr(found.table, axis)
+        rows = {
+            value: found.best_with(axis, value)
+            for value in np.unique(column[found.order]).tolist()
+            if value != column[best] and axis != "data_size"
+        }
+        fastest = sorted(
+            (float(found.seconds[row]), value, row)
+            for value, row in rows.items()
+            if row is not None
+        )
+        others += [
+            (axis, value, row)
+            for _, value, row in sorted(fastest[:NUM_OTHERS], key=lambda each: each[1])
+        ]
+    return others
+
+
+def _too_large(found: SearchResult) -> list[str]:
+    """Return the values with which nothing fits."""
+    lines = []
+    for axis, name in NAMES.items():
+        column = getattr(found.table, axis)
+        fitting = set(np.unique(column[found.order]).tolist())
+        for value in np.unique(column).tolist():
+            if value not in fitting:
+                least = found.memory[found.least_memory(axis, value)] / GIB
+                lines.append(
+                    f"  {name + ' ' + _value(value):<18}does not fit: {least:.0f} GiB at least"
+                )
+    return lines
+
+
+def _memory_text(table: Workloads, predictor: Predictor) -> str:
+    memory = predict_memory(table, predictor.hardware)
+    parts = {
+        "weights, gradients, optimizer": memory.states,
+        "activations": memory.activations,
+        "logits or a recomputed layer": memory.logits,
+        "runtime and allocator": memory.overhead,
+    }
+    return ", ".join(f"{name} {column[0] / GIB:.1f}" for name, column in parts.items())
+
+
+def refusal(
+    found: SearchResult, model: Workloads, choices: Choices, predictor: Predictor
+) -> ConfigError:
+    """Return the error of a search in which nothing fits, or nothing divides."""
+    world = int(model.world_size[0])
+    if not len(found.table):
+        reasons = [f"{reason} ({count})" for reason, count in found.refused.most_common(3)]
+        return ConfigError(
+            f"no layout of {world} GPUs divides: {'; '.join(reasons)}.",
+            rule="heads, layers, sequence, batch and experts divide over their ranks",
+            flags=["--global-batch-size", "--num-gpus"],
+            fix="use a number of GPUs and a batch with more common divisors",
+        )
+    row = found.least_memory()
+    least = found.table.take(np.array([row]))
+    hardware = rows_hardware(least, predictor.hardware)
+    ways = what_would_fit(model, choices, predictor)
+    return ConfigError(
+        f"none of {len(found.table)} layouts fits on {world} {model.gpu[0]}: the least is"
+        f" {found.memory[row] / GIB:.0f} GiB of {hardware.memory_bytes[0] / GIB:.0f} with"
+        f" {layout_text(least, 0)} ({_memory_text(least, predictor)}).",
+        rule="a layout fits when it needs at most 95 % of the GPU's memory",
+        fix="any of: " + "; ".join(ways)
+        if ways
+        else "a smaller model, batch or sequence:"
+        " neither more GPUs, larger ones nor offloading the optimizer is enough",
+    )

@@ -1,0 +1,131 @@
+"""Cross-validation of the calibration: predictions of rows that the fit has not seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lattice.planner.blanks import fill_blanks, fits
+from megatron_lattice.planner.calibrate import Measured, balanced_weights
+from megatron_lattice.planner.figures import DISTINGUISHABLE, rows_that_compete
+from megatron_lattice.planner.hardware import Hardware
+from megatron_lattice.planner.layout_search import search_layouts
+from megatron_lattice.planner.layout_space import Choices
+from megatron_lattice.planner.memory import GIB, predict_memory
+from megatron_lattice.planner.predictor import Predictor, fit_predictor
+from megatron_lattice.planner.workload import FloatArray, from_rows, number_of
+
+MEASURED = "ref_step_s"
+"""The column of measured times."""
+NUM_FOLDS = 5
+SEED = 8
+
+
+def family_of(row: Mapping[str, str]) -> str:
+    """Return the family of a row's source: the first word of its name."""
+    return (row.get("source") or "").split(" ")[0]
+
+
+def group_names(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the name of each row's group: the same model, GPUs and batch in other layouts."""
+    return [row.get("rank_group") or "" for row in rows]
+
+
+def measured_rows(rows: Sequence[Mapping[str, str]]) -> Measured:
+    """Read rows with their times, weighted by family.
+
+    Raises:
+        ConfigError: a column is missing, or a value is not a number.
+    """
+    seconds = np.array([number_of(row, index, MEASURED) for index, row in enumerate(rows)])
+    return Measured(from_rows(rows), seconds, balanced_weights([family_of(row) for row in rows]))
+
+
+def random_folds(families: Sequence[str]) -> NDArray[np.int_]:
+    """Return the fold of each row: drawn at random within each family."""
+    draw = np.random.default_rng(SEED)
+    folds = np.empty(len(families), dtype=np.int_)
+    for family in sorted(set(families)):
+        members = np.array([index for index, name in enumerate(families) if name == family])
+        draw.shuffle(members)
+        folds[members] = (np.arange(len(members)) + draw.integers(NUM_FOLDS)) % NUM_FOLDS
+    return folds
+
+
+def family_folds(families: Sequence[str]) -> NDArray[np.int_]:
+    """Return folds of whole families: what is predicted comes from sources never seen."""
+    sizes = [0] * NUM_FOLDS
+    fold_of: dict[str, int] = {}
+    for family, count in sorted(Counter(families).items(), key=lambda item: (-item[1], item[0])):
+        fold_of[family] = sizes.index(min(sizes))
+        sizes[fold_of[family]] += count
+    return np.array([fold_of[family] for family in families])
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Predictions of rows by constants that have not seen them."""
+
+    modelled: FloatArray
+    corrected: FloatArray
+
+
+def cross_validated(measured: Measured, hardware: Hardware, folds: NDArray[np.int_]) -> HeldOut:
+    """Predict each fold with constants and correction fitted to the other ones."""
+    held_out = HeldOut(np.empty(len(folds)), np.empty(len(folds)))
+    for fold in np.unique(folds):
+        fitted = fit_predictor(measured.take(folds != fold), hardware)
+        left_out = measured.workloads.take(folds == fold)
+        held_out.modelled[folds == fold] = fitted.modelled_seconds(left_out)
+        held_out.corrected[folds == fold] = fitted.seconds(left_out)
+    return held_out
+
+
+def memory_figures(
+    rows: Sequence[Mapping[str, str]], predictor: Predictor
+) -> tuple[float, FloatArray]:
+    """Return the share of rows that fit, and the errors where the memory was published, in GiB."""
+    hardware = predictor.hardware
+    filled = fill_blanks(from_rows(rows), hardware)
+    published = np.array([float(row.get("mem_GB_per_gpu") or "nan") for row in rows])
+    errors = np.abs(predict_memory(filled, hardware).total / GIB / published - 1)
+    return float(np.mean(fits(filled, hardware))), errors[~np.isnan(errors)]
+
+
+@dataclass(frozen=True)
+class ChoiceFigures:
+    """What became of groups of rows that differ by layout only."""
+
+    num_groups: int
+    as_fast_as_published: int
+    """Groups in which no published layout is predicted to be faster than the search's first one."""
+    near_fastest: int
+    """Groups in which the published layout that is predicted to be the fastest was measured to be
+    so, or cannot be told from it."""
+
+    def line(self) -> str:
+        """Return a sentence."""
+        return (
+            f"{self.num_groups} groups of layouts: in {self.as_fast_as_published} none is predicted"
+            f" to be faster than the first of a search; in {self.near_fastest} the one predicted to"
+            f" be the fastest was within {100 * DISTINGUISHABLE:.0f} % of the fastest"
+        )
+
+
+def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> ChoiceFigures:
+    """Search a layout for each group of published ones, and compare."""
+    groups = rows_that_compete(group_names(rows))
+    num_fast = num_near = 0
+    for indices in groups:
+        members = [rows[index] for index in indices]
+        published = from_rows(members)
+        predicted = predictor.seconds(published)
+        found = search_layouts(published.take(np.array([0])), Choices(), predictor)
+        num_fast += bool(found.seconds.min() <= predicted.min() * (1 + 1e-9))
+        measured = np.array([float(row[MEASURED]) for row in members])
+        num_near += bool(measured[predicted.argmin()] <= measured.min() * (1 + DISTINGUISHABLE))
+    return ChoiceFigures(len(groups), num_fast, num_near)
