@@ -25,7 +25,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag, positional
-from megatron.launcher.hosts import Node, Slots, run_together, slots_in
+from megatron.deepspeed.hosts import Node, Slots, run_together, slots_in
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 EXPORTED = ("NCCL", "GLOO", "PYTHON", "UCX", "OMP", "LATTICE")
@@ -225,7 +225,7 @@ def plan(flags: LauncherFlags) -> list[Node]:
             f"--launcher {flags.launcher} is not supported.",
             rule="commands are printed, or started by ssh or pdsh",
             flags=["--launcher"],
-            fix="for SLURM, MPI and Kubernetes describe the job to `lattice launch`",
+            fix="for SLURM and Kubernetes start from the files in examples/cluster",
         )
     slots = slots_of(flags)
     master = flags.master_addr or next(iter(slots))
@@ -290,7 +290,7 @@ def start(nodes: Sequence[Node], flags: LauncherFlags) -> int:
     else:
         port = [] if flags.ssh_port is None else ["-p", str(flags.ssh_port)]
         commands = [["ssh", *port, *options, n.host, n.shell(here)] for n in nodes]
-    return run_together(commands).status
+    return run_together(commands)
 
 
 def main(words: Sequence[str] | None = None) -> int:

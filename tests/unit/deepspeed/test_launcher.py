@@ -11,6 +11,7 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.deepspeed import launcher
+from megatron.deepspeed.hosts import read_hostfile
 from tests.harness.machine import free_port
 from tests.harness.pool import REPOSITORY
 
@@ -164,3 +165,12 @@ def test_the_first_machine_that_fails_ends_the_others(tmp_path, monkeypatch):
     started = time.monotonic()
     assert launcher.main(["--hostfile", "hosts", "--launcher", "ssh", "train.py"]) == 3
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    "line", ["-oProxyCommand=x slots=1", "a", "a slots=0", "a slots=x", "a slots=1\na slots=2", ""]
+)
+def test_a_line_that_is_no_host_is_refused(line):
+    """A name that begins with `-` would be an option of ssh."""
+    with pytest.raises(ConfigError, match=r"slots=N"):
+        read_hostfile(line, "hosts")
