@@ -25,7 +25,7 @@ from megatron.planner.run_workload import settings_of_layout
 from megatron.planner.search_command import words_of_flag
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.prediction import StepPrediction
-from megatron.training.reports.run_record import read_run
+from megatron.training.reports import read_run
 from tests.harness.pool import REPOSITORY
 from tests.harness.resolved_run import run_of
 from tests.unit.planner.test_layout_search import EXPERTS, LLAMA_8B, model_of, row_of
