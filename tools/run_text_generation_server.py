@@ -6,19 +6,17 @@
     curl http://127.0.0.1:5000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "model", "prompt": "To be, or not", "max_tokens": 20}'
 
-It listens on this machine only unless --host says otherwise, and answers anybody who reaches it
-unless --api-key-file names keys; what is beyond the machine needs a proxy. Flags of
-layout, precision and tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
+By default it listens on this machine only and answers everybody who reaches it; --host and
+--api-key-file change that. Put a proxy that encrypts between it and a network. The flags of layout,
+precision and tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import socket
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,16 +24,11 @@ from typing import Any
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.foundation.optional_imports import require
 from megatron.core.settings.flags import flag, flag_specs
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
-from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
-from megatron.inference.server.app import App
-from megatron.inference.server.connections import http_server
-from megatron.inference.server.limits import Limits
-from megatron.inference.server.serving import Service
+from megatron.inference.serving import Limits, Service
 from megatron.inference.session import ModelSession, open_session
 from megatron.training.resilience.failure import failures_reported
 from megatron.training.resilience.status import RunStatus
@@ -52,69 +45,45 @@ class ServerFlags:
     port: int = 5000
     """0 takes a free one."""
     api_key_file: Path | None = None
-    """Keys, one a line: clients need one of them."""
+    """File of keys, one in each line: a request must carry one of them."""
     allowed_hosts: tuple[str, ...] = flag((), metavar="NAME")
-    """Names in the Host header that are answered besides localhost, if --host is this machine; *
+    """If --host is this machine: names in the Host header that are answered besides localhost; *
     answers all."""
     no_request_log: bool = False
-    """Print no line for a request: its path, status, tokens and time."""
+    """Print no line for each request."""
     served_model_name: str = "model"
     """What clients call it."""
     max_batch_size: int = 8
     """Sequences processed at once."""
     max_context: int | None = None
     """Tokens of prompt and answer; the model's own by default."""
-    max_connections_per_address: int | None = flag(None, metavar="N")
-    """Of one client; without it half of --max-connections, and all of them where --host is this
-    machine: a proxy is one client."""
     no_weight_packing: bool = False
     """On CPUs: keep no second copy of the weights; slower, half the memory."""
     template_limits: TemplateLimits
     limits: Limits
 
 
-def limits_of(options: ServerFlags) -> Limits:
-    """Return the limits of the command line.
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file: one in each line, except empty lines and lines that begin with #.
 
     Raises:
-        ConfigError: one is not positive.
+        ConfigError: the file cannot be read, or has no key that a header can carry.
     """
-    per_address = options.max_connections_per_address
-    if per_address is None:
-        share = 1 if is_loopback(options.host) else 2
-        per_address = -(-options.limits.connections // share)
-    values: dict[str, float] = {
-        spec.flag: getattr(options.limits, spec.field) for spec in flag_specs(Limits, "")
-    }
-    values["--max-connections-per-address"] = per_address
-    values["--max-batch-size"] = options.max_batch_size
-    for spelling, value in values.items():
-        if not value > 0:
-            raise ConfigError(
-                f"{spelling} {value:g}.",
-                rule="limits are positive",
-                flags=[spelling],
-                fix="leave it out, or give a number above 0",
-            )
-    return dataclasses.replace(options.limits, connections_per_address=per_address)
-
-
-def access_of(options: ServerFlags) -> Access:
-    """Return who is answered; print a warning if that is anybody on the network.
-
-    Raises:
-        ConfigError: the keys cannot be read.
-    """
-    keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
-    is_local = is_loopback(options.host)
-    if not is_local and not keys:
-        print(
-            f"warning: --host {options.host} answers whoever reaches this address; give "
-            "--api-key-file, or --host 127.0.0.1 and a proxy that asks for keys",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-    hosts = frozenset(host_name(name) for name in options.allowed_hosts)
-    return Access(keys=keys, hosts=None if not is_local or "*" in hosts else hosts)
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        are_usable = all(key.isascii() and key.isprintable() and " " not in key for key in keys)
+        problem = "" if keys and are_usable else "has no key, or a key with unusual characters"
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {error}"
+    if problem:
+        raise ConfigError(
+            f"--api-key-file {path} {problem}.",
+            rule="a file of keys has one key in each line, of visible ASCII characters",
+            flags=["--api-key-file"],
+            fix=f"for example: openssl rand -hex 24 > {path}",
+        )
+    return keys
 
 
 def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
@@ -130,22 +99,60 @@ def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
         return None
 
 
-def serve(app: App, service: Service, listener: socket.socket) -> None:
+def guarded(app: Any, options: ServerFlags) -> Any:
+    """Return `app` behind limits, keys and accepted hosts; warn if it answers the whole network.
+
+    Raises:
+        ConfigError: a limit is not positive, or the keys cannot be read.
+    """
+    from megatron.inference.server import Guard, is_loopback
+
+    for spec in flag_specs(Limits, ""):
+        value = getattr(options.limits, spec.field)
+        if not value > 0:
+            raise ConfigError(
+                f"{spec.flag} {value:g}.",
+                rule="limits are positive",
+                flags=[spec.flag],
+                fix="leave it out, or give a number above 0",
+            )
+    keys = read_keys(options.api_key_file) if options.api_key_file is not None else ()
+    is_local = is_loopback(options.host)
+    if not is_local and not keys:
+        print(
+            f"warning: --host {options.host} answers everybody who reaches this address; give "
+            "--api-key-file, or --host 127.0.0.1 and a proxy that checks keys",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    hosts = (
+        None if not is_local or "*" in options.allowed_hosts else frozenset(options.allowed_hosts)
+    )
+    return Guard(app=app, limits=options.limits, keys=keys, hosts=hosts)
+
+
+def serve(server: Any, service: Service, listener: socket.socket) -> None:
     """Serve until a signal or the end of the engine; the serving rank's main thread."""
-    server = http_server(app, limits=app.limits)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-    engine = threading.Thread(target=_run_engine, args=(service, server), name="engine")
+    crash: list[Exception] = []
+
+    def run_engine() -> None:
+        try:
+            service.run()
+        except Exception as error:
+            crash.append(error)
+        finally:
+            server.should_exit = True
+
+    engine = threading.Thread(target=run_engine, name="engine")
     engine.start()
     try:
-        host, port = listener.getsockname()[:2]
-        print(f"serving {app.model} at http://{host}:{port}", flush=True)
         server.run(sockets=[listener])
     finally:
         service.stop()
         engine.join()
-    if service.crash is not None:
-        raise service.crash
+    if crash:
+        raise crash[0]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -166,50 +173,44 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _print_line(line: str) -> None:
-    print(time.strftime("%Y-%m-%d %H:%M:%S "), line, sep="", flush=True)
-
-
-def _run_engine(service: Service, server: Any) -> None:
-    try:
-        service.run()
-    except Exception as error:
-        service.crash = error  # raised in the main thread
-    finally:
-        server.should_exit = True
-
-
 def main() -> None:
     """Load and serve."""
     status = RunStatus.of_this_process()
     with failures_reported(status, []):
-        require("uvicorn", purpose="tools/run_text_generation_server.py")
+        # Not above: without the extra this raises an error that names it.
+        from megatron.inference.server import App, http_server
+
         session = open_session(model_provider, ServerFlags)
-        options, limits = session.options, limits_of(session.options)
+        options = session.options
         model = session.with_cache(
             max_rows=options.max_batch_size,
             max_length=options.max_context,
             packs_weights=not options.no_weight_packing,
         )
-        service = Service(Engine(model), control_group(backend.world()), limits.queued)
-        app, listener, problem = None, None, None
+        service = Service(Engine(model), control_group(backend.world()))
+        server, listener, problem = None, None, None
         if service.peers.rank == 0:
             try:
-                template = chat_template_of(session)
-                name = options.served_model_name
-                access = access_of(options)
-                log = None if options.no_request_log else _print_line
                 app = App(
-                    service, session.tokenizer, name, limits, template, access, log, session.ends
+                    service=service,
+                    tokenizer=session.tokenizer,
+                    model=options.served_model_name,
+                    limits=options.limits,
+                    chat_template=chat_template_of(session),
+                    ends=session.ends,
                 )
+                guard = guarded(app.routes(), options)
+                server = http_server(guard, logs_requests=not options.no_request_log)
                 listener = listen(options.host, options.port)
             except MegatronError as error:
                 problem = error
         raise_on_all_ranks(problem, service.peers)
-        if app is not None and listener is not None:
-            serve(app, service, listener)
+        if server is not None and listener is not None:
+            host, port = listener.getsockname()[:2]
+            print(f"serving {options.served_model_name} at http://{host}:{port}", flush=True)
+            serve(server, service, listener)
         else:
-            # The serving rank hears the signal and says when to end.
+            # The serving rank handles the signal and ends the others.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             service.follow()

@@ -19,8 +19,7 @@ touch "$environment/.made-by-lattice"
 "${PYTHON:-python3}" -m venv "$environment"
 # shellcheck disable=SC2086  # TORCH may carry pip options
 "$python" -m pip install --quiet $torch numpy pyyaml jsonschema
-"$python" -m pip install --quiet kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4 \
-    'ray[train]==2.60.0' skypilot==0.14.1
+"$python" -m pip install --quiet kubeflow-trainer-api==2.3.0 'ray[train]==2.60.0' skypilot==0.14.1
 export PYTHONPATH=$PWD RAY_USAGE_STATS_ENABLED=0
 TMPDIR=$(mktemp -d) # Ray and torchrun leave logs where they are told to put them
 export TMPDIR

@@ -23,8 +23,7 @@ from megatron.core.settings.command_line import read_command_line
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.reports.run_record import read_run
-from megatron.training.reports.scalar_files import STEP_TIME
+from megatron.training.reports import STEP_TIME, read_run
 from megatron_lattice.planner.memory import GIB
 from megatron_lattice.planner.search_command import run_of_words
 

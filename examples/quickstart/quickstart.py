@@ -18,9 +18,6 @@ import report
 import training_run
 from training_run import REPOSITORY, Layout, Recipe, Stopwatch
 
-from megatron.training.reports.run_page import run_page
-from megatron.training.reports.run_record import read_run
-
 PROMPTS = ("ACT I.\n\nScene I. A street in Verona.\n\n", "KING HENRY.\n", "To be, or not to be")
 
 
@@ -79,9 +76,7 @@ def main() -> None:
     picture = root / "loss.png"
     report.draw_losses(scalars, picture, unigram, title)
     loss = report.read_scalars(scalars)[report.VALIDATION_SCALAR][-1][1]
-    page = root / "report.html"
-    page.write_text(run_page(read_run(root)), encoding="utf-8")
-    watch.lap("picture, report")
+    watch.lap("picture")
 
     say("\n3. Sampled text (temperature 0.8, top-k 50)")
     text = sample(recipe, layout, tokenizer, checkpoints, root)
@@ -100,7 +95,6 @@ def main() -> None:
         *((name, f"{seconds:.0f} s") for name, seconds in watch.seconds.items()),
         ("total", f"{install + sum(watch.seconds.values()):.0f} s"),
         ("loss curve", str(picture)),
-        ("report", str(page)),
         ("checkpoint", str(checkpoints)),
     ]  # fmt: skip
     say("\n" + report.closing_table(rows))

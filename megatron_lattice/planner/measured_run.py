@@ -15,8 +15,7 @@ from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.config.vocabulary import resolve_vocabulary
-from megatron.training.reports.run_record import read_run
-from megatron.training.reports.scalar_files import STEP_TIME
+from megatron.training.reports import STEP_TIME, read_run
 from megatron.training.rules import resolve_and_check
 
 WARM_UP_STEPS = 2

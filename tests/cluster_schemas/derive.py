@@ -2,61 +2,50 @@
 
     make schemas
 
-Runs with the Python of .venv-schemas, in which those packages are. What is kept are names, types,
-and what is required; descriptions and defaults are left out. A field that the schema does not know
-is an error, as it is for `kubectl` with strict validation and for SkyPilot.
+This runs in .venv-schemas, which has those packages. The file keeps names, types and required
+fields; it leaves out descriptions and defaults. Unknown fields are errors, as they are for
+`kubectl` with strict validation and for SkyPilot.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import re
-import typing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kubeflow_trainer_api import models
+from sky.utils import schemas
+
 TARGET = Path(__file__).parent / "schemas.json"
-PACKAGES = ("kubeflow-trainer-api", "kubeflow-training", "kubernetes", "ray", "skypilot")
+PACKAGES = ("kubeflow-trainer-api", "skypilot")
 QUANTITY = {"anyOf": [{"type": "string"}, {"type": "number"}]}
-"""What Kubernetes calls Quantity and IntOrString."""
+"""Quantity and IntOrString of Kubernetes."""
 _NOTES = ("description", "title", "default", "$schema", "format")
 
 
 def main() -> None:
-    """Write the file, and say of what."""
+    """Write the file."""
     definitions: dict[str, Any] = {}
     roots = {
         "TrainJob": of_pydantic("TrainerV1alpha1TrainJob", definitions),
         "JobSet": of_pydantic("JobsetV1alpha2JobSet", definitions),
-        "PyTorchJob": of_openapi("KubeflowOrgV1PyTorchJob", definitions),
-        "SkyPilot": of_skypilot(),
-        "SkyPilotResources": of_skypilot_resources(),
-        "RayJob": of_ray(),
+        "SkyPilot": without_notes(schemas.get_task_schema()),
+        "SkyPilotResources": without_notes(schemas.get_resources_schema()),
     }
-    for root in ("TrainJob", "JobSet", "PyTorchJob"):
-        definitions[roots[root]["$ref"].rpartition("/")[2]]["required"] = [
-            "apiVersion", "kind", "metadata", "spec",
-        ]  # fmt: skip
     found = {
         "packages": {name: version(name) for name in PACKAGES},
         "schemas": roots,
         "$defs": dict(sorted(definitions.items())),
     }
-    text = json.dumps(found, indent=None, separators=(",", ":"), sort_keys=False)
+    text = json.dumps(found, separators=(",", ":"))
     TARGET.write_text(re.sub(r'("\w+":\{"type":"object")', r"\n\1", text) + "\n")
     print(TARGET, found["packages"], f"{TARGET.stat().st_size} bytes")
 
 
-# Kubeflow Trainer and JobSet: pydantic -----------------------------------------------------------
-
-
 def of_pydantic(name: str, definitions: dict[str, Any]) -> dict[str, str]:
-    """Add a model of kubeflow-trainer-api, and those that it uses."""
-    from kubeflow_trainer_api import models
-
+    """Add a model of kubeflow-trainer-api and the models that it uses to `definitions`."""
     schema = getattr(models, name).model_json_schema(by_alias=True)
     for key, value in {**schema.pop("$defs"), name: schema}.items():
         if "actual_instance" in value["properties"]:
@@ -64,11 +53,12 @@ def of_pydantic(name: str, definitions: dict[str, Any]) -> dict[str, str]:
         else:
             definitions[key] = strict(value)
     definitions[name]["properties"].pop("status")
+    definitions[name]["required"] = ["apiVersion", "kind", "metadata", "spec"]
     return {"$ref": f"#/$defs/{name}"}
 
 
 def strict(schema: Any) -> Any:
-    """Leave notes and nulls out, and allow no property that is not named."""
+    """Leave notes and nulls out, and refuse properties that are not named."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -89,66 +79,8 @@ def strict(schema: Any) -> Any:
     return found
 
 
-# Kubeflow Training Operator: the attributes of generated classes ---------------------------------
-
-
-def of_openapi(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Add a class of kubeflow-training or of the Kubernetes client, and those that it uses."""
-    from kubeflow.training import models
-
-    if name in definitions:
-        return {"$ref": f"#/$defs/{name}"}
-    kind = getattr(models, name, None)
-    if kind is None:  # of a newer Kubernetes than the client that this package asks for
-        return {"type": "object"}
-    definitions[name] = {}
-    properties, required = {}, []
-    for attribute, text in kind.openapi_types.items():
-        alias = kind.attribute_map[attribute]
-        if alias != "status":
-            properties[alias] = of_type(text, definitions)
-            setter = inspect.getsource(getattr(kind, attribute).fset)
-            if "must not be `None`" in setter:
-                required.append(alias)
-    definitions[name] = {
-        "type": "object", "properties": properties, "additionalProperties": False,
-        **({"required": required} if required else {}),
-    }  # fmt: skip
-    return {"$ref": f"#/$defs/{name}"}
-
-
-def of_type(text: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a type as these classes write it."""
-    if found := re.fullmatch(r"list\[(.+)\]", text):
-        return {"type": "array", "items": of_type(found[1], definitions)}
-    if found := re.fullmatch(r"dict\((?:str, ?)(.+)\)", text):
-        return {"type": "object", "additionalProperties": of_type(found[1], definitions)}
-    plain = {"str": "string", "int": "integer", "float": "number", "bool": "boolean",
-             "datetime": "string"}  # fmt: skip
-    if text in plain:
-        return {"type": plain[text]}
-    return QUANTITY if text == "object" else of_openapi(text, definitions)
-
-
-# SkyPilot: a JSON schema; Ray: a dataclass -------------------------------------------------------
-
-
-def of_skypilot() -> Any:
-    """Return the schema of a task."""
-    from sky.utils import schemas
-
-    return without_notes(schemas.get_task_schema())
-
-
-def of_skypilot_resources() -> Any:
-    """Return the schema of the resources of a task."""
-    from sky.utils import schemas
-
-    return without_notes(schemas.get_resources_schema())
-
-
 def without_notes(schema: Any, is_names: bool = False) -> Any:
-    """Leave out what says nothing of validity."""
+    """Leave out the keys that have no effect on validity."""
     if isinstance(schema, list):
         return [without_notes(one) for one in schema]
     if not isinstance(schema, dict):
@@ -158,36 +90,6 @@ def without_notes(schema: Any, is_names: bool = False) -> Any:
         for key, value in schema.items()
         if is_names or key not in _NOTES
     }
-
-
-def of_ray() -> dict[str, Any]:
-    """Return the schema of a job that is submitted to Ray."""
-    from ray.dashboard.modules.job.common import JobSubmitRequest
-
-    hints = typing.get_type_hints(JobSubmitRequest)
-    properties, required = {}, []
-    for field in dataclasses.fields(JobSubmitRequest):
-        properties[field.name] = of_hint(hints[field.name])
-        if field.default is dataclasses.MISSING:
-            required.append(field.name)
-    return {
-        "type": "object", "properties": properties, "required": required,
-        "additionalProperties": False,
-    }  # fmt: skip
-
-
-def of_hint(hint: Any) -> dict[str, Any]:
-    """Return the schema of a type of Python."""
-    plain = {str: "string", int: "integer", float: "number", bool: "boolean"}
-    arguments = [a for a in typing.get_args(hint) if a is not type(None)]
-    if hint in plain:
-        return {"type": plain[hint]}
-    if hint is Any:
-        return {}
-    if typing.get_origin(hint) is dict:
-        return {"type": "object", "additionalProperties": of_hint(arguments[1])}
-    found = [of_hint(one) for one in arguments]
-    return found[0] if len(found) == 1 else {"anyOf": found}
 
 
 if __name__ == "__main__":

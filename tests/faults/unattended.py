@@ -1,4 +1,6 @@
-"""One run that nobody looks after: `lattice launch` on two machines, which fail every few steps.
+"""One run that nobody looks after, on two machines which fail every few steps.
+
+A shell script starts torchrun on both machines, and starts both again after a failure.
 
 The machines are network namespaces, and a stand-in for ssh enters them. A machine that is lost
 comes back under another name, which is in the hostfile from then on.
@@ -51,6 +53,20 @@ while kill -0 "$child" 2> /dev/null; do wait "$child"; status=$?; done
 [ -e "$MACHINES/$host" ] || exit 255
 exit "$status"
 """
+RESTARTS = """#!/bin/bash
+# Run "$@" as rank 0 on the first machine and as rank 1 on the second until both end with 0.
+# When one fails, the other gets SIGTERM and both start again.
+while :; do
+    mapfile -t hosts < "$MACHINES/../hosts"
+    for rank in 0 1; do
+        ssh -tt "${hosts[rank]}" "exec torchrun --nnodes 2 --node-rank $rank \\
+            --nproc-per-node 2 --master-addr ${hosts[0]} --master-port 29500 $*" &
+    done
+    wait -n && wait -n && exit 0
+    kill $(jobs -p)
+    wait
+done
+"""
 
 
 class Failure(Enum):
@@ -95,12 +111,8 @@ class UnattendedRun:
         words += ["--save", str(self.save), "--load", str(self.save), "--num-workers", "1"]
         words += ["--save-interval", str(SAVE_INTERVAL), "--most-recent-k", "4"]
         words += ["--metrics-jsonl", str(folder / "metrics"), "--slow-step", "0.05"]
-        command = [
-            sys.executable, "-m", "megatron.launcher.command", "launch", "--backend", "ssh",
-            "--hostfile", str(folder / "hosts"), "--nodes", "2", "--processes-per-node", "2",
-            "--gpus-per-node", "2", "--max-restarts", "100000", "--backoff-s", "0",
-            "--", SCRIPT, *words,
-        ]  # fmt: skip
+        (folder / "bin" / "restarts").write_text(RESTARTS)
+        command = ["bash", str(folder / "bin" / "restarts"), SCRIPT, *words]
         path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         environment |= {
@@ -194,7 +206,7 @@ class UnattendedRun:
         return address
 
     def _write_hostfile(self) -> None:
-        lines = "".join(f"{host.address} slots=2\n" for host in self.hosts)
+        lines = "".join(f"{host.address}\n" for host in self.hosts)
         (self.folder / "hosts.tmp").write_text(lines)
         os.replace(self.folder / "hosts.tmp", self.folder / "hosts")
 

@@ -195,7 +195,7 @@ def slow_clients(port: int, count: int) -> Iterator[None]:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(("127.0.0.1", port))
         kinds = (b"", b"POST /v1/comp", posted(b"{", length=100),
-                 posted(changed(stream=True, max_tokens=40, logprobs=20)))  # fmt: skip
+                 posted(changed(stream=True, max_tokens=40)))  # fmt: skip
         client.sendall(kinds[number % len(kinds)])
         clients.append(client)
     try:
@@ -293,7 +293,7 @@ def main() -> int:
     options = read_command_line(Flags, description=__doc__.split("\n")[0])
     sizes: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as folder:
-        timeouts = ("--receive-timeout-s", "2", "--send-timeout-s", "2")
+        timeouts = ("--receive-timeout-s", "2")
         with running_server(Path(folder), *timeouts, num_ranks=options.ranks) as (port, launcher):
             begin = time.monotonic()
             found = besiege(

@@ -39,6 +39,8 @@ EXTRA_OF = {
     "ray": "ray",
     "psutil": "logging",
     "rich": "logging",
+    "starlette": "server",
+    "pydantic": "server",
     "uvicorn": "server",
     "h11": "server",
     "lm_eval": "eval",

@@ -3,8 +3,8 @@
     python -m megatron.training.doctor.node_checks --num-gpus 8         # this node, alone
     torchrun ... -m megatron.training.doctor.node_checks --num-gpus 8   # all nodes
 
-The exit status is 1 if something is wrong, on all ranks; rank 0 says what. `lattice launch --check`
-runs it in the job, before the training.
+If a check fails, the exit status is 1 on all ranks and rank 0 prints the reason.
+examples/cluster/pretrain.sbatch runs these checks before the training.
 """
 
 from __future__ import annotations

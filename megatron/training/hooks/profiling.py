@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.foundation import device
-from megatron.core.foundation.heartbeat.collective_log import CollectiveLog
-from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.training.hooks.base import Hook
 from megatron.training.run.state import StepResult, TrainState
 
@@ -54,11 +51,7 @@ class CollectGarbage(Hook):
 
 
 class Profile(Hook):
-    """Records steps [first, last): a chrome trace by torch.profiler, or a range for nsys.
-
-    The trace says, under "collectives", when each operation between ranks began and was complete,
-    by which traces of several ranks are merged (`megatron.training.reports.trace_merge`).
-    """
+    """Records steps [first, last): a Chrome trace by torch.profiler, or a range for nsys."""
 
     def __init__(
         self, first: int, last: int, directory: str, rank: int, *, use_torch: bool
@@ -86,7 +79,6 @@ class Profile(Hook):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=kinds)
         self._profiler.__enter__()
-        PLACE.log = CollectiveLog(PLACE.waits.channels, host_waits=device.device_type() == "cpu")
 
     def after_step(self, state: TrainState, result: StepResult) -> TrainState:
         """End the mark of the step; stop after the last recorded one."""
@@ -107,9 +99,6 @@ class Profile(Hook):
     def _stop(self) -> None:
         self._end_step()
         if self._profiler is not None:
-            if PLACE.log is not None:
-                self._profiler.add_metadata_json("collectives", json.dumps(PLACE.log.entries()))
-                PLACE.log = None
             self._profiler.__exit__(None, None, None)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self.path))

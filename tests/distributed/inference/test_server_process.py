@@ -6,8 +6,7 @@ from tests.parity.hostile_requests import ATTACKS, answer_of, besiege, running_s
 
 
 def test_two_ranks_serve_outlive_hostile_clients_and_end_together(tmp_path):
-    short = ("--receive-timeout-s", "1", "--send-timeout-s", "1")
-    with running_server(tmp_path, *short) as (port, launcher):
+    with running_server(tmp_path, "--receive-timeout-s", "1") as (port, launcher):
         besiege(port, len(ATTACKS), every=7)
         sampled = {"model": "model", "prompt": [4, 7], "max_tokens": 5, "seed": 3, "n": 2}
         texts = [choice["text"] for choice in answer_of(port, sampled)["choices"]]

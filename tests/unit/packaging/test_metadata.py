@@ -22,6 +22,7 @@ DISTRIBUTION_OF = {
 """Import name -> distribution name, where they differ."""
 
 FIRST_SAFE = {
+    "starlette": ("0.49.1", "a Range header of a file response takes quadratic time"),
     "h11": ("0.16.0", "a chunk of a request may end in any two bytes: request smuggling"),
     "jinja2": ("3.1.6", "the filter attr reaches attributes that the sandbox hides"),
     "nltk": ("3.10.0", "CVE-2026-12261: a downloaded archive replaces files of other packages"),

@@ -17,7 +17,7 @@ import pytest
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.prediction import StepPrediction
-from megatron.training.reports.run_record import read_run
+from megatron.training.reports import read_run
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
 from megatron_lattice.planner.hardware import gpu_named
 from megatron_lattice.planner.layout_space import LAYOUT_COLUMNS, Choices, layout_space

@@ -1,29 +1,23 @@
-"""Reports of runs: what was written is read back, drawn where it belongs, and opens offline."""
+"""The files of runs are read back, drawn, compared and merged."""
 
-import html.parser
+import gzip
 import json
 import math
-import re
 
 import pytest
 import torch.utils.tensorboard
+from matplotlib.figure import Figure
 
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.failure_file import write_failure
-from megatron.training.reports.comparison import compare_runs, comparison_page, comparison_text
-from megatron.training.reports.line_chart import Axis, Chart, Curve, figure_html, quantity
-from megatron.training.reports.run_charts import running_mean
-from megatron.training.reports.run_page import run_page, status_of
-from megatron.training.reports.run_record import RunRecord, Series, read_run
-from megatron.training.reports.settings_table import changed_from_default, differences
+from megatron.training.reports import RunRecord, Series, read_run
+from tests.harness.trace_format import trace_problems
+from tools.compare import comparison_text, curve_differences
 from tools.compare import main as compare
+from tools.merge_traces import OF_RANK
+from tools.merge_traces import main as merge
+from tools.report import draw, key_figures
 from tools.report import main as report
-
-PIPELINE = {
-    "pipeline_model_parallel_size": "4", "pipeline_schedule": "1f1b", "global_batch_size": "16",
-    "micro_batch_size": "2", "data_parallel_size": "1", "tensor_model_parallel_size": "2",
-    "train_iters": "30", "seq_length": "64",
-}  # fmt: skip
 
 
 def line(step, time, **values):
@@ -73,7 +67,7 @@ def test_every_failure_stays_in_the_history_without_the_places_of_ranks(broken_r
     run = read_run(broken_run)
     assert [failure["class"] for failure in run.failures] == ["PEER_LOST", "HANG"]
     assert "places" not in run.failures[0]
-    assert status_of(run) == ("failed: HANG", "bad")
+    assert run.has_failed
 
 
 def test_event_files_are_attempts_and_hold_the_settings(tmp_path):
@@ -112,165 +106,100 @@ def test_nothing_to_report_and_several_runs_are_refused(tmp_path):
         read_run(tmp_path)
 
 
-class BalancedTags(html.parser.HTMLParser):
-    """Checks that what is opened is closed, and collects what a browser would load."""
-
-    VOID = ("meta", "link", "img", "br")
-    IMPLIED = ("tr", "td", "th", "li")
-
-    def __init__(self, text):
-        super().__init__()
-        self.opened, self.loaded, self.tags = [], [], []
-        self.feed(text)
-        assert not self.opened
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.loaded += [v for n, v in attributes if n in ("src", "href", "srcset", "data")]
-        if tag not in self.VOID:
-            self.opened.append(tag)
-
-    def handle_endtag(self, tag):
-        while self.opened[-1] != tag and self.opened[-1] in self.IMPLIED:
-            self.opened.pop()
-        assert self.opened.pop() == tag
-
-
-def test_the_page_is_whole_and_loads_nothing(broken_run):
-    page = run_page(read_run(broken_run))
-    found = BalancedTags(page)
-    assert found.loaded == []
-    assert "@import" not in page and "url(http" not in page
-    assert "default-src 'none'" in page
-    assert found.tags.count("figure") >= 3
-
-
-def test_names_and_messages_of_a_run_are_text_on_the_page(broken_run):
-    page = run_page(read_run(broken_run))
-    assert "&lt;node&gt;" in page and "&lt;b&gt;rank&lt;/b&gt;" in page
-    assert "<node>" not in page and "<b>rank" not in page
-    hostile = record_of("</script><script>x", **{"lm loss": [1.0]}, iteration_time=[1.0])
-    assert "<script>x" not in run_page(hostile)
-
-
-def test_the_page_tells_the_textbook_bubble_of_the_schedule(tmp_path):
-    run = record_of(settings=PIPELINE, **{"lm loss": [3.0, 2.0], "iteration_time": [1.0, 1.0]})
-    # (p - 1) / (m + p - 1) with p = 4 stages and m = 8 micro batches.
-    assert f"the bubble is {100 * 3 / 11:.1f}%" in run_page(run)
-
-
-def test_every_layer_with_experts_has_its_load_on_the_page(broken_run):
-    loads = {
-        f"experts/layer {n} {kind} load": 0.5 + n
-        for n in (1, 2)
-        for kind in ("lowest", "median", "highest")
-    }
-    write_metrics(broken_run / "metrics.jsonl", [line(s, 1000.0 + s, **loads) for s in (1, 2)])
-    page = run_page(read_run(broken_run))
-    assert "Load of the experts of layer 2" in page
-    assert page.count("<title>layer 1, step") == 2
-
-
-def points_of(figure, kind):
-    found = re.findall(rf'<polyline class="{kind} c\d" points="([^"]*)"', figure)
-    return [[tuple(map(float, p.split(","))) for p in run.split()] for run in found]
-
-
-def test_points_are_where_their_values_are_on_the_axes():
-    curve = Curve(label="x", steps=[0, 5, 10], values=[0.0, 1.0, 4.0])
-    (points,) = points_of(figure_html(Chart(title="t", unit="", curves=[curve])), "line")
-    (x0, y0), (x1, y1), (x2, y2) = points
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.11)
-    assert y0 - y1 == pytest.approx((y0 - y2) / 4, abs=0.11)
-
-
-def test_no_spike_is_lost_among_many_points():
-    values = [1.0] * 50_000
-    values[31_415] = 99.0
-    figure = figure_html(
-        Chart(title="t", unit="", curves=[Curve(label="x", steps=range(50_000), values=values)])
-    )
-    (points,) = points_of(figure, "line")
-    assert len(points) <= 1000
-    assert min(y for _, y in points) < min(y for x, y in points[:3])
-
-
-def test_a_value_that_is_not_finite_interrupts_the_curve_and_is_marked():
-    values = [1.0, 2.0, math.nan, 2.0, math.inf, 1.0]
-    figure = figure_html(
-        Chart(title="t", unit="", curves=[Curve(label="x", steps=range(6), values=values)])
-    )
-    assert [len(run) for run in points_of(figure, "line")] == [2, 2, 2]
-    assert figure.count('class="lost"') == 2
-
-
-def test_outliers_do_not_flatten_the_rest_and_are_counted():
-    curve = Curve(label="x", steps=range(200), values=[900.0, *(1.0 + i % 7 for i in range(199))])
-    figure = figure_html(Chart(title="t", unit="", curves=[curve], drops_outliers=True))
-    ys = [y for _, y in points_of(figure, "line")[0][1:]]
-    assert max(ys) - min(ys) > 30
-    assert "1 values outside" in figure
-
-
-def test_ticks_are_round_and_on_the_axis():
-    assert Axis(0.0, 1.0).ticks() == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert Axis(0.4, 12.0, is_logarithmic=True).ticks() == pytest.approx([0.5, 1, 2, 5, 10])
-    assert Axis(1e-6, 1e3, is_logarithmic=True).ticks() == pytest.approx(
-        [10.0**power for power in range(-6, 4, 2)]
-    )
-    assert [quantity(x) for x in (0.0, 1e-5, 0.25, 1234.0, 45_600.0, 7.1e9)] == [
-        "0", "1e-05", "0.25", "1,234", "45.6k", "7.1G",
-    ]  # fmt: skip
-
-
-def test_a_running_mean_leaves_out_what_is_not_finite():
-    assert running_mean([2.0, math.nan, 2.0]) == [2.0, 2.0, 2.0]
-    assert math.isnan(running_mean([math.nan, 1.0])[0])
-
-
-def test_settings_are_compared_with_defaults_and_with_another_run():
-    settings = {"num_layers": "4", "clip_grad": "1.0", "own_setting": "x"}
-    changed = {row.flag: (row.value, row.other) for row in changed_from_default(settings)}
-    assert changed == {"--num-layers": ("4", "None"), "own_setting": ("x", "—")}
-    other = {"num_layers": "8", "clip_grad": "1.0", "seed": "1"}
-    assert [(r.flag, r.value, r.other) for r in differences(settings, other)] == [
-        ("--num-layers", "4", "8"), ("own_setting", "x", "—"), ("--seed", "—", "1"),
-    ]  # fmt: skip
-
-
 def test_equal_curves_are_called_equal_and_the_first_difference_is_named():
     losses = [3.0, 2.0, 1.0, math.nan]
     one = record_of("one", **{"lm loss": losses, "grad_norm": [1.0] * 4})
-    assert compare_runs(one, one).curves_are_equal
+    assert [each.first_step for each in curve_differences(one, one)] == [None, None]
     other = record_of(
         "other", **{"lm loss": [3.0, math.nextafter(2.0, 3), 0.5, 1.0], "grad_norm": [1.0] * 4}
     )
-    found = compare_runs(one, other)
-    assert not found.curves_are_equal
-    loss, norm = found.curves
+    found = curve_differences(one, other)
+    loss, norm = found
     assert (loss.first_step, loss.largest, loss.largest_step) == (2, math.inf, 4)
     assert norm.first_step is None
-    assert "step 2" in comparison_text(found)
-    assert not compare_runs(one, record_of("none")).curves_are_equal
+    assert "step 2" in comparison_text(one, other, found)
+    assert not curve_differences(one, record_of("none"))
 
 
-def test_the_tools_write_pages_and_check_equality(broken_run, tmp_path, capsys):
+def test_settings_that_differ_are_listed_by_their_flags():
+    one = record_of("one", {"num_layers": "4", "clip_grad": "1.0", "own_setting": "x"})
+    other = record_of("other", {"num_layers": "8", "clip_grad": "1.0", "seed": "1"})
+    lines = comparison_text(one, other, []).splitlines()
+    assert [line.split() for line in lines[-4:]] == [
+        ["setting", "one", "other"], ["--num-layers", "4", "8"], ["own_setting", "x", "-"],
+        ["--seed", "-", "1"],
+    ]  # fmt: skip
+
+
+def test_the_figures_name_steps_losses_goodput_attempts_and_failures(broken_run):
+    run = read_run(broken_run)
+    found = dict(key_figures(run))
+    assert found["steps"] == "12"
+    assert found["lm loss validation"] == "2.5 (lowest 2.5)"
+    assert found["time of a step (ms)"] == "500 (median)"
+    assert found["goodput"].startswith(f"{100 * 12 * 0.5 / run.wall_s:.1f} %")
+    assert found["attempt"] == "steps 7 to 12"
+    assert found["failure"] == "PEER_LOST at step 10: a <b>rank</b> was killed"
+
+
+def test_the_tools_print_draw_and_check_equality(broken_run, tmp_path, capsys):
     other = write_metrics(
         tmp_path / "other.jsonl", [line(1, 1.0), line(2, 2.0, **{"lm loss": 0.0})]
     )
     assert report([str(broken_run), "--against", str(other)]) == 0
-    assert "<!doctype html>" in (broken_run / "report.html").read_text()
-    out = tmp_path / "pages" / "both.html"
+    assert "goodput" in capsys.readouterr().out
+    assert (broken_run / "report.png").read_bytes().startswith(b"\x89PNG")
     words = [str(broken_run), str(other)]
-    assert compare([*words, "--out", str(out)]) == 0
+    assert compare(words) == 0
     assert "first difference" in capsys.readouterr().out
-    BalancedTags(out.read_text())
     assert compare([*words, "--check-equal"]) == 1
     assert compare([words[0], words[0], "--check-equal"]) == 0
 
 
-def test_a_comparison_draws_both_runs_in_every_chart():
-    one = record_of("one", **{"lm loss": [3.0, 2.0], "grad_norm": [1.0, 1.0]})
-    other = record_of("other", **{"lm loss": [3.0, 1.0], "grad_norm": [1.0, 2.0]})
-    page = comparison_page(one, other)
-    assert page.count("one: running mean") == page.count("other: running mean") == 2
+def test_every_panel_shows_the_curves_of_all_runs(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    one = record_of("one", **{"lm loss": [3.0, 2.0], "grad_norm": [1.0, 1.5]})
+    other = record_of("other", **{"lm loss": [3.0, 1.0], "lm loss validation": [2.5, 2.0]})
+    draw([one, other], tmp_path / "picture.png")
+    panels = {axes.get_title(): axes.get_lines() for axes in drawn[0].axes}
+    curves = {title: [list(line.get_ydata()) for line in lines] for title, lines in panels.items()}
+    assert curves == {
+        "lm loss": [[3.0, 2.0], [3.0, 1.0], [2.5, 2.0]], "grad-norm": [[1.0, 1.5]],
+    }  # fmt: skip
+
+
+def trace_file(folder, rank, base_ns=0):
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "args": {"name": "python"}},
+        {"ph": "X", "name": "matmul", "pid": 7, "tid": 1, "ts": 5.0, "dur": 2.0},
+        {"ph": "s", "name": "ac2g", "cat": "ac2g", "id": 3, "pid": 7, "tid": 1, "ts": 5.5},
+        {"ph": "f", "name": "ac2g", "cat": "ac2g", "id": 3, "pid": 7, "tid": 1, "ts": 6.0},
+    ]
+    content = {"distributedInfo": {"rank": rank}, "baseTimeNanoseconds": base_ns}
+    (folder / f"trace-rank{rank}.json").write_text(json.dumps({**content, "traceEvents": events}))
+
+
+def test_a_merged_trace_has_the_events_of_all_ranks_as_processes_of_their_own(tmp_path):
+    trace_file(tmp_path, 0, base_ns=1_000_000)
+    trace_file(tmp_path, 2, base_ns=4_000_000)
+    assert merge([str(tmp_path)]) == 0
+    merged = json.loads(gzip.decompress((tmp_path / "trace-merged.json.gz").read_bytes()))
+    assert list(trace_problems(merged)) == []
+    names = {e["pid"]: e["args"]["name"] for e in merged["traceEvents"] if e["ph"] == "M"}
+    assert names == {7: "rank 0: python", 2 * OF_RANK + 7: "rank 2: python"}
+    begins = {e["pid"]: e["ts"] for e in merged["traceEvents"] if e["ph"] == "X"}
+    assert begins == {7: 5.0, 2 * OF_RANK + 7: 5.0 + 3000.0}
+
+
+def test_what_is_no_trace_of_one_run_is_refused(tmp_path, capsys):
+    assert merge([str(tmp_path)]) == 1
+    assert "has no traces" in capsys.readouterr().err
+    trace_file(tmp_path, 0)
+    (tmp_path / "again").mkdir()
+    trace_file(tmp_path / "again", 0)
+    assert merge([str(tmp_path)]) == 1
+    assert "the same rank" in capsys.readouterr().err
+    (tmp_path / "trace-rank0.json").write_text("[]")
+    assert merge([str(tmp_path)]) == 1
+    assert "is not the trace of a rank" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a run wrote into its directories: scalars, settings, attempts, failures, checkpoints."""
+"""Read the files of a run: scalars, settings, attempts, failures, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -16,26 +16,129 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.foundation.errors import CheckpointError, DataError
 from megatron.core.foundation.failure_file import FAILURE_FILE, FAILURE_HISTORY_FILE
 from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.optional_imports import require
 from megatron.training.checkpointing.stored_settings import stored_args
 from megatron.training.config.run import plain
-from megatron.training.reports.scalar_files import (
-    STEP_TIME,
-    ScalarFile,
-    ScalarLine,
-    is_metrics_file,
-    read_event_files,
-    read_metrics_file,
-)
 
+STEP_TIME = "iteration-time"
+"""The scalar that every training step has and no evaluation has."""
+_SETTING_SUFFIX = "/text_summary"
 PROGRESS_FILE = "progress.txt"
-_AXES = ("data", "tensor_model", "pipeline_model", "context")
 _DEPTH = 3
 """Levels of directories below that of the run that are searched."""
 
 
 @dataclass(frozen=True)
+class ScalarLine:
+    """The scalars that were written together."""
+
+    step: int
+    time: float
+    """Seconds since 1970; nan if the file has no time."""
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ScalarFile:
+    """The content of one file, in the order of writing."""
+
+    lines: list[ScalarLine]
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Settings of the run as text. Only TensorBoard's files have them."""
+
+
+def is_metrics_file(path: Path) -> bool:
+    """Return whether the first line of a file is one of `--metrics-jsonl`."""
+    if path.name == FAILURE_HISTORY_FILE:  # its lines have iterations, too
+        return False
+    try:
+        with path.open("rb") as file:
+            first = parse_json(file.readline(1 << 20))
+    except (OSError, ValueError):
+        return False
+    return isinstance(first, dict) and isinstance(first.get("iteration"), int)
+
+
+def read_metrics_file(path: Path) -> ScalarFile:
+    """Read a file of `--metrics-jsonl`. An unfinished last line is left out.
+
+    Raises:
+        DataError: the file cannot be read, or another line is not a JSON object of scalars.
+    """
+    try:
+        texts = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}.",
+            rule="a file that --metrics-jsonl has written",
+            flags=["--metrics-jsonl"],
+            fix="name the file of a run, or its directory",
+        ) from error
+    lines = []
+    for number, text in enumerate(texts[:-1], 1):
+        try:
+            lines.append(_scalar_line(parse_json(text)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number}: not a line of scalars: {error}.",
+                rule="each line is a JSON object with an iteration and numbers",
+                flags=["--metrics-jsonl"],
+                fix="remove the line, or name the file of another run",
+            ) from error
+    return ScalarFile(lines)
+
+
+def _scalar_line(fields: dict[str, object]) -> ScalarLine:
+    step, time = fields["iteration"], fields.get("time", math.nan)
+    if not isinstance(step, int) or not isinstance(time, float | int):
+        raise TypeError("its iteration or time is no number")
+    values = {
+        name: float(value)
+        for name, value in fields.items()
+        if isinstance(value, float | int) and name not in ("iteration", "time")
+    }
+    return ScalarLine(step, float(time), values)
+
+
+def read_event_files(paths: Iterable[Path]) -> Iterator[ScalarFile]:
+    """Read event files of TensorBoard, each written by one attempt of a run.
+
+    Raises:
+        MissingExtraError: TensorBoard is not installed.
+    """
+    events = require(
+        "tensorboard.backend.event_processing.event_accumulator", purpose="a TensorBoard directory"
+    )
+    for path in sorted(paths):
+        found = events.EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+        found.Reload()
+        tags = found.Tags()
+        lines: dict[tuple[int, bool], dict[str, float]] = {}
+        times: dict[tuple[int, bool], float] = {}
+        for name in tags["scalars"]:
+            for event in found.Scalars(name):
+                # An evaluation after a step is a line of its own, as in the other file.
+                key = event.step, name.rpartition(" ")[2] in ("validation", "test", "ppl")
+                lines.setdefault(key, {})[name] = event.value
+                times[key] = event.wall_time
+        settings = {
+            name.removesuffix(_SETTING_SUFFIX): _text_of(found.Tensors(name)[-1])
+            for name in tags["tensors"]
+            if name.endswith(_SETTING_SUFFIX)
+        }
+        yield ScalarFile(
+            [ScalarLine(key[0], times[key], lines[key]) for key in sorted(lines)], settings
+        )
+
+
+def _text_of(event: object) -> str:
+    values = list(getattr(getattr(event, "tensor_proto", None), "string_val", ()))
+    return values[0].decode(errors="replace") if values else ""
+
+
+@dataclass(frozen=True)
 class Series:
-    """A scalar over the steps, as the last attempt that took a step saw it."""
+    """A scalar over the steps. The value of a repeated step is from its last attempt."""
 
     steps: Sequence[int]
     values: Sequence[float]
@@ -52,13 +155,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Steps that one start of the run took."""
+    """The steps of one start of the run."""
 
     first_step: int
     last_step: int
     begin: float
-    """When its first step ended, in seconds since 1970; nan if unknown."""
+    """End of its first step, in seconds since 1970; nan if unknown."""
     end: float
+    """End of its last step."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +177,17 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything known of a run."""
+    """What a run wrote."""
 
     name: str
     series: Mapping[str, Series]
     settings: Mapping[str, str]
-    """Name of each setting -> its value as text."""
+    """Name -> value as text."""
     attempts: list[Attempt] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
     """Records of failure.json, oldest first."""
     has_failed: bool = False
-    """Whether the newest attempt ended with a failure."""
+    """Whether the last attempt ended with a failure."""
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
 
     @property
@@ -93,7 +197,7 @@ class RunRecord:
 
     @property
     def losses(self) -> dict[str, Series]:
-        """The training losses: scalars of which there are evaluations, and all named loss."""
+        """The training losses: scalars that end in `loss` or have an evaluation."""
         evaluated = {name.rpartition(" validation")[0] for name in self.series}
         return {
             name: series
@@ -101,20 +205,9 @@ class RunRecord:
             if (name in evaluated or name.endswith("loss"))
         }
 
-    def number(self, setting: str) -> int | None:
-        """Return a setting that is a whole number; None if it is unknown or none."""
-        text = self.settings.get(setting, "")
-        return int(text) if text.lstrip("-").isdigit() else None
-
-    @property
-    def num_ranks(self) -> int | None:
-        """Ranks of the run; None if its layout is unknown."""
-        sizes = [self.number(f"{axis}_parallel_size") for axis in _AXES]
-        return math.prod(size or 1 for size in sizes) if sizes[0] else None
-
     @property
     def wall_s(self) -> float:
-        """Seconds from the first step to the last one, with everything between; nan if unknown."""
+        """Seconds from the beginning of the first step to the end of the last; nan if unknown."""
         if not self.attempts or STEP_TIME not in self.series:
             return math.nan
         first = self.series[STEP_TIME].values[0]
@@ -122,7 +215,7 @@ class RunRecord:
 
     @property
     def goodput(self) -> float:
-        """Share of that time spent in steps that no later attempt took again; nan if unknown."""
+        """Time of the steps that were not repeated / `wall_s`; nan if unknown."""
         if not self.wall_s > 0:
             return math.nan
         return min(1.0, sum(self.series[STEP_TIME].finite()) / self.wall_s)
@@ -132,11 +225,12 @@ def read_run(path: Path) -> RunRecord:
     """Collect what a run wrote.
 
     Args:
-        path: a file of `--metrics-jsonl`, or a directory that has the files of one run in it or
-            up to three levels below: metrics, event files of TensorBoard, checkpoints, failures.
+        path: a file of `--metrics-jsonl`, or a directory. The files of the run (metrics, event
+            files of TensorBoard, checkpoints, failures) are searched in it and up to three levels
+            below.
     Raises:
-        DataError: there are no scalars, or those of several runs.
-        MissingExtraError: the scalars are TensorBoard's, which is not installed.
+        DataError: there are no scalars, or the scalars of several runs.
+        MissingExtraError: there are only event files, and TensorBoard is not installed.
     """
     if path.is_file():
         return _record(path.stem, [read_metrics_file(path)], [])
@@ -157,14 +251,14 @@ def read_run(path: Path) -> RunRecord:
             flags=["--metrics-jsonl", "--tensorboard-dir"],
             fix="name the file or the directory that the run was given",
         )
-    # With both, the one with all digits; settings are in TensorBoard's alone.
+    # Prefer the file of metrics: it has all digits.
     of_events = list(read_event_files(events)) if not metrics else []
     files = [read_metrics_file(metrics[0])] if metrics else of_events
     return _record(path.resolve().name, files, directories)
 
 
 def _directories(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Yield a directory and those below it in which a run may have written."""
+    """Yield a directory and the directories below it that may belong to the run."""
     if not root.is_dir():
         return
     yield root
@@ -200,7 +294,7 @@ def _record(name: str, files: list[ScalarFile], directories: list[Path]) -> RunR
 
 
 def _series(files: list[ScalarFile]) -> dict[str, Series]:
-    """Join the lines of all attempts; of a step that was taken twice, the later one counts."""
+    """Join the lines of all attempts. The last value of a repeated step counts."""
     values: dict[str, dict[int, float]] = {}
     for file in files:
         for line in file.lines:
@@ -213,7 +307,7 @@ def _series(files: list[ScalarFile]) -> dict[str, Series]:
 
 
 def _attempts(files: list[ScalarFile], starts: Sequence[float]) -> Iterator[Attempt]:
-    """Cut the steps where a file ends, where they go back, and where progress.txt has a start."""
+    """Start an attempt where a file begins, where steps go back, and at a start in progress.txt."""
     for file in files:
         lines = [line for line in file.lines if STEP_TIME in line.values]
         begin = 0
@@ -230,7 +324,7 @@ def _restarts(before: ScalarLine, after: ScalarLine, starts: Sequence[float]) ->
 
 
 def _start_times(path: Path) -> list[float]:
-    """Return when attempts began, from progress.txt."""
+    """Return the start times of attempts in progress.txt."""
     if not path.exists():
         return []
     times = []
@@ -243,7 +337,7 @@ def _start_times(path: Path) -> list[float]:
 
 
 def _failures(directory: Path) -> list[dict[str, Any]]:
-    """Return the records of the failures of a save directory, oldest first."""
+    """Return the failure records of a save directory, oldest first."""
     history, newest = directory / FAILURE_HISTORY_FILE, directory / FAILURE_FILE
     texts = history.read_bytes().splitlines() if history.exists() else []
     if not texts and newest.exists():
