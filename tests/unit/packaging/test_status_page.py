@@ -1,8 +1,8 @@
 """`docs/status.md` is what `tests/status.py` writes, and its names exist."""
 
 from benchmarks.gpu import layouts, paths
-from tests.status import GROUPS, PAGE, page
 from tests.harness.pool import REPOSITORY
+from tests.status import GROUPS, PAGE, page
 
 FEATURES = [feature for group in GROUPS.values() for feature in group]
 
