@@ -15,8 +15,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
 )
-from megatron.core.datasets.blends.order import SpacedOrder
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.order.blend_order import SpacedOrder
 from megatron.core.datasets.order.index_building import (
     sizes_of_blend,
     split_bounds,

@@ -2,7 +2,7 @@
 
 M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", sections 3 and
 4.2, arXiv 2207.14255: the form at the level of the context, where a sample is cut after it was
-read and each part of a document in it stays as long as it was. `preprocessing.fill_in_middle` is
+read and each part of a document in it stays as long as it was. `preprocessing.transforms` is
 the form at the level of the document, applied once when text is tokenized.
 
 Every draw is keyed by the seed, the split and the number of the sample: it depends neither on the
@@ -75,11 +75,11 @@ class GPTFIMDataset(GPTDataset):
         separator = self.config.fim_split_sample
         self._separator = None if separator is None else self._id_of(separator, "split-sample")
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return also what the cuts follow from."""
         config = self.config
         return {
-            **super().order_identity(),
+            **super().order_fingerprint(),
             "fill_in_middle": {
                 "rates": [config.fim_rate, config.fim_spm_rate, config.fim_fragment_rate],
                 "tokens": [*self._ids.values(), self._end, self._filler, self._separator],

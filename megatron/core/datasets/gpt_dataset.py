@@ -151,7 +151,7 @@ class GPTDataset(MegatronDataset):
         self._plain = _without_documents(self.config)
         self._order = self._make_order()
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return what the order of the samples follows from; equal identities, equal samples.
 
         Paths are no part of it (a corpus may be moved), nor is the number of samples as long as

@@ -217,16 +217,16 @@ def digest_of_file(path: str) -> str:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
 
 
-def read_json_object(path: str, *flags: str) -> dict[str, Any]:
-    """Return the JSON object in a file that `flags` name.
+def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
+    """Return the JSON object (or list) in a file that `flags` name.
 
     Raises:
-        DataError: it holds something else.
+        DataError: the file holds something else.
     """
     try:
         with open(path, encoding="utf-8") as file:
             found = parse_json(file.read())
-        if not isinstance(found, dict):
+        if not isinstance(found, kinds):
             raise ValueError(f"no object but a {type(found).__name__}")
     except ValueError as error:
         raise DataError(

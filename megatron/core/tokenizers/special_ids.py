@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from megatron.core.foundation.errors import DataError, shown
-from megatron.core.tokenizers.base import read_json_object
+from megatron.core.tokenizers.base import read_json
 
 GENERATION_NAME = "generation_config.json"
 
@@ -26,7 +26,7 @@ def ends_of_generation(folder: str) -> frozenset[int] | None:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        fields = read_json_object(path, "--tokenizer-model", "--load-hf")
+        fields = read_json(path, dict, "--tokenizer-model", "--load-hf")
         found = fields.get("eos_token_id")
         if found is None and isinstance(fields.get("text_config"), Mapping):
             found = fields["text_config"].get("eos_token_id")

@@ -108,11 +108,8 @@ class TikTokenizer(TextTokenizer):
         end = next(self._specials[t] for t in ("<|endoftext|>", "</s>") if t in self._specials)
         self.eod = self.eos = end
         self.bos = self._specials.get("<s>")
-        self.pad = self._specials.get("<pad>")
-        self.unk = self._specials.get("<unk>")
-        self.cls = self._specials.get("<cls>")
-        self.sep = self._specials.get("<sep>")
-        self.mask = self._specials.get("<mask>")
+        for name in ("pad", "unk", "cls", "sep", "mask"):
+            setattr(self, name, self._specials.get(f"<{name}>"))
 
     def _from_list(
         self,

@@ -37,9 +37,9 @@ from megatron.training.datasets.data_samplers import (
     CyclicSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
-    RowSampler,
+    PretrainingSampler,
 )
-from megatron.training.datasets.packed_rows import PackedRows, PackedRowSampler, Packing
+from megatron.training.datasets.dynamic_cp import PackedSequences, PackedSequenceSampler, Packing
 
 DATALOADER_TYPES = ("single", "cyclic", "cyclic-megatron", "external")
 
@@ -87,8 +87,8 @@ def build_pretraining_data_loader(
         data_sharding: see `MegatronPretrainingRandomSampler`.
         drop_last: see `MegatronPretrainingSampler`.
         collate: joins the samples of a batch.
-        packing: how global batches of `dataset` become rows that ranks share; the sizes above and
-            the type say nothing then, but that samples come in order.
+        packing: packs global batches of `dataset` into sequences that several ranks split; then
+            the sizes above and the type are not used, and samples are taken in order.
     Returns:
         a torch `DataLoader`, or `dataset` itself if `external`.
     Raises:
@@ -97,10 +97,11 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
-    sampler: PackedRowSampler | RowSampler
+    sampler: PackedSequenceSampler | PretrainingSampler
     sizes = (consumed_samples, micro_batch_size, dp_rank, dp_size)
     if packing is not None:
-        dataset, sampler = PackedRows(packing), PackedRowSampler(packing, consumed_samples)
+        dataset = PackedSequences(packing)
+        sampler = PackedSequenceSampler(packing, consumed_samples)
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(len(dataset), *sizes, drop_last=drop_last)
     elif dataloader_type == "cyclic":
@@ -116,11 +117,11 @@ def build_pretraining_data_loader(
             flags=["--dataloader-type"],
         )
     return PretrainingDataLoader(
-        _ErrorsAsItems(dataset),
+        _MicroBatches(dataset, collate),
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=device_type() != "cpu",
-        collate_fn=_CollateUnlessError(collate),
+        collate_fn=_unchanged,
         # Without its own generator a loader draws from the global one, which then differs
         # between a run and its resumed copy.
         generator=torch.Generator().manual_seed(derive_seed("data loader", seed, dp_rank)),
@@ -155,7 +156,7 @@ class PretrainingDataLoader(DataLoader[Any]):
                 problem = _worker_death(error, workers, killed_before)
                 if problem is None:
                     raise
-            if isinstance(batch, _Failed):
+            if isinstance(batch, _FromWorker):
                 problem = batch.error
             if problem is not None:
                 # Ends the workers now: the error carries this frame, and as long as somebody
@@ -165,7 +166,7 @@ class PretrainingDataLoader(DataLoader[Any]):
                     raise problem
                 finally:
                     del problem
-            yield batch.unpack() if isinstance(batch, _Packed) else batch
+            yield batch.unpack() if isinstance(batch, _FromWorker) else batch
 
 
 def _begin_work(_number: int) -> None:
@@ -224,50 +225,39 @@ def _guard_of_child_ends() -> _ChildEnds:
     return guard
 
 
-class _Failed:
-    """An error on its way from a worker to the training loop."""
+class _MicroBatches(Dataset[Any]):
+    """Make micro batches; return an error as an item: torch would put its text into a traceback."""
 
-    def __init__(self, error: MegatronError) -> None:
-        self.error = error
-
-
-class _ErrorsAsItems(Dataset[Any]):
-    """Return a sample's error in its place: torch would bury its text in a worker's traceback."""
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[..., object]) -> None:
         self.dataset = dataset
+        self.collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, idx: int | None) -> Any:
+    def __getitems__(self, numbers: Sequence[Any]) -> Any:
+        """Return the micro batch of these samples. torch calls this for each batch."""
         try:
-            return self.dataset[idx]
+            batch = self.collate([self.dataset[number] for number in numbers])
         except MegatronError as error:
-            return _Failed(error)
+            return _FromWorker(error=error)
+        return batch if get_worker_info() is None else _FromWorker(batch)
 
 
-class _CollateUnlessError:
-    def __init__(self, collate: Callable[..., object]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
-        if failed is not None:
-            return failed
-        batch = self.collate(list(samples))
-        return batch if get_worker_info() is None else _Packed(batch)
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
-class _Packed:
-    """A batch on its way from a worker: its tensors are arrays, whose bytes go through a pipe.
+class _FromWorker:
+    """A batch or an error, sent by a worker. Tensors become arrays, which are sent through a pipe.
 
     torch would send each tensor as a file of /dev/shm. A worker that is killed between making
     and unlinking it leaves it there, and in containers /dev/shm often has 64 MB.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any = None, error: MegatronError | None = None) -> None:
         self._batch = _map_leaves(_as_array, batch)
+        self.error = error
 
     def unpack(self) -> Any:
         """Return the batch, with tensors."""
@@ -275,7 +265,7 @@ class _Packed:
 
     def pin_memory(self, *_device: Any) -> Any:
         """Return the batch in page-locked memory: torch's pinning thread calls this."""
-        return pin_memory(self.unpack())
+        return self if self.error is not None else pin_memory(self.unpack())
 
 
 def _as_array(leaf: Any) -> Any:

@@ -188,12 +188,6 @@ def test_a_tekken_file_brings_its_own_settings(rank_list, tmp_path):
     assert tokenizer.tokenize("a") == [20 + ord("a")]
 
 
-@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"])
-def test_text_cannot_spell_the_end_of_a_document(make, kind):
-    tokenizer = make(kind)
-    assert tokenizer.eod not in tokenizer.tokenize("x <|endoftext|> </s> <EOD> x")
-
-
 def test_sentencepiece_special_tokens_follow_the_pieces_in_order(make, piece_model):
     tokenizer = make_tokenizer(
         "SentencePieceTokenizer", tokenizer_model=piece_model, vocab_extra_ids=3
@@ -459,16 +453,6 @@ def test_arguments_of_a_script_make_a_tokenizer_and_stay_as_they_were(piece_mode
     assert vars(args) == before
     with pytest.raises(ConfigError, match="no tokenizer is named"):
         build_tokenizer(argparse.Namespace())
-
-
-def test_the_padding_is_printed_once(capsys):
-    args = argparse.Namespace(
-        make_vocab_size_divisible_by=128, tensor_model_parallel_size=1, rank=0
-    )
-    vocab_size_with_padding(50257, args)
-    assert capsys.readouterr().out == (
-        " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)\n"
-    )
 
 
 @given(size=st.integers(1, 10**6), multiple=st.integers(1, 512), ranks=st.integers(1, 64))

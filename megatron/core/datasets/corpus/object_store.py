@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.corpus.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import AtomicFile
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.foundation.optional_imports import require
 
@@ -110,7 +110,7 @@ class StoredObject:
         path = os.path.join(self.folder, "whole")
         # Written under another name and renamed, so it is complete if it is there.
         if not (os.path.isfile(path) and os.path.getsize(path) == self.num_bytes):
-            copy = WholeFile(path)
+            copy = AtomicFile(path)
             for begin in range(0, self.num_bytes, 64 * BLOCK_BYTES):
                 copy.write(self.fetch(begin, min(begin + 64 * BLOCK_BYTES, self.num_bytes)))
             copy.rename()
@@ -118,7 +118,7 @@ class StoredObject:
 
     def _keep(self, path: str, content: bytes) -> None:
         try:
-            file = WholeFile(path)
+            file = AtomicFile(path)
             file.write(content)
             file.rename()
         except (DataError, OSError):

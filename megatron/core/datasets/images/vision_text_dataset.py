@@ -100,7 +100,7 @@ class VisionTextDataset:
         """Rows of the first epoch."""
         return float(len(self._epochs[0]))
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return what the order of the samples follows from."""
         config = self.config
         return {

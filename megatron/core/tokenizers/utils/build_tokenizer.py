@@ -6,19 +6,10 @@ from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tokenizers.base import TextTokenizer, pad_vocab_size
-from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
-
-_SETTINGS = (
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-    "trust_remote_code",
-    "tokenizer_hf_no_include_special_tokens",
+from megatron.core.tokenizers.megatron_tokenizer import (
+    SETTINGS,
+    TOKENIZER_TYPES,
+    make_tokenizer,
 )
 
 
@@ -37,7 +28,7 @@ def build_tokenizer(args: object, **kwargs: object) -> TextTokenizer:
             rule=f"one of {', '.join(TOKENIZER_TYPES)}",
             flags=["--tokenizer-type"],
         )
-    given = {name: getattr(args, name, None) for name in _SETTINGS} | kwargs
+    given = {name: getattr(args, name, None) for name in SETTINGS} | kwargs
     settings = {name: value for name, value in given.items() if value is not None}
     return make_tokenizer(tokenizer_type, **settings)
 
