@@ -194,7 +194,7 @@ class Share:
     realised: float
     """Part of all samples of the blend."""
     num_epochs: float | None
-    """How often its documents are read; None where the dataset does not tell."""
+    """Passes over its documents; None if the dataset has no `samples_per_epoch`."""
 
 
 def shares_of(dataset: Sized) -> list[Share]:

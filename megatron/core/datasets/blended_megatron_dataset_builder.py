@@ -34,7 +34,7 @@ class BlendedMegatronDatasetBuilder:
     """Build the datasets of all three splits.
 
     Every process builds for itself, without any collective: the index arrays are made once for
-    each cache directory and mapped by everybody else (see `order.index_cache`).
+    each cache directory, and all other processes map them (see `order.index_cache`).
 
     Args:
         cls: class of the datasets.

@@ -36,11 +36,11 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     fim_extra_tokens: Mapping[str, str] = field(default_factory=dict)
     """Text of the tokens "prefix", "middle", "suffix", "pad" and "eod"."""
     fim_split_sample: str | None = None
-    """Token that separates files inside a document, each of which is cut by itself."""
+    """Token that separates files inside a document; each file is cut by itself."""
     fim_fragment_rate: float | None = None
     """Probability that such a file is cut, in a document that was chosen; None is `fim_rate`."""
     fim_no_prefix: str | None = None
-    """What begins with this text is left alone."""
+    """A text with this beginning is not cut."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ class GPTFIMDataset(GPTDataset):
         own = _OF_TOKENIZER.get(name)
         if text not in self.config.tokenizer.vocab and own is not None:
             found = getattr(self.config.tokenizer, own, None)
-            # Nothing need ever be padded, but something must stand for it.
+            # A filler is required even if no suffix is ever padded.
             return int(found if found is not None else self._ids["middle"])
         return self._id_of(text, f"{name}-token")
 

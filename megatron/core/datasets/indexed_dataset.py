@@ -154,7 +154,7 @@ class IndexedDataset:
         return before_last + int(self.sequence_lengths[last])
 
     def read_tokens(self, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens from number `first` of the token file, whatever sequences."""
+        """Return `count` tokens from number `first` of the token file, across sequences."""
         if self._watch is not None:
             self._watch.look()
         return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
@@ -364,8 +364,8 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: str) -> None:
         """Write the index and give both files their final names.
 
-        The old index goes first and the new one comes last, so an interruption leaves either the
-        old pair, or a token file without an index, which no reader accepts.
+        The old index is removed first and the new one appears last, so an interruption leaves
+        either the old pair, or a token file without an index, which no reader accepts.
         """
         index = AtomicFile(idx_path)
         try:
@@ -390,7 +390,7 @@ class IndexedDatasetBuilder:
             sync_directory(os.path.dirname(os.path.abspath(idx_path)))
 
     def discard(self) -> None:
-        """Remove what was written; do nothing after `finalize`."""
+        """Remove the partial files; do nothing after `finalize`."""
         self._file.discard()
 
     def _as_tokens(self, tensor: Any) -> np.ndarray:

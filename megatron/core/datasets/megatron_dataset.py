@@ -1,4 +1,4 @@
-"""What all datasets made from a corpus have in common."""
+"""The base class of datasets made from a corpus."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
         return os.path.join(beside, "cache", f"{class_name}_indices")
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from, as plain values."""
+        """Return the values that determine the order of the samples."""
         return {"described": self.unique_description_hash, **self.contents_identity()}
 
     def contents_identity(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Packs of conversations as samples, with the loss where their mask says (--sft).
+"""Packs of conversations as samples, with the loss on the tokens of their mask (--sft).
 
 `tools/preprocess_data.py --sft` writes two corpora of one shape: the tokens, and under the same
 prefix with `_mask` a 1 for every token to be learned. A document is a pack of conversations, each
@@ -40,7 +40,7 @@ class Conversations:
             if not np.array_equal(getattr(self.tokens, name), getattr(self.mask, name)):
                 raise DataError(
                     f"{path_prefix} and {path_prefix}{MASK_SUFFIX} differ in their {name}.",
-                    rule="the mask says of each token whether it is learned",
+                    rule="the mask marks each token that is learned",
                     flags=["--sft", "--data-path"],
                     fix="write both again with tools/preprocess_data.py --sft",
                 )
@@ -99,7 +99,7 @@ class SFTDataset(MegatronDataset):
         )
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from."""
+        """Return the values that determine the order of the samples."""
         return {
             "sample_order": "packs",
             "seed": self.config.random_seed,
@@ -110,7 +110,7 @@ class SFTDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Packs, each of which is one sample."""
+        """The number of packs; each is one sample."""
         return float(len(self.documents))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, whichever library does the work.
+"""The interface of all tokenizers.
 
 No torch import: preprocessing starts from here. The libraries are imported by the classes that
 need them, when one is made.
@@ -24,14 +24,13 @@ from megatron.core.foundation.errors import (
     MissingInputError,
     UntokenizableTextError,
 )
-from megatron.core.foundation.json_text import parse_json
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
 almost empty tokenizer instead of an error."""
 
 _PART_CHARACTERS = 1 << 16
-"""Text given to a library at a time: what it makes of it, some hundred bytes a token, stays in the
+"""Characters given to a library at a time: the result, some hundred bytes a token, stays in the
 caches of a core."""
 
 PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
@@ -40,7 +39,7 @@ PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
 def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a tokenizer whose library's panic is an error like others.
 
-    A panic of Rust code is no `Exception`, so nobody who handles errors would see it.
+    A panic of Rust code is no `Exception`, so error handlers would not catch it.
     """
 
     @wraps(method)
@@ -64,7 +63,7 @@ class TextTokenizer(ABC):
     """Text to token ids and back.
 
     Special ids are None where the tokenizer has none; they are never negative. Text that spells a
-    special token stays text unless the class says otherwise.
+    special token stays text unless the class states otherwise.
     """
 
     eod: int | None = None
@@ -82,7 +81,7 @@ class TextTokenizer(ABC):
     mask: int | None = None
 
     first_text_id = 0
-    """What is added to the ids of the library: where special tokens come first."""
+    """Added to the ids of the library if special tokens have the first ids."""
     around_a_text: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """The special ids that `tokenize` writes before and after the ids of a text."""
     spelled_specials: tuple[str, ...] = ()
@@ -96,7 +95,7 @@ class TextTokenizer(ABC):
                 setattr(cls, name, _without_panic(cls.__dict__[name]))
 
     def __init__(self, **identity: object) -> None:
-        """Remember `identity`, the settings that decide which ids come out."""
+        """Remember `identity`, the settings that decide the ids."""
         self._identity = identity
 
     @property
@@ -114,7 +113,7 @@ class TextTokenizer(ABC):
         """Return the ids of a whole text, `around_a_text` included; end-of-document is not."""
 
     def tokenize_part(self, text: str) -> list[int]:
-        """Return the ids of a part of a text, or of what a chat template wrote."""
+        """Return the ids of a part of a text, or of the text of a chat template."""
         ids = self.tokenize(text)
         before, after = self.around_a_text
         return ids[len(before) : len(ids) - len(after)]
@@ -164,7 +163,7 @@ class TextTokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, object]:
-        """What tells this tokenizer from others: its class, settings and digests of its files."""
+        """Class, settings and digests of the files of this tokenizer."""
         return OrderedDict([("class", type(self).__name__), *self._identity.items()])
 
     @property
@@ -205,7 +204,7 @@ def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
 
 @cache
 def byte_characters() -> tuple[str, ...]:
-    """Return the visible character that stands for each byte in a byte-level vocabulary."""
+    """Return the visible character of each byte in a byte-level vocabulary."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return tuple(chr(byte) if byte in visible else chr(next(others)) for byte in range(256))
@@ -215,24 +214,6 @@ def digest_of_file(path: str) -> str:
     """Return a short digest of a file's contents: a tokenizer moved elsewhere stays the same."""
     with open(path, "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
-
-
-def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
-    """Return the JSON object (or list) in a file that `flags` name.
-
-    Raises:
-        DataError: the file holds something else.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = parse_json(file.read())
-        if not isinstance(found, kinds):
-            raise ValueError(f"no object but a {type(found).__name__}")
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not valid JSON: {error}.", flags=flags, fix="copy the file again"
-        ) from error
-    return found
 
 
 def existing_file(path: str | None, *, flag: str, what: str) -> str:
@@ -257,7 +238,7 @@ def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
     """Refuse a tokenizer that was loaded without an error and yet cannot be right.
 
     Args:
-        source: what it was loaded from, for the message.
+        source: the file or name it was loaded from, for the message.
     Raises:
         DataError: almost no vocabulary, a special id outside it, or text that gives no ids.
     """

@@ -36,7 +36,7 @@ class TokenizerBackend(Enum):
     library = "library"
     """The tokenizer's own library."""
     gigatoken = "gigatoken"
-    """gigatoken, or an error that says why not."""
+    """gigatoken, or an error with the reason."""
 
 
 class Engine(Protocol):
@@ -110,7 +110,7 @@ class GigatokenEngine:
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
     def _encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode short texts that stand together in one call: a call costs as much as 15 words."""
+        """Encode adjacent short texts in one call: a call costs as much as 15 words."""
         encode = self._model.backend.encode
         arrays, counts = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
         longest = _SHORT if self._takes_many else -1
@@ -165,9 +165,9 @@ def make_engine(
     """Choose how a tokenizer's texts are encoded.
 
     Returns:
-        (engine, one line that says which it is and why).
+        (engine, one line with its name and the reason).
     Raises:
-        ConfigError: gigatoken was asked for and cannot be used.
+        ConfigError: gigatoken is required and cannot be used.
     """
     if backend is TokenizerBackend.library:
         return LibraryEngine(tokenizer), "tokenizer library, as --tokenizer-backend says"
@@ -222,7 +222,7 @@ def difference(engine: Engine, tokenizer: TextTokenizer, texts: Sequence[str]) -
 
 
 class CheckedEngine:
-    """An engine that goes on comparing a small part of its work with the tokenizer's own library.
+    """An engine that compares a small part of its work with the tokenizer's own library.
 
     Of each batch the first text of at most `longest` characters is compared.
     """

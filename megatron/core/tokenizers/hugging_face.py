@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
+from megatron.core.foundation.json_text import read_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import (
     PROBE,
     TextTokenizer,
     digest_of_file,
     existing_file,
-    read_json,
 )
 from megatron.core.tokenizers.special_ids import ends_of_generation
 
@@ -158,7 +158,7 @@ class BertWordPieceTokenizer(FastTokenizer):
         super().__init__(
             vocab_file=digest_of_file(path), lower_case=lower_case, extra_ids=extra_ids
         )
-        # A file of something else holds no special tokens, in whatever characters.
+        # Another kind of file, in any encoding, holds no special tokens.
         with open(path, encoding="utf-8", errors="replace") as file:
             tokens = [line.rstrip("\n") for line in file]
         vocab = {token: number for number, token in enumerate(tokens)}
@@ -194,7 +194,7 @@ class HuggingFaceTokenizer(FastTokenizer):
 
     Args:
         path: file, folder, or name of a model on the hub.
-        trust_remote_code: run Python code that comes with the tokenizer.
+        trust_remote_code: run Python code of the tokenizer.
         include_special_tokens: whether `tokenize` uses the post-processor.
     """
 

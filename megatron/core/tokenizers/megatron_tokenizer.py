@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.tokenizers.base import TextTokenizer, check_loaded, read_json
+from megatron.core.foundation.json_text import read_json
+from megatron.core.tokenizers.base import TextTokenizer, check_loaded
 from megatron.core.tokenizers.hugging_face import (
     BertWordPieceTokenizer,
     GPT2BPETokenizer,
@@ -192,10 +193,10 @@ class MegatronTokenizer:
             tokenizer_path: a file, a folder or a hub name; None for those without files.
             metadata_path: {"library": ...} or a JSON file with it; None looks for
                 `tokenizer_metadata.json` beside the tokenizer, then at the files themselves.
-            kwargs: of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also by
-                Megatron's names; None and nothing are as if they were left out.
+            kwargs: settings of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also
+                by Megatron's names; None and empty lists count as not given.
         Raises:
-            ConfigError: a setting that is not here, or what `make_tokenizer` says.
+            ConfigError: an unsupported setting; see also `make_tokenizer`.
         """
         library = _library(tokenizer_path, metadata_path)
         tokenizer_type = _type_of_files(tokenizer_path) if library is None else library
@@ -225,18 +226,18 @@ _OUR_NAMES = {
     "num_special_tokens": "tiktoken_num_special_tokens",
     "special_tokens": "tiktoken_special_tokens",
 }
-"""Megatron's name of a setting of a library -> that of `make_tokenizer`."""
+"""Megatron's name of a setting of a library -> the name in `make_tokenizer`."""
 
 _INSTEAD = {
     "chat_template": "write it beside the tokenizer as chat_template.jinja, for"
     " tools/preprocess_data.py and the server",
     "additional_special_tokens": "add them to the files of the tokenizer",
 }
-"""Settings that are not here -> what to do."""
+"""Unsupported settings -> what to do instead."""
 
 
 def _settings_by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that say something, as arguments of `make_tokenizer`."""
+    """Return the settings that are not empty, as arguments of `make_tokenizer`."""
     settings: dict[str, Any] = {}
     for name, value in given.items():
         if value is None or value == []:

@@ -35,7 +35,7 @@ class GPTSentencePieceTokenizer(TextTokenizer):
                 flags=["--tokenizer-model", "--tokenizer-type"],
                 fix="for a tokenizer.json use --tokenizer-type HuggingFaceTokenizer",
             ) from error
-        # The library says -1 for an id that the model lacks; that must never reach the data.
+        # The library returns -1 for an id that the model lacks; it must never reach the data.
         self.bos = _or_none(self._model.bos_id())
         self.eos = _or_none(self._model.eos_id())
         self.pad = _or_none(self._model.pad_id())

@@ -43,7 +43,7 @@ class Audit:
     num_repeated: int
     """Times a sample was consumed again, with the same tokens: steps lost to a crash."""
     missing: list[tuple[int, int]]
-    """Ranges [first, last] below the largest number that nobody consumed."""
+    """Ranges [first, last] below the largest number that were not consumed."""
     contradictions: list[int]
     """Samples that had other tokens the second time."""
 

@@ -21,7 +21,7 @@ from megatron.training.config.resolved import ResolvedRun
 
 
 def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
-    """Return what the data flags make samples of: documents, conversations, or nothing at all."""
+    """Return the dataset class of the data flags: for documents, conversations, or mock data."""
     data = from_args(DataSettings, vars(args))
     if data.mock_data:
         return MockGPTDataset
@@ -31,7 +31,7 @@ def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
 
 
 def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
-    """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
+    """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
     run = run_as_in(args)
     data = run.data
     kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
@@ -50,7 +50,7 @@ def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetC
 
 
 def masked_dataset_settings(args: Namespace, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return what the data flags say to a `MaskedWordPieceDatasetConfig`."""
+    """Return the settings of a `MaskedWordPieceDatasetConfig` from the data flags."""
     run = run_as_in(args)
     return {
         **_common_settings(run, tokenizer),

@@ -202,7 +202,7 @@ class MegatronPretrainingRandomSampler(PretrainingSampler):
             epoch, begun = epoch + 1, 0
 
     def _order_of(self, epoch: int, begun: int) -> list[int]:
-        """Return the samples of this rank in an epoch of which `begun` samples are consumed."""
+        """Return this rank's samples of an epoch after its first `begun` samples."""
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
             per_rank = self.samples_per_epoch // self.data_parallel_size

@@ -77,7 +77,7 @@ def build_data(
     groups: ProcessGroupCollection,
     state: TrainState,
 ) -> DataIterators:
-    """Build the datasets and open iterators at the place where the run stands.
+    """Build the datasets and open iterators at the consumed samples of the run.
 
     Args:
         provider: `provider([train, valid, test])`, or with a further argument `vp_stage`, returns
@@ -95,7 +95,7 @@ def build_data(
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
     ]
-    # Only ranks that read data know how many sets there are, and how long.
+    # Only ranks that read data have the number of sets and their lengths.
     num_sets = max_across_ranks(max(len(chunk.valid) for chunk in per_chunk), backend.world())
     sets = [
         _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)

@@ -132,9 +132,9 @@ def build_pretraining_data_loader(
 class PretrainingDataLoader(DataLoader[Any]):
     """A `DataLoader` that raises a worker's error as it was, and names a dead worker.
 
-    Its workers live as long as the loader, whatever signal their process group gets: a step that
-    a signal finds half done is finished with them. A worker that dies fails the next batch, and
-    nothing else that the process may be doing then.
+    Its workers live as long as the loader, even if their process group gets a signal: they are
+    needed to finish the current step. If a worker dies, the next batch fails, and no other work of
+    the process.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -159,8 +159,8 @@ class PretrainingDataLoader(DataLoader[Any]):
             if isinstance(batch, _FromWorker):
                 problem = batch.error
             if problem is not None:
-                # Ends the workers now: the error carries this frame, and as long as somebody
-                # looks at it they would stay. And no circle between the error and the frame.
+                # End the workers now: the error references this frame, which would keep them
+                # alive. This also avoids a reference circle between the error and the frame.
                 del batch, batches
                 try:
                     raise problem
@@ -170,7 +170,7 @@ class PretrainingDataLoader(DataLoader[Any]):
 
 
 def _begin_work(_number: int) -> None:
-    """Run in a new worker: it ends with the training process, and no signal to the run is its."""
+    """Set up a new worker: it ends with the training process and ignores signals to the run."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -181,30 +181,30 @@ def _begin_work(_number: int) -> None:
 
 
 class _ChildEnds:
-    """Stands before torch's handler of SIGCHLD, which raises if a worker has died.
+    """Wraps torch's handler of SIGCHLD, which raises if a worker has died.
 
-    It would do so wherever the process happens to be: in a save, in a step, in `__del__`. Here it
-    is asked while a batch is waited for.
+    Without this wrapper it would raise anywhere: in a save, in a step, in `__del__`. The wrapper
+    calls it only while the process waits for a batch.
     """
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         self._handler = handler
         self._num_waiting = 0
-        self._has_come = False
+        self._is_pending = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self._num_waiting:
             self._handler(number, frame)
         else:
-            self._has_come = True
+            self._is_pending = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the handler raise in this block, also for what came before it."""
+        """Let the handler raise in this block, also for a signal from before the block."""
         self._num_waiting += 1
         try:
-            if self._has_come:
-                self._has_come = False
+            if self._is_pending:
+                self._is_pending = False
                 self._handler(signal.SIGCHLD, None)
             yield
         finally:
@@ -212,7 +212,7 @@ class _ChildEnds:
 
 
 def _guard_of_child_ends() -> _ChildEnds:
-    """Return the guard of torch's handler; a new one that guards nothing where there is none."""
+    """Return the wrapper of torch's handler; without a handler, one that does nothing."""
     handler = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _ChildEnds):
         return handler
@@ -269,7 +269,7 @@ class _FromWorker:
 
 
 def _as_array(leaf: Any) -> Any:
-    # numpy knows no bfloat16; such a tensor travels as torch sends it.
+    # numpy has no bfloat16; torch sends such a tensor in its own way.
     is_plain = isinstance(leaf, Tensor) and leaf.dtype in _NUMPY_DTYPES
     return _Array(leaf.numpy()) if is_plain else leaf
 
@@ -303,8 +303,8 @@ def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 def _worker_death(
     error: Exception, workers: Sequence[Any], killed_before: int | None
 ) -> WorkerLostError | None:
-    """Return an error that says which worker died of what, if that is what happened."""
-    # A batch is fetched from the worker that made it, which may have died since it told of it.
+    """Return an error that names the dead worker and its signal; None if no worker died."""
+    # A batch is fetched from the worker that made it; it may have died after announcing the batch.
     is_fetch = not isinstance(error, RuntimeError)
     if is_fetch and not (workers and wait([each.sentinel for each in workers], timeout=1.0)):
         return None

@@ -92,14 +92,6 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     assert caught.value.detail == "message 2 is written otherwise when others follow it"
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox():
-    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(BadDocumentError, match="refused by the chat template"):
-        template.render(talk("a"), to_be_answered=False)
-    with pytest.raises(DataError, match="not valid: line 1"):
-        ChatTemplate("{% for %}", {})
-
-
 ESCAPES = {
     "globals of a function": "{{ raise_exception.__globals__ }}",
     "by a filter": "{{ raise_exception|attr('__globals__') }}",
@@ -108,9 +100,15 @@ ESCAPES = {
     "by a reference to a method": "{% set f = '{0.__globals__}'.format %}{{ f(raise_exception) }}",
     "by a filter that formats": "{{ ['{0.__globals__}']|map('format', raise_exception)|first }}",
     "by a filter of attributes": "{{ [raise_exception]|map(attribute='__globals__')|first }}",
+    "all classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "by a bound method": "{{ strftime_now.__self__.__class__.__mro__ }}",
     "a frame": "{{ (lipsum|default(cycler)).__init__.__globals__.os }}",
 }
+
+
+def test_a_source_that_is_no_template_is_refused_by_line():
+    with pytest.raises(DataError, match="not valid: line 1"):
+        ChatTemplate("{% for %}", {})
 
 
 @pytest.mark.parametrize("name", ESCAPES)

@@ -13,7 +13,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.datasets.order.blend_order import SpacedOrder, greedy_counts
+from megatron.core.datasets.order.blend_order import SpacedOrder
 from megatron.core.datasets.order.index_building import _shuffle
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
@@ -53,17 +53,6 @@ def test_a_keyed_permutation_is_one_to_one_and_vectorises(size, key):
     whole = order.at(np.arange(size))
     assert sorted(whole.tolist()) == list(range(size))
     assert [order[i] for i in range(0, size, 37)] == whole[::37].tolist()
-
-
-@pytest.mark.parametrize("size", [10_000, 65_536, 99_991])
-def test_neighbours_of_a_permutation_are_not_related(size):
-    order = KeyedPermutation(size, 3).at(np.arange(size)).astype(np.float64)
-    for series in (order[:-1] * 1, np.arange(size - 1)):
-        assert abs(np.corrcoef(series, order[1:])[0, 1]) < 4 / size**0.5
-    cells = np.bincount((order[:-1] // (size / 8)).astype(int) * 8
-                        + (order[1:] // (size / 8)).astype(int))  # fmt: skip
-    expected = (size - 1) / 64
-    assert ((cells - expected) ** 2 / expected).sum() < 112, "63 degrees of freedom, 99.99 %"
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
@@ -258,19 +247,6 @@ def test_a_native_blend_gives_each_dataset_its_share_and_builds_it_that_long(tmp
     taken = [(d, n) for d, n in zip(*valid._order.arrays(), strict=True)]
     assert len(set(taken)) == len(valid), "every sample of every dataset once"
     assert isinstance(valid, BlendedDataset)
-
-
-def test_the_table_of_a_blend_is_right_at_every_row(implementation):
-    for seed in range(6):
-        rng = np.random.RandomState(seed)
-        weights = rng.rand(rng.randint(1, 7)) + 1e-3
-        weights /= weights.sum()
-        size = int(rng.choice([1, 299, 1000, 2048]))
-        datasets, _ = oracle.blend(weights.tolist(), size)
-        table = greedy_counts(weights, size, 100)
-        for row, at in enumerate([*range(0, size, 100), size]):
-            expected = np.bincount(datasets[:at], minlength=len(weights))
-            assert table[row].tolist() == expected.tolist()
 
 
 def test_documents_of_a_sample_are_told_apart_without_a_square_mask():

@@ -113,18 +113,6 @@ def test_what_is_written_is_read_back_and_matches_the_table(
     assert read == documents
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_part_of_a_sequence_is_a_slice_of_it(tmp_path, mmap):
-    dataset = IndexedDataset(write(str(tmp_path / "c"), [[list(range(100, 150))]]), mmap=mmap)
-    assert dataset.get(0, 7, 5).tolist() == [107, 108, 109, 110, 111]
-    assert dataset.get(0, offset=48).tolist() == [148, 149]
-    assert dataset.get(0, 50, 0).tolist() == []
-    for offset, length in [(48, 3), (-1, 2), (0, 51)]:
-        with pytest.raises(IndexError, match="which holds 50"):
-            dataset.get(0, offset, length)
-    assert [s.tolist() for s in dataset[0:1]] == [list(range(100, 150))]
-
-
 def test_torch_tensors_lists_and_arrays_are_written_alike(tmp_path):
     for name, kind in [("a", torch.tensor), ("b", list), ("c", np.array)]:
         builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32)
@@ -275,19 +263,6 @@ def test_nothing_has_its_final_name_before_finalize(tmp_path):
     builder.end_document()
     builder.finalize(str(tmp_path / "c.idx"))
     assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx"]
-
-
-def test_a_discarded_or_forgotten_builder_leaves_nothing(tmp_path):
-    IndexedDatasetBuilder(str(tmp_path / "a.bin")).discard()
-    builder = IndexedDatasetBuilder(str(tmp_path / "b.bin"))
-    builder.add_item([1])
-    del builder
-    with (
-        pytest.raises(KeyboardInterrupt),
-        IndexedDatasetBuilder(str(tmp_path / "c.bin")),
-    ):
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(("function", "file"), [("fill_tokens", "c.bin"), ("fill_index", "c.idx")])

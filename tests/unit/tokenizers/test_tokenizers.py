@@ -107,14 +107,6 @@ def test_no_panic_leaves_a_tokenizer():
         Fragile().tokenize_batch(["panic"])
 
 
-@given(text=st.text(max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_bytes_come_back_for_any_text(text):
-    tokenizer = make_tokenizer("ByteTokenizer")
-    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
-    assert tokenizer.vocab_size == 258
-
-
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
 def test_hugging_face_ids_are_those_of_the_library(make, bpe_folder, sonnets, kind):
     from transformers import PreTrainedTokenizerFast

@@ -19,7 +19,7 @@ from megatron.core.foundation.errors import DataError, shown
 from megatron.core.foundation.json_text import parse_json
 
 MASK_SUFFIX = "_mask"
-"""Ends the name of the corpus that says which tokens of a conversation are learned."""
+"""Suffix of the corpus that marks the learned tokens of conversations."""
 
 
 def get_bin_path(path_prefix: str) -> str:
@@ -69,7 +69,7 @@ def _similar_prefix(path_prefix: str) -> str:
 
 
 def parts_path(bin_path: str) -> str:
-    """Return the name of the list of parts that stands for a token file."""
+    """Return the name of the list of parts that replaces a token file."""
     return bin_path + ".parts"
 
 

@@ -76,7 +76,7 @@ class DType(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexArrays:
-    """What an index file says; all arrays are views of the mapped file."""
+    """The contents of an index file; all arrays are views of the mapped file."""
 
     dtype: type[np.number]
     sequence_lengths: np.ndarray

@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 1 << 22
 
 @dataclass(kw_only=True)
 class Statistics:
-    """What a corpus holds; all figures in tokens unless they say otherwise."""
+    """Figures of a corpus, in tokens unless stated otherwise."""
 
     num_documents: int = 0
     num_sequences: int = 0
@@ -39,7 +39,7 @@ class Statistics:
 
 
 def statistics(corpus: IndexedDataset) -> Statistics:
-    """Return what the index says about the corpus; the tokens are not read."""
+    """Return the figures of a corpus from its index; the tokens are not read."""
     lengths = corpus.document_lengths()
     num_tokens = int(lengths.sum())
     found = Statistics(

@@ -106,7 +106,7 @@ class PositionedTokens:
 
 @contextmanager
 def explain_full_disk(path: str, written: int) -> Iterator[None]:
-    """Turn a full disk, quota or file-size limit into a `DataError` that says how far we came."""
+    """Turn a full disk, quota or size limit into a `DataError` with the bytes written so far."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,7 @@ def explain_full_disk(path: str, written: int) -> Iterator[None]:
 class AtomicFile:
     """A file written under a temporary name beside its final one.
 
-    `commit` makes it durable and renames it; `discard` removes what was written, and so does an
+    `commit` makes it durable and renames it; `discard` removes the partial file, and so does an
     error while writing.
     """
 
@@ -133,7 +133,7 @@ class AtomicFile:
         self.path = path
         self.bytes_written = 0
         self._file: BinaryIO | None = None
-        # A new file under a name that nobody can foresee: in a folder that others can write, a
+        # A new file under an unpredictable name: in a folder that other users can write, a
         # link of that name would lead anywhere, and two machines have processes of one number.
         self._partial = f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         directory = os.path.dirname(os.path.abspath(path))
@@ -193,7 +193,7 @@ class AtomicFile:
         """Remove the partial file; do nothing once committed."""
         if self._file is None:
             return
-        # Closing flushes the buffer, which fails again on a full disk: the file goes anyway.
+        # Closing flushes the buffer, which fails again on a full disk: the file is removed anyway.
         with suppress(OSError):
             self._file.close()
         self._file = None

@@ -143,11 +143,11 @@ class GreedyOrder:
 class SpacedOrder:
     """Every dataset at even distances, the phases spread out; no table at all.
 
-    Sample j of dataset d is due at (j + p_d) / w_d, and samples come in the order in which they
-    are due. This is the rank-order form of a divisor method of apportionment (Balinski and Young,
-    "Fair Representation", 1982): growing the blend never takes a sample back, and no dataset is
-    ever more than about one sample ahead of its share. The phases p_d follow the golden ratio, so
-    that thousands of small datasets do not all come due at once.
+    Sample j of dataset d is due at (j + p_d) / w_d, and samples are ordered by their due times.
+    This is the rank-order form of a divisor method of apportionment (Balinski and Young, "Fair
+    Representation", 1982): growing the blend never takes a sample back, and no dataset is ever more
+    than about one sample ahead of its share. The phases p_d follow the golden ratio, so that
+    thousands of small datasets are not all due at once.
 
     Args:
         weights: [D] float64, summing to 1.

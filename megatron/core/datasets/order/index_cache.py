@@ -41,7 +41,7 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cached array must look like to be used."""
+    """Type and shape that a cached array must have to be used."""
 
     dtypes: tuple[type[np.number], ...]
     """Any of these."""
@@ -55,7 +55,7 @@ class IndexCache:
     Args:
         directory: created if needed; None keeps everything in memory.
         stem: beginning of all file names: "{md5}-{class}-{split}".
-        description: what the arrays were made from, the text of which the md5 is taken.
+        description: text of everything that determines the arrays; `stem` begins with its md5.
     """
 
     directory: str | None
@@ -214,7 +214,7 @@ class Fingerprinted:
 
     @functools.cached_property
     def unique_description(self) -> str:
-        """What the index arrays were made from, as text: indented JSON, in the order given."""
+        """`unique_identifiers` as text: indented JSON, in the order given."""
         made_from = self.unique_identifiers
         return json.dumps(made_from, indent=4, default=lambda thing: thing.unique_identifiers)
 

@@ -119,7 +119,7 @@ def environment() -> Sandbox:
 
 
 class Renderer:
-    """A compiled template, each use of which may take `seconds` of processor time."""
+    """A compiled template; each use may take `seconds` of processor time."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], seconds: float, memory_bytes: int

@@ -26,7 +26,7 @@ from megatron.core.datasets.preprocessing.documents import (
     check_unicode,
 )
 from megatron.core.foundation.errors import ConfigError, DataError, shown
-from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.json_text import read_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.settings.flags import flag
 
@@ -270,25 +270,10 @@ def messages_of(document: Mapping[str, object], key: str) -> list[dict[str, Any]
     return messages
 
 
-def _settings_in(path: str, text: str) -> dict[str, Any]:
-    try:
-        settings = parse_json(text)
-        if not isinstance(settings, dict):
-            raise ValueError(f"it holds a {type(settings).__name__}")
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error}.",
-            rule="it is a JSON object",
-            flags=["--tokenizer-model"],
-            fix="copy the file again",
-        ) from None
-    return settings
-
-
 def find_chat_template(
     path: str | None, tokenizer_model: str | None, limits: TemplateLimits | None = None
 ) -> ChatTemplate:
-    """Load the template of --chat-template, or the one that comes with the tokenizer.
+    """Load the template of --chat-template, or the template of the tokenizer.
 
     Raises:
         ConfigError: there is none.
@@ -299,8 +284,7 @@ def find_chat_template(
         folder = os.path.dirname(os.path.abspath(folder))
     config = os.path.join(folder, "tokenizer_config.json")
     if folder and os.path.isfile(config):
-        with open(config, encoding="utf-8") as file:
-            settings = _settings_in(config, file.read())
+        settings = read_json(config, dict, "--tokenizer-model")
         source = _default_template(settings.get("chat_template"))
         for name, value in settings.items():
             text = value.get("content") if isinstance(value, dict) else value

@@ -266,7 +266,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _refuse_duplicate(line: bytes, key: str) -> None:
-    """Refuse a line with a key twice: nobody knows which value was meant."""
+    """Refuse a line with a key twice: either value may be meant."""
     objects: list[list[tuple[str, Any]]] = []
     json.loads(line, object_pairs_hook=objects.append)
     # The outermost object ends last.

@@ -61,7 +61,7 @@ class EncodedPart:
 
 @dataclass(kw_only=True)
 class EncodedUnit:
-    """What a worker returns for a `Unit`."""
+    """The result of a worker for a `Unit`."""
 
     file: int
     next_position: tuple[int, int]
@@ -73,7 +73,7 @@ class EncodedUnit:
 
     @classmethod
     def of(cls, unit: Unit, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
-        """Return what became of the documents of a unit."""
+        """Return the result for the documents of a unit."""
         return cls(
             file=unit.file,
             next_position=unit.next_position,
@@ -110,7 +110,7 @@ class Encoder:
     transform: FillInMiddle | None = None
     longest_line_bytes: int = LONGEST_LINE_BYTES
     identity: Mapping[str, object] = field(default_factory=dict)
-    """What tells the tokenizer from others."""
+    """`unique_identifiers` of the tokenizer."""
 
     @property
     def corpora(self) -> dict[str, type[np.number]]:
@@ -129,7 +129,7 @@ class Encoder:
             ]
         try:
             encoded = self._encode(texts)
-        except BaseException as error:  # whatever the library raises; a panic is no Exception
+        except BaseException as error:  # any error of the library; a panic is no Exception
             if not _is_about_a_text(error):
                 raise
             kept, rejected = self._separate(texts)
@@ -171,8 +171,8 @@ class Encoder:
             except BaseException as error:
                 if not _is_about_a_text(error):
                     raise
-                said = error.found if isinstance(error, MegatronError) else error
-                rejected[at] = ("not tokenizable", f"{type(error).__name__}: {said}")
+                text = error.found if isinstance(error, MegatronError) else error
+                rejected[at] = ("not tokenizable", f"{type(error).__name__}: {text}")
         return kept, rejected
 
     def _pack(
@@ -241,7 +241,7 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> None:
 
 
 def _is_about_a_text(error: BaseException) -> bool:
-    """Return whether an error of a tokenizer speaks of a text, not of the run as a whole."""
+    """Return whether an error of a tokenizer is about a text, not about the run as a whole."""
     ends = (MegatronError, KeyboardInterrupt, SystemExit, MemoryError)
     return isinstance(error, UntokenizableTextError) or not isinstance(error, ends)
 

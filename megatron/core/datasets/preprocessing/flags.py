@@ -118,7 +118,7 @@ class RunningFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessingFlags:
-    """What is read and written, and how; the tokenizer is the tool's."""
+    """Input, output and running; the tool adds the flags of the tokenizer."""
 
     input: InputFlags
     fill_in_middle: FillInMiddleFlags
@@ -191,9 +191,9 @@ def rank_and_world(
 ) -> tuple[int, int]:
     """Return (rank, processes) of this process among those that share the shards.
 
-    The flags come first, then a SLURM array, SLURM's process number, and torchrun's variables. A
-    task of an array is one of `world_size`, by default of `num_shards`, whatever part of the
-    array was submitted: a killed task can be submitted again alone.
+    The flags are used first, then a SLURM array, SLURM's process number, and torchrun's variables.
+    A task of an array is one of `world_size`, by default of `num_shards`, even if only a part of
+    the array was submitted: a killed task can be submitted again alone.
 
     Raises:
         ConfigError: the rank is not below the number of processes.

@@ -195,9 +195,9 @@ def share_of(files: Sequence[InputFile], shard: int, num_shards: int) -> list[In
     """Return the part of the files that one of several shards reads.
 
     The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A file
-    that can be cut gives each shard the lines that begin in its range; any other file goes whole
+    that can be cut gives each shard the lines that begin in its range; any other file belongs whole
     to the shard where it begins. So the shards, joined in their order, hold the documents of one
-    run over everything in the same order, whoever worked on them.
+    run over everything in the same order.
 
     Raises:
         ConfigError: there is no such shard.

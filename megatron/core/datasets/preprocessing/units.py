@@ -349,7 +349,7 @@ def _parquet_units(
                         yield make(start=begin, end=row, rows=batch.to_pylist(), consumed=consumed)
     except DataError:
         raise
-    except Exception as error:  # pyarrow's own, OSError, and those of remote file systems
+    except Exception as error:  # of pyarrow, the system, and remote file systems
         raise DataError(
             f"{file.path}, row group {group}, row {row + 1}: cannot be read: {error}.",
             rule="a parquet input must be complete and undamaged",

@@ -19,7 +19,7 @@ def build_tokenizer(args: object, **kwargs: object) -> TextTokenizer:
     Args:
         args: anything with the attributes of Megatron's tokenizer flags; missing ones count as
             not given. It is not changed.
-        kwargs: settings that override those of `args`.
+        kwargs: settings that override `args`.
     """
     tokenizer_type = getattr(args, "tokenizer_type", None)
     if tokenizer_type is None:
@@ -38,7 +38,7 @@ def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bo
 
     Args:
         args: has `make_vocab_size_divisible_by` and `tensor_model_parallel_size`.
-        logging_enabled: print what was added.
+        logging_enabled: print the number of added tokens.
     """
     padded = pad_vocab_size(
         orig_vocab_size,
