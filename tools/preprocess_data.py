@@ -54,12 +54,7 @@ from megatron.core.foundation.pictures import check_picture_name
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.core.tokenizers.gigatoken_backend import (
-    CheckedEngine,
-    GigatokenEngine,
-    TokenizerBackend,
-    make_engine,
-)
+from megatron.core.tokenizers.gigatoken_backend import TokenizerBackend, make_engine
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -122,14 +117,13 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
     tokenizer = flags.tokenizer.load()
     engine, reason = make_engine(tokenizer, flags.tokenizer.tokenizer_backend)
     print(f"tokenizing with {reason}", file=sys.stderr)
-    checked = CheckedEngine(engine, tokenizer) if isinstance(engine, GigatokenEngine) else engine
     end = (
         tokenizer.special_id("eod", purpose="--append-eod") if flags.tokenizer.append_eod else None
     )
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     if flags.conversations.sft:
         return ConversationEncoder(
-            engine=checked,
+            engine=engine,
             template=find_chat_template(
                 flags.conversations.chat_template,
                 flags.tokenizer.tokenizer_model,
@@ -160,7 +154,7 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
     if around[1][-1:] == (end,):
         end = None  # the tokenizer writes it
     return Encoder(
-        engine=checked,
+        engine=engine,
         keys=flags.json_keys,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,

@@ -39,6 +39,8 @@ def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
             raise ValueError(f"no object but a {type(found).__name__}")
     except ValueError as error:
         raise DataError(
-            f"{path} is not valid JSON: {error}.", flags=flags, fix="copy the file again"
+            f"{path} is not valid JSON: {error}.",
+            flags=flags,
+            fix="correct the file, or copy it again",
         ) from error
     return found

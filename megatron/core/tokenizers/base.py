@@ -29,7 +29,7 @@ SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
 almost empty tokenizer instead of an error."""
 
-_PART_CHARACTERS = 1 << 16
+_BATCH_CHARACTERS = 1 << 16
 """Characters given to a library at a time: the result, some hundred bytes a token, stays in the
 caches of a core."""
 
@@ -90,7 +90,7 @@ class TextTokenizer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let no library's panic leave the methods that a subclass brings."""
         super().__init_subclass__(**options)
-        for name in ("tokenize", "tokenize_batch", "tokenize_flat", "detokenize"):
+        for name in ("tokenize", "tokenize_parts", "encode_flat", "detokenize"):
             if name in cls.__dict__:
                 setattr(cls, name, _without_panic(cls.__dict__[name]))
 
@@ -127,15 +127,19 @@ class TextTokenizer(ABC):
     def vocab(self) -> dict[str, int]:
         """Token text to id."""
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts, on one thread."""
-        return [self.tokenize(text) for text in texts]
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several parts of texts, on one thread."""
+        return [self.tokenize_part(text) for text in texts]
 
-    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and how many each has (int64)."""
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode parts of texts.
+
+        Returns:
+            the ids of all parts, one after the other, and the number of ids of each (int64).
+        """
         ids, counts = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
-        for part in _in_parts(texts):
-            lists = self.tokenize_batch(part)
+        for together in _in_batches(texts):
+            lists = self.tokenize_parts(together)
             counts.append(np.fromiter(map(len, lists), np.int64, len(lists)))
             total = int(counts[-1].sum())
             ids.append(np.fromiter(chain.from_iterable(lists), np.int32, total))
@@ -188,18 +192,18 @@ class TextTokenizer(ABC):
         return number
 
 
-def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield texts in order, together until they have `_PART_CHARACTERS`."""
-    part: list[str] = []
+def _in_batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts in order, in lists of about `_BATCH_CHARACTERS`."""
+    batch: list[str] = []
     size = 0
     for text in texts:
-        part.append(text)
+        batch.append(text)
         size += len(text)
-        if size >= _PART_CHARACTERS:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 @cache

@@ -70,11 +70,9 @@ class FastTokenizer(TextTokenizer):
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts."""
-        encoded = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=self._adds_special_tokens
-        )
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts without the special tokens of the post-processor."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
     def load_into_gigatoken(self, library: Any) -> Any | None:

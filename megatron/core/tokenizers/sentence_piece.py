@@ -57,8 +57,8 @@ class GPTSentencePieceTokenizer(TextTokenizer):
         ids: list[int] = self._model.encode(text)
         return ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts."""
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several parts of texts."""
         ids: list[list[int]] = self._model.encode(list(texts), num_threads=1)
         return ids
 
@@ -146,10 +146,6 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         begin = self.around_a_text[0] if bos else ()
         end = [self.eos] if eos and self.eos is not None else []
         return [*begin, *super().tokenize(text), *end]
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts, each after the begin piece."""
-        return [[*self.around_a_text[0], *ids] for ids in super().tokenize_batch(texts)]
 
 
 def _or_none(number: int) -> int | None:

@@ -180,7 +180,7 @@ class TikTokenizer(TextTokenizer):
             ) from error
         return self._shifted(ids.tolist())
 
-    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, one after the other, and how many each has (int64)."""
         # One by one: the library's batch call starts a thread pool each time. As arrays: lists of
         # Python's integers cost a sixth of the time.

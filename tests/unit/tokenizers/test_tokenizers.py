@@ -75,11 +75,13 @@ def test_text_comes_back_and_batches_equal_single_texts(make, sonnets, kind):
     if "SentencePiece" in kind or kind == "Llama2Tokenizer":
         texts = [text for text in texts if "\u0000" not in text]
     texts.append("text that spells <|endoftext|> stays text")
-    flat, counts = tokenizer.tokenize_flat(texts)
-    assert flat.tolist() == [number for text in texts for number in tokenizer.tokenize(text)]
-    assert counts.tolist() == [len(tokenizer.tokenize(text)) for text in texts]
-    for text, ids in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
-        assert ids == tokenizer.tokenize(text)
+    flat, counts = tokenizer.encode_flat(texts)
+    parts = [tokenizer.tokenize_part(text) for text in texts]
+    assert flat.tolist() == [number for ids in parts for number in ids]
+    assert counts.tolist() == [*map(len, parts)]
+    assert tokenizer.tokenize_parts(texts) == parts
+    for text in texts:
+        ids = tokenizer.tokenize(text)
         assert all(0 <= number < tokenizer.vocab_size for number in ids)
         back = tokenizer.detokenize(ids)
         assert back.removeprefix("<s>").strip(" ") == text.strip(" ")
@@ -104,7 +106,7 @@ def test_no_panic_leaves_a_tokenizer():
         with pytest.raises(kind, match="why"):
             Fragile().tokenize(text)
     with pytest.raises(UntokenizableTextError):
-        Fragile().tokenize_batch(["panic"])
+        Fragile().tokenize_parts(["panic"])
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
@@ -238,7 +240,7 @@ def test_a_saved_length_limit_does_not_cut_documents(bpe_folder, tmp_path, sonne
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
     assert len(tokenizer.tokenize(sonnets[:3000])) > 500
-    assert len(tokenizer.tokenize_batch([sonnets[:3000]])[0]) > 500
+    assert len(tokenizer.tokenize_parts([sonnets[:3000]])[0]) > 500
 
 
 def test_holes_in_the_ids_count_for_the_vocabulary(bpe_folder, tmp_path):

@@ -201,7 +201,7 @@ class Job:
             return None
 
     def _write_note(self, fields: Mapping[str, Any]) -> None:
-        text = json.dumps({**fields, "tally": self.tally.as_json()}, indent=1).encode()
+        text = json.dumps({**fields, "tally": self.tally.as_json()}).encode()
         write_whole(self.note_path, lambda file: file.write(text))
 
     def _continue_from(self, note: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
@@ -284,7 +284,8 @@ def only_writer(output: str) -> Iterator[None]:
         try:
             yield
         finally:
-            os.unlink(path)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 # --- worker processes ---------------------------------------------------------------------------
