@@ -48,6 +48,7 @@ _TYPE_OF_LIBRARY = {
 class _Settings:
     """Arguments of `make_tokenizer`: the flags of the same names."""
 
+    tokenizer_type: str
     tokenizer_model: str | None = None
     vocab_file: str | None = None
     merge_file: str | None = None
@@ -64,14 +65,14 @@ class _Settings:
         """The model, which the type of tokenizer needs."""
         if not self.tokenizer_model:
             raise ConfigError(
-                "the tokenizer needs a model.",
+                f"{self.tokenizer_type} needs a model.",
                 rule="--tokenizer-model names its file, folder or hub name",
                 flags=["--tokenizer-model"],
             )
         return self.tokenizer_model
 
 
-SETTINGS = tuple(field.name for field in fields(_Settings))
+SETTINGS = tuple(field.name for field in fields(_Settings))[1:]
 """Keyword arguments of `make_tokenizer`."""
 
 
@@ -152,7 +153,7 @@ def make_tokenizer(tokenizer_type: str, **settings: object) -> TextTokenizer:
             flags=["--tokenizer-type"],
             fix=f"nearest is {nearest}" if nearest else "",
         )
-    given = _Settings(**settings)  # type: ignore[arg-type]
+    given = _Settings(tokenizer_type=tokenizer_type, **settings)  # type: ignore[arg-type]
     tokenizer = _MAKERS[tokenizer_type](given)
     if not isinstance(tokenizer, NullTokenizer):
         check_loaded(tokenizer, given.tokenizer_model or given.vocab_file or tokenizer_type)
