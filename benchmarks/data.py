@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.blends.sampling import greedy_blend
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
 )
+from megatron.core.datasets.order.blend_order import greedy_counts, stride_of_table
 from megatron.core.datasets.order.index_building import (
     EpochPlan,
     build_document_index,
@@ -68,7 +68,7 @@ def indices(folder: Path, num_documents: int) -> None:
     for count in (2, 10, 100):
         weights = np.random.RandomState(count).rand(count)
         weights /= weights.sum()
-        blend = partial(greedy_blend, weights, 10_000_000)
+        blend = partial(greedy_counts, weights, 10_000_000, stride_of_table(count))
         timed(f"blend of {count} datasets, 10,000,000 samples", blend)
 
 

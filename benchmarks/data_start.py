@@ -39,9 +39,9 @@ VOCABULARY = 50_000
 def write_index_only(prefix: str, lengths: np.ndarray) -> None:
     """Write an index, and tokens that are a hole in the file."""
     from megatron.core.datasets.corpus.index_file import write_index
-    from megatron.core.datasets.corpus.token_file import WholeFile
+    from megatron.core.datasets.corpus.token_file import AtomicFile
 
-    index = WholeFile(prefix + ".idx")
+    index = AtomicFile(prefix + ".idx")
     boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
     write_index(index, dtype=np.uint16, sequence_lengths=lengths, document_indices=boundaries)
     index.rename()

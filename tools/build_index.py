@@ -23,8 +23,8 @@ from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
+from megatron.training.datasets.iterators import sample_counts
 from megatron.training.rules import resolve_and_check
-from megatron.training.setup.data import sample_counts
 from megatron_lattice import read_deepspeed_config
 
 

@@ -27,10 +27,8 @@ from typing import Any, ClassVar
 
 from megatron.core.datasets.blended_megatron_dataset_config import SAMPLE_ORDERS
 from megatron.core.datasets.corpus import inspection
-from megatron.core.datasets.corpus.paths import MASK_SUFFIX
+from megatron.core.datasets.corpus.files import MASK_SUFFIX
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preprocessing.length_report import write_report
-from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally, percentiles_of
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import tool
@@ -145,9 +143,7 @@ def verify(flags: VerifyFlags) -> int:
     faulty = 0
     for prefix in corpora_of(flags.corpora):
         try:
-            corpus = IndexedDataset(prefix, check=False)
-            corpus.check()
-            problems = _problems_of(corpus, flags)
+            problems = _problems_of(IndexedDataset(prefix), flags)
         except DataError as error:
             problems = [str(error)]
         faulty += bool(problems)
@@ -185,12 +181,9 @@ def stats(flags: StatsFlags) -> int:
             print(described(prefix, found))
         told.append(described(prefix, found))
     if flags.report is not None:
-        tally = CorpusStats(
-            corpora={prefix: CorpusTally.of(IndexedDataset(prefix)) for prefix in prefixes}
-        )
-        percentiles = {prefix: percentiles_of(prefix) for prefix in prefixes}
+        lengths = {prefix: IndexedDataset(prefix).document_lengths() for prefix in prefixes}
         title = f"lengths of {', '.join(map(os.path.basename, prefixes))}"
-        write_report(flags.report, tally, percentiles, title=title, summary="\n".join(told))
+        inspection.write_report(flags.report, lengths, title=title, summary="\n".join(told))
     return 0
 
 
@@ -235,7 +228,7 @@ def show(flags: ShowFlags) -> int:
                 rule=f"it holds documents 0 to {count - 1}",
                 flags=["--documents"],
             )
-        tokens = inspection.document_tokens(corpus, number)
+        tokens = corpus.document_tokens(number)
         shown = [int(token) for token in tokens[: flags.tokens]]
         rest = f" (the first {len(shown)})" if len(shown) < len(tokens) else ""
         print(f"document {number}: {len(tokens)} tokens{rest}")
@@ -244,7 +237,7 @@ def show(flags: ShowFlags) -> int:
         if tokenizer is None or flags.ids:
             print(f"  ids   {' '.join(map(str, shown))}")
         if mask is not None:  # conversations
-            is_learned = inspection.document_tokens(mask, number) == 1
+            is_learned = mask.document_tokens(number) == 1
             learned = tokens[: flags.tokens][is_learned[: flags.tokens]]
             print(f"  of these {len(learned)} are learned{'' if tokenizer is None else ':'}")
             if tokenizer is not None:
@@ -269,10 +262,10 @@ class _AnyTokens:
 
 def blend(flags: BlendFlags) -> int:
     """Print what each corpus gives to a blend, as a run would make it."""
+    from megatron.core.datasets.blended_dataset import lines_of, shares_of
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
-    from megatron.core.datasets.blends.report import lines_of, shares_of
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     with tempfile.TemporaryDirectory() as cache:

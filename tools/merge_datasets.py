@@ -14,15 +14,16 @@ tokens stay in the files of the shards, which must then stay too.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.core.datasets.corpus.files import list_of_parts, parts_path, token_files
 from megatron.core.datasets.corpus.index_file import write_index
-from megatron.core.datasets.corpus.multi_file_bin import list_of_parts, parts_path, token_files
-from megatron.core.datasets.corpus.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import AtomicFile
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -30,10 +31,12 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from megatron.core.datasets.preprocessing.shards import by_kind, refuse_missing_shards
+from megatron.core.datasets.preprocessing.flags import shard_name
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.settings.command_line import read_command_line
+
+_SHARD = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(_.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,42 @@ def corpora_of(inputs: Sequence[str]) -> list[str]:
     return prefixes
 
 
+def by_kind(prefixes: Sequence[str]) -> dict[str, list[str]]:
+    """Group the corpora of shards by what they hold: the end of the name, "_text_document".
+
+    Returns:
+        kind -> prefixes in the order given; all under one kind, "", if one of them is no shard.
+    """
+    kinds: dict[str, list[str]] = {}
+    for prefix in prefixes:
+        match = _SHARD.fullmatch(prefix)
+        if match is None:
+            return {"": list(prefixes)}
+        kinds.setdefault(match[4], []).append(prefix)
+    return kinds
+
+
+def refuse_missing_shards(prefixes: Sequence[str]) -> None:
+    """Refuse a folder in which shards of an output are missing: an array task that died.
+
+    Raises:
+        DataError: names the first.
+    """
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for match in filter(None, map(_SHARD.fullmatch, prefixes)):
+        found.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (output, num_shards, kind), shards in found.items():
+        missing = sorted(set(range(int(num_shards))) - shards)
+        if missing:
+            raise DataError(
+                f"{len(missing)} of {int(num_shards)} shards of {output} are missing, "
+                f"{shard_name(output, missing[0], int(num_shards))}{kind} first.",
+                rule="the shards of a folder are joined when all of them are there",
+                flags=["--input"],
+                fix=f"run task {missing[0]} again; to join some only, name them one by one",
+            )
+
+
 def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = False) -> None:
     """Write the corpus that holds all the others."""
     first = IndexedDataset(prefixes[0], multimodal=multimodal)
@@ -103,7 +142,7 @@ def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fals
     before = np.cumsum([0, *map(len, corpora)])
     documents = [c.document_indices[1:] + n for c, n in zip(corpora, before, strict=False)]
     files = [file for prefix in prefixes for file in token_files(get_bin_path(prefix))]
-    index, parts = WholeFile(idx_path), WholeFile(parts_path(bin_path))
+    index, parts = AtomicFile(idx_path), AtomicFile(parts_path(bin_path))
     write_index(
         index,
         dtype=corpora[0].dtype,

@@ -22,39 +22,39 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import numpy as np
+
+from megatron.core.datasets.corpus.files import MASK_SUFFIX
 from megatron.core.datasets.corpus.index_file import DType
-from megatron.core.datasets.corpus.paths import MASK_SUFFIX
+from megatron.core.datasets.corpus.inspection import PERCENTILES, percentiles_of, write_report
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
-from megatron.core.datasets.preprocessing.conversations import (
+from megatron.core.datasets.preprocessing.encoder import (
     ConversationEncoder,
+    Encoder,
     unit_bytes_for,
 )
-from megatron.core.datasets.preprocessing.encoder import Encoder
-from megatron.core.datasets.preprocessing.fill_in_middle import FillInMiddle, fill_in_middle
-from megatron.core.datasets.preprocessing.flags import PreprocessingFlags
-from megatron.core.datasets.preprocessing.inputs import (
-    InputFile,
-    expand_inputs,
-    share_of,
+from megatron.core.datasets.preprocessing.flags import (
+    PreprocessingFlags,
+    rank_and_world,
+    shard_name,
+    shards_of,
 )
-from megatron.core.datasets.preprocessing.job import Job
-from megatron.core.datasets.preprocessing.length_report import write_report
-from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
-from megatron.core.datasets.preprocessing.shards import rank_and_world, shard_name, shards_of
-from megatron.core.datasets.preprocessing.stats import CorpusStats, percentiles_of, summary
+from megatron.core.datasets.preprocessing.inputs import InputFile, expand_inputs, share_of
+from megatron.core.datasets.preprocessing.job import Job, encode_in_order
+from megatron.core.datasets.preprocessing.stats import CorpusStats, CorpusTally
+from megatron.core.datasets.preprocessing.transforms import (
+    FillInMiddle,
+    SentenceSplitter,
+    fill_in_middle,
+)
 from megatron.core.datasets.preprocessing.units import read_units
-from megatron.core.datasets.preprocessing.workers import encode_in_order
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.foundation.pictures import check_picture_name
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.core.tokenizers.gigatoken_backend import (
-    CheckedEngine,
-    GigatokenEngine,
-    TokenizerBackend,
-    make_engine,
-)
+from megatron.core.tokenizers.gigatoken_backend import TokenizerBackend, make_engine
 from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
@@ -117,14 +117,13 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
     tokenizer = flags.tokenizer.load()
     engine, reason = make_engine(tokenizer, flags.tokenizer.tokenizer_backend)
     print(f"tokenizing with {reason}", file=sys.stderr)
-    checked = CheckedEngine(engine, tokenizer) if isinstance(engine, GigatokenEngine) else engine
     end = (
         tokenizer.special_id("eod", purpose="--append-eod") if flags.tokenizer.append_eod else None
     )
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     if flags.conversations.sft:
         return ConversationEncoder(
-            engine=checked,
+            engine=engine,
             template=find_chat_template(
                 flags.conversations.chat_template,
                 flags.tokenizer.tokenizer_model,
@@ -155,7 +154,7 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
     if around[1][-1:] == (end,):
         end = None  # the tokenizer writes it
     return Encoder(
-        engine=checked,
+        engine=engine,
         keys=flags.json_keys,
         dtype=dtype,
         vocab_size=tokenizer.vocab_size,
@@ -235,8 +234,10 @@ def preprocess(flags: Flags) -> list[CorpusStats]:
         begun = time.perf_counter()
         tally = job.run()
         dtypes = {name: dtype.__name__ for name, dtype in encoder.corpora.items()}
-        percentiles = {name: percentiles_of(prefix) for name, prefix in prefixes.items()}
-        told = summary(tally, prefixes, dtypes, time.perf_counter() - begun, percentiles)
+        lengths = {
+            name: IndexedDataset(prefix).document_lengths() for name, prefix in prefixes.items()
+        }
+        told = summary(tally, prefixes, dtypes, time.perf_counter() - begun, lengths)
         if job.was_finished:
             told += f"\nalready there; --restart makes {output} again"
         print(told, flush=True)
@@ -245,13 +246,65 @@ def preprocess(flags: Flags) -> list[CorpusStats]:
                 shard_name(flags.output.report, shard, num_shards)
                 if num_shards > 1
                 else flags.output.report,
-                tally,
-                percentiles,
+                lengths,
                 title=os.path.basename(output),
                 summary=told,
             )
         tallies.append(tally)
     return tallies
+
+
+def summary(
+    tally: CorpusStats,
+    prefixes: dict[str, str],
+    dtypes: dict[str, str],
+    seconds: float,
+    lengths: dict[str, np.ndarray],
+) -> str:
+    """Return documents, tokens, lengths, bytes per token, what was left out, and the rate.
+
+    Args:
+        prefixes: name of a corpus -> its path without suffix.
+        dtypes: name of a corpus -> type of its tokens.
+        seconds: of this run.
+        lengths: name of a corpus -> tokens of each document.
+    """
+    lines = []
+    for name, prefix in prefixes.items():
+        corpus = tally.corpora.get(name, CorpusTally())
+        lines += [
+            f"{prefix}.bin/.idx",
+            f"  documents         {corpus.documents:>14,}",
+        ]
+        if corpus.sequences != corpus.documents:
+            lines.append(f"  sequences         {corpus.sequences:>14,}")
+        lines.append(f"  tokens            {corpus.tokens:>14,}  ({dtypes[name]})")
+        if corpus.documents:
+            shown = ", ".join(
+                f"{percent} %: {length:,}"
+                for percent, length in zip(PERCENTILES, percentiles_of(lengths[name]), strict=True)
+            )
+            if corpus.text_bytes:  # a mask holds none
+                per_token = corpus.text_bytes / max(corpus.tokens, 1)
+                lines.append(f"  bytes per token   {per_token:>14.3f}")
+            lines += [
+                f"  tokens/document   {corpus.tokens / corpus.documents:>14.1f}  "
+                f"({shown}; longest {lengths[name].max():,})",
+            ]
+        if corpus.cut:
+            lines.append(f"  cut to a pack     {corpus.cut:>14,}")
+        if corpus.empty:
+            lines.append(f"  empty, left out   {corpus.empty:>14,}")
+    for reason, count in sorted(tally.skipped.items()):
+        lines.append(f"skipped lines, {reason}: {count:,} of {tally.lines:,}")
+    rate = max(seconds, 1e-9)
+    lines.append(
+        f"{tally.seconds:.1f} s"
+        + (f" in all, {seconds:.1f} s in this run" if tally.seconds > seconds + 0.1 else "")
+        + f", {tally.text_bytes / max(tally.seconds, rate) / 1e6:.2f} MB/s, "
+        f"{tally.tokens / max(tally.seconds, rate):,.0f} tokens/s"
+    )
+    return "\n".join(lines)
 
 
 def find_optimal_num_workers(flags: Flags) -> None:
@@ -261,7 +314,7 @@ def find_optimal_num_workers(flags: Flags) -> None:
     units, documents = [], 0
     for unit in read_units(files, keys=flags.json_keys):
         units.append(unit)
-        documents += sum(len(part.sequences.per_document) for part in encoder(unit).parts.values())
+        documents += sum(len(part.per_document) for part in encoder(unit).parts.values())
         if documents >= flags.running.max_documents:
             break
     rates: dict[int, float] = {}

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.preprocessing.chat_template import find_chat_template
-from megatron.core.datasets.preprocessing.template_process import TemplateLimits
+from megatron.core.datasets.preprocessing.chat_template import TemplateLimits, find_chat_template
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, flag_specs
 from megatron.core.transport import backend

@@ -21,6 +21,7 @@ from megatron.training.cli.parser import (
     parse_command_line,
 )
 from megatron.training.config.run import RunConfig
+from megatron.training.datasets.iterators import build_data
 from megatron.training.hooks.standard import standard_hooks
 from megatron.training.inprocess.generation import Generation
 from megatron.training.inprocess.membership import Membership
@@ -33,7 +34,6 @@ from megatron.training.resilience.status import RunStatus
 from megatron.training.run.loop import train
 from megatron.training.run.state import StopReason
 from megatron.training.setup.assemble import assemble, load_state
-from megatron.training.setup.data import build_data
 from megatron.training.setup.data_order_check import with_data_order
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
@@ -78,7 +78,7 @@ def pretrain(*given: Any, **named: Any) -> None:
 
     Args:
         dataset_provider: `(num_samples[, vp_stage])` -> train, valid and test datasets; see
-            `setup.data.build_data`.
+            `datasets.iterators.build_data`.
         model_provider: `(pre_process, post_process, vp_stage, config, pg_collection)` -> one model
             chunk; see `setup.model.build_model`.
         forward_step_func: `(data_iterator, model)` -> output and loss function.

@@ -319,7 +319,6 @@ ENTRY = "one entry of a table, whose entries have a file each"
 SMALL_WITH_REASON = {
     "megatron/core/models/bert/bert_lm_head.py": MEGATRON_PATH,
     "megatron/core/models/bert/pooler.py": MEGATRON_PATH,
-    "megatron/core/tokenizers/word_piece.py": ENTRY,
     "megatron/core/fusions/fused_bias_gelu.py": MEGATRON_PATH,
     "megatron/core/fusions/fused_bias_swiglu.py": MEGATRON_PATH,
     "megatron/core/tensor_parallel/utils.py": MEGATRON_PATH,

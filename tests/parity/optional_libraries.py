@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 )
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preprocessing.sentence_splitting import SentenceSplitter
+from megatron.core.datasets.preprocessing.transforms import SentenceSplitter
 from megatron.core.foundation.errors import DataError
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.monitoring import monitoring_sinks

@@ -1,5 +1,5 @@
 /* The inner loops of the data path: checking an index, shuffling, locating samples, walking a
- * blend, fetching a sample.
+ * blend, reading a sample.
  *
  * Every function has a numpy counterpart with the same result (see native.py); this file only
  * changes the time. Arrays come through the buffer protocol. 64-bit fields of an index file need
@@ -122,8 +122,8 @@ static PyObject *sample_index(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* walk_blend(weights, capacities or None, start, steps, counts, picks or None): choose the
- * datasets of samples start .. start + steps - 1; counts [D] float64 are updated. */
+/* walk_blend(weights, capacities or None, start, steps, counts, picks): write the datasets of samples
+ * start .. start + steps - 1 to picks, int16; counts [D] float64 are updated. */
 static PyObject *walk_blend(PyObject *self, PyObject *args) {
     PyObject *weights_array, *capacities_array, *counts_array, *picks_array;
     long long start, steps;
@@ -139,11 +139,9 @@ static PyObject *walk_blend(PyObject *self, PyObject *args) {
     int16_t *picks = NULL;
     if (counts && capacities_array != Py_None)
         capacities = memory(&buffers, capacities_array, 8 * num_datasets, 0);
-    if (!PyErr_Occurred() && picks_array != Py_None)
-        picks = memory(&buffers, picks_array, 0, 1);
-    int64_t num_picks = picks ? buffers.views[buffers.held - 1].len / 2 : INT64_MAX;
-    if (!PyErr_Occurred() && (start < 0 || steps < 0 || steps > num_picks ||
-                              start > INT64_MAX - steps || (picks && num_datasets > INT16_MAX)))
+    if (!PyErr_Occurred()) picks = memory(&buffers, picks_array, 0, 1);
+    if (picks && (start < 0 || steps < 0 || steps > buffers.views[buffers.held - 1].len / 2 ||
+                  start > INT64_MAX - steps || num_datasets > INT16_MAX))
         PyErr_SetString(PyExc_ValueError, "more samples than fit, or too many datasets");
     if (PyErr_Occurred()) {
         release(&buffers);
@@ -162,7 +160,7 @@ static PyObject *walk_blend(PyObject *self, PyObject *args) {
             }
         }
         counts[best] += 1;
-        if (picks) picks[step] = (int16_t)best;
+        picks[step] = (int16_t)best;
     }
     Py_END_ALLOW_THREADS;
     release(&buffers);
@@ -277,7 +275,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         /* Offsets above any length: adding to them, or subtracting, could overflow. */
         is_wrong = first < 0 || first > last || last >= num_positions || end < -1 ||
                    end > INT32_MAX;
-        end += extra;
+        if (!is_wrong) end += extra;
         /* The documents of a sample lie anywhere: let memory fetch their entries, then their first
          * tokens, all at once instead of one after the other. */
         for (int64_t position = first; position <= last && !is_wrong; position++) {
@@ -322,47 +320,6 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
                          (long long)seen.highest, (long long)seen.num_pads);
 }
 
-/* copy(tokens, code, first, count, pad, out): copy `count` tokens from number `first` of the file
- * into out, int64; return as gather does. */
-static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-    (void)self;
-    if (nargs != 6) {
-        PyErr_Format(PyExc_TypeError, "copy takes 6 arguments, not %zd", nargs);
-        return NULL;
-    }
-    int64_t numbers[4];
-    for (int i = 0; i < 4; i++) {
-        numbers[i] = PyLong_AsLongLong(args[1 + i]);
-        if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
-    }
-    int code = (int)numbers[0];
-    int64_t first = numbers[1], count = numbers[2];
-    if (numbers[0] < 1 || numbers[0] > 8 || !SIZE_OF_CODE[code]) {
-        PyErr_Format(PyExc_ValueError, "tokens of dtype code %d are not integers", code);
-        return NULL;
-    }
-    Buffers buffers = {.held = 0};
-    const char *tokens = memory(&buffers, args[0], 0, 0);
-    int64_t *out = tokens ? memory(&buffers, args[5], 0, 1) : NULL;
-    if (!out) {
-        release(&buffers);
-        return NULL;
-    }
-    int64_t num_tokens = buffers.views[0].len / SIZE_OF_CODE[code];
-    int is_wrong = first < 0 || count < 0 || first > num_tokens || count > num_tokens - first ||
-                   count > buffers.views[1].len / 8;
-    Seen seen = {0, 0, 0};
-    const char *source = tokens + (is_wrong ? 0 : first * SIZE_OF_CODE[code]);
-    if (!is_wrong) copy_tokens(code, source, count, numbers[3], out, &seen);
-    release(&buffers);
-    if (is_wrong) {
-        PyErr_SetString(PyExc_IndexError, "a sample reaches outside the file");
-        return NULL;
-    }
-    return Py_BuildValue("LLLL", (long long)count, (long long)seen.lowest,
-                         (long long)seen.highest, (long long)seen.num_pads);
-}
-
 /* index_end(lengths, pointers, documents, token_bytes): return the byte after the last sequence if
  * lengths, offsets and document boundaries agree, else -1; the caller then looks for the place. */
 static PyObject *index_end(PyObject *self, PyObject *args) {
@@ -403,32 +360,6 @@ static PyObject *index_end(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS;
     release(&buffers);
     return PyLong_FromLongLong(is_sound ? end : -1);
-}
-
-/* checksum(array): Fletcher's two sums over the words of 8 bytes, the last filled up with zeros. */
-static PyObject *checksum(PyObject *self, PyObject *array) {
-    (void)self;
-    Buffers buffers = {.held = 0};
-    const char *data = memory(&buffers, array, 0, 0);
-    if (!data) {
-        release(&buffers);
-        return NULL;
-    }
-    int64_t length = buffers.views[0].len, num_words = length / 8;
-    uint64_t first = 0, second = 0, last = 0;
-    Py_BEGIN_ALLOW_THREADS;
-    for (int64_t word = 0; word < num_words; word++) {
-        first += (uint64_t)load64(data, word);
-        second += first;
-    }
-    if (length % 8) {
-        memcpy(&last, data + 8 * num_words, length % 8);
-        first += last;
-        second += first;
-    }
-    Py_END_ALLOW_THREADS;
-    release(&buffers);
-    return Py_BuildValue("KK", (unsigned long long)first, (unsigned long long)second);
 }
 
 /* MT19937 (Matsumoto and Nishimura, ACM TOMACS 8(1), 1998), as numpy.random.RandomState runs it. */
@@ -501,9 +432,7 @@ static PyMethodDef METHODS[] = {
     {"sample_index", sample_index, METH_VARARGS, "Find where each sample begins."},
     {"walk_blend", walk_blend, METH_VARARGS, "Choose the datasets of a run of samples."},
     {"index_end", index_end, METH_VARARGS, "Check an index."},
-    {"checksum", checksum, METH_O, "Sum up an array to find out whether it changes."},
     {"shuffle", shuffle, METH_VARARGS, "Shuffle as RandomState does."},
-    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, "Copy a stretch of tokens."},
     {"gather", (PyCFunction)(void (*)(void))gather, METH_FASTCALL, "Copy the tokens of a sample."},
     {NULL, NULL, 0, NULL},
 };

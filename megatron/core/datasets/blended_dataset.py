@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.blends.order import (
-    BlendOrder,
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.order.blend_order import (
     GreedyOrder,
     SpacedOrder,
+    greedy_counts,
     stride_of_table,
 )
-from megatron.core.datasets.blends.sampling import greedy_counts
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.order.index_cache import Described, Expected
+from megatron.core.datasets.order.index_cache import Expected, Fingerprinted
 from megatron.core.datasets.utils import normalize
 from megatron.core.foundation.errors import ConfigError, DataError
-
-logger = logging.getLogger(__name__)
 
 _MAX_DATASETS = 32767
 _WORTH_KEEPING = 500_000
 """Samples times datasets below which walking a blend (2 ms) costs less than a file."""
 
 
-class BlendedDataset(Described, Dataset[dict[str, Any]]):
-    """Samples of several datasets, mixed by an order of `blends.order`.
+class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
+    """Samples of several datasets, mixed by an order of `order.blend_order`.
 
     The order is computed where it is read; no array has an entry for each sample.
 
@@ -98,11 +96,11 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
         dataset_id, number = self._order[idx]
         return self.datasets[dataset_id].without_padding(number)
 
-    def order_identity(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from, see `GPTDataset.order_identity`."""
+    def order_fingerprint(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from, see `GPTDataset.order_fingerprint`."""
         identity: dict[str, Any] = {
             "weights": self.weights,
-            "members": [dataset.order_identity() for dataset in self.datasets],
+            "members": [dataset.order_fingerprint() for dataset in self.datasets],
         }
         if self.size is None:
             identity["samples"] = self._length
@@ -122,7 +120,7 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
         """int64 [len], the number of every sample within its dataset; made anew each time."""
         return self._order.arrays()[1]
 
-    def _make_order(self) -> BlendOrder:
+    def _make_order(self) -> GreedyOrder | SpacedOrder:
         weights = np.array(self.weights)
         if self._table is None:
             return SpacedOrder(weights, self._length)
@@ -179,3 +177,63 @@ class BlendedDataset(Described, Dataset[dict[str, Any]]):
                     fix=f"--mid-level-dataset-surplus "
                     f"{self.config.mid_level_dataset_surplus + number / len(dataset) - 1:.4f}",
                 )
+
+
+_MAX_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One corpus of a blend."""
+
+    path: str
+    asked: float
+    """Weight as a part of all weights; without weights, the corpus's part of all samples."""
+    num_samples: int
+    """That the blend takes of it."""
+    realised: float
+    """Part of all samples of the blend."""
+    num_epochs: float | None
+    """Passes over its documents; None if the dataset has no `samples_per_epoch`."""
+
+
+def shares_of(dataset: Sized) -> list[Share]:
+    """Return what each corpus gives to a dataset; empty if it is made of none (mock data)."""
+    if isinstance(dataset, BlendedDataset):
+        return [
+            _share(member, asked, taken, len(dataset))
+            for member, asked, taken in zip(
+                dataset.datasets, dataset.weights, dataset.samples_of_datasets(), strict=True
+            )
+        ]
+    if getattr(dataset, "dataset_path", None) is None:
+        return []
+    return [_share(dataset, 1.0, len(dataset), len(dataset))]
+
+
+def _share(member: Any, asked: float, taken: int, size: int) -> Share:
+    epoch = getattr(member, "samples_per_epoch", None)
+    return Share(
+        path=member.dataset_path or "",
+        asked=float(asked),
+        num_samples=int(taken),
+        realised=taken / max(size, 1),
+        num_epochs=taken / epoch if epoch else None,
+    )
+
+
+def lines_of(shares: Sequence[Share], *, max_lines: int = _MAX_LINES) -> Iterator[str]:
+    """Yield a table: a heading, and a line for each corpus up to `max_lines`."""
+    width = max([6, *(len(os.path.basename(share.path)) for share in shares[:max_lines])])
+    yield f"{'corpus':<{width}} {'samples':>14} {'share':>9} {'asked':>9} {'epochs':>9}"
+    for share in shares[:max_lines]:
+        epochs = "-" if share.num_epochs is None else f"{share.num_epochs:.3f}"
+        yield (
+            f"{os.path.basename(share.path):<{width}} {share.num_samples:>14,} "
+            f"{share.realised:>9.4%} {share.asked:>9.4%} {epochs:>9}"
+        )
+    if len(shares) > max_lines:
+        known = [share.num_epochs for share in shares if share.num_epochs is not None]
+        spread = f", {min(known):.3f} to {max(known):.3f} epochs" if known else ""
+        off = float(np.max([abs(share.realised - share.asked) for share in shares]))
+        yield f"... {len(shares)} corpora{spread}; no share is off by more than {off:.4%}"

@@ -15,8 +15,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
 )
-from megatron.core.datasets.blends.order import SpacedOrder
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.order.blend_order import SpacedOrder
 from megatron.core.datasets.order.index_building import (
     sizes_of_blend,
     split_bounds,
@@ -34,7 +34,7 @@ class BlendedMegatronDatasetBuilder:
     """Build the datasets of all three splits.
 
     Every process builds for itself, without any collective: the index arrays are made once for
-    each cache directory and mapped by everybody else (see `order.index_cache`).
+    each cache directory, and all other processes map them (see `order.index_cache`).
 
     Args:
         cls: class of the datasets.

@@ -1,4 +1,4 @@
-"""What to build datasets from: paths, weights, splits, lengths."""
+"""Settings of datasets: paths, weights, splits, lengths."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class BlendedMegatronDatasetConfig:
     """Gives the end-of-document id, the pad id and the vocabulary size."""
     mid_level_dataset_surplus: float = 0.005
     """Share by which the datasets of a blend are built larger than their part of it, because the
-    greedy rule may take a few samples more than the weight says."""
+    greedy rule may take a few samples more than the weight gives."""
 
     builder: tuple[int, int] = (0, 1)
     """This process, and how many build at once: each begins with other corpora, so that they index
     a blend together; what another has made is read from the cache."""
     sample_order: str = "megatron"
     """"megatron": documents and samples shuffled by index arrays, equal to Megatron-LM's.
-    "native": windows of the corpus and blends that are computed when they are asked for."""
+    "native": windows of the corpus, and blends that are computed when a sample is read."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -42,19 +42,3 @@ def attention_mask(starts: Tensor) -> Tensor:
     positions = torch.arange(starts.shape[-1], device=starts.device)
     ahead = positions[None, :] > positions[:, None]
     return ((starts[:, :, None] != starts[:, None, :]) | ahead).unsqueeze(1)
-
-
-def cumulative_lengths(starts: Tensor) -> Tensor:
-    """Return the document boundaries of samples that are back to back.
-
-    Args:
-        starts: [b, s], from `document_starts`.
-    Returns:
-        int32 [documents + 1], tokens before each document and in all: the `cu_seqlens` of kernels
-        for packed sequences. A document that is cut by the end of a sample counts as two.
-    """
-    num_tokens = starts.numel()
-    positions = torch.arange(starts.shape[-1], device=starts.device)
-    begins = torch.nonzero((starts == positions).flatten()).flatten()
-    end = torch.tensor([num_tokens], device=starts.device)
-    return torch.cat([begins, end]).to(torch.int32)

@@ -2,7 +2,7 @@
 
 M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", sections 3 and
 4.2, arXiv 2207.14255: the form at the level of the context, where a sample is cut after it was
-read and each part of a document in it stays as long as it was. `preprocessing.fill_in_middle` is
+read and each part of a document in it stays as long as it was. `preprocessing.transforms` is
 the form at the level of the document, applied once when text is tokenized.
 
 Every draw is keyed by the seed, the split and the number of the sample: it depends neither on the
@@ -36,11 +36,11 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     fim_extra_tokens: Mapping[str, str] = field(default_factory=dict)
     """Text of the tokens "prefix", "middle", "suffix", "pad" and "eod"."""
     fim_split_sample: str | None = None
-    """Token that separates files inside a document, each of which is cut by itself."""
+    """Token that separates files inside a document; each file is cut by itself."""
     fim_fragment_rate: float | None = None
     """Probability that such a file is cut, in a document that was chosen; None is `fim_rate`."""
     fim_no_prefix: str | None = None
-    """What begins with this text is left alone."""
+    """A text with this beginning is not cut."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +75,11 @@ class GPTFIMDataset(GPTDataset):
         separator = self.config.fim_split_sample
         self._separator = None if separator is None else self._id_of(separator, "split-sample")
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return also what the cuts follow from."""
         config = self.config
         return {
-            **super().order_identity(),
+            **super().order_fingerprint(),
             "fill_in_middle": {
                 "rates": [config.fim_rate, config.fim_spm_rate, config.fim_fragment_rate],
                 "tokens": [*self._ids.values(), self._end, self._filler, self._separator],
@@ -92,7 +92,7 @@ class GPTFIMDataset(GPTDataset):
         own = _OF_TOKENIZER.get(name)
         if text not in self.config.tokenizer.vocab and own is not None:
             found = getattr(self.config.tokenizer, own, None)
-            # Nothing need ever be padded, but something must stand for it.
+            # A filler is required even if no suffix is ever padded.
             return int(found if found is not None else self._ids["middle"])
         return self._id_of(text, f"{name}-token")
 

@@ -59,7 +59,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask: bool = True
     """Put an [1, s, s] mask into every item; False leaves the causal mask to the kernel."""
     document_starts: bool = False
-    """Put into every item where the document of each token begins, int32 [s]: what a kernel needs
+    """Put the start of each token's document into every item, int32 [s]: a kernel needs this
     to keep documents apart, without a mask of s * s."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out a last validation sample that is not full; False pads it."""
@@ -151,7 +151,7 @@ class GPTDataset(MegatronDataset):
         self._plain = _without_documents(self.config)
         self._order = self._make_order()
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return what the order of the samples follows from; equal identities, equal samples.
 
         Paths are no part of it (a corpus may be moved), nor is the number of samples as long as
@@ -240,7 +240,7 @@ class GPTDataset(MegatronDataset):
         Returns:
             tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if asked
             for, attention_mask, bool [1, s, s], True where attention is forbidden, and
-            document_starts, int32 [s]. What is the same for all samples is one tensor, shared: do
+            document_starts, int32 [s]. Entries that are equal for all samples share one tensor: do
             not write to it.
         Raises:
             DataError: a token id outside the vocabulary.

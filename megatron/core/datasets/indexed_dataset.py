@@ -17,37 +17,30 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.corpus.contents import ChangeWatch, sampled_digest
+from megatron.core.datasets.corpus.files import (
+    check_pair_exists,
+    get_bin_path,
+    get_idx_path,
+    num_token_bytes,
+    open_tokens,
+    pair_exists,
+    token_files,
+)
 from megatron.core.datasets.corpus.index_file import (
     DType,
     IndexArrays,
     check_index,
-    check_size,
     read_index,
     write_index,
 )
-from megatron.core.datasets.corpus.multi_file_bin import (
-    num_token_bytes,
-    open_tokens,
-    token_files,
-)
 from megatron.core.datasets.corpus.object_store import StoredObject, StoredTokens, is_url
-from megatron.core.datasets.corpus.paths import (
-    check_pair_exists,
-    get_bin_path,
-    get_idx_path,
-    pair_exists,
-)
 from megatron.core.datasets.corpus.token_file import (
+    AtomicFile,
     TokenReader,
-    WholeFile,
     explain_full_disk,
     sync_directory,
 )
-from megatron.core.datasets.corpus.validation_cache import check_once
 from megatron.core.foundation.errors import DataError
-
-_WORTH_REMEMBERING = 100_000
-"""Sequences below which checking an index (0.2 ms) costs less than looking up a former check."""
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
@@ -62,8 +55,7 @@ class IndexedDataset:
         multimodal: whether the index holds a mode for each sequence, returned with its tokens.
         mmap: map the token file; False reads it with positioned reads.
         object_storage_cache: folder of local copies, where the prefix is a URL.
-        check: prove that both files belong together (one pass over the index, which is not
-            repeated on this machine while the file stays as it is).
+        check: prove that both files belong together, by one pass over the index.
     Raises:
         DataError: a file is missing or the pair is damaged.
     """
@@ -91,26 +83,14 @@ class IndexedDataset:
         self._index: IndexArrays = read_index(idx_path, multimodal=multimodal)
         self._num_bytes = num_token_bytes(bin_path) if stored is None else stored.num_bytes
         self._token_bytes = np.dtype(self._index.dtype).itemsize
-        self._paths = idx_path, bin_path
         if check:
-            self._check_unless_remembered()
+            check_index(self._index, idx_path, bin_path, self._num_bytes)
         self._tokens: TokenReader = (
             open_tokens(bin_path, mmap=mmap) if stored is None else StoredTokens(stored)
         )
         self._watch = (
             ChangeWatch([*token_files(bin_path), idx_path], self._state) if stored is None else None
         )
-
-    def check(self) -> None:
-        """Prove that both files belong together, by one pass over the index (`check_index`)."""
-        check_index(self._index, *self._paths, self._num_bytes)
-
-    def _check_unless_remembered(self) -> None:
-        if len(self) < _WORTH_REMEMBERING:
-            self.check()
-        elif not check_once(self._paths[0], self.check):
-            end = self.num_tokens(range(len(self))) * self._token_bytes
-            check_size(*self._paths, end, self._num_bytes)
 
     def __getstate__(self) -> tuple[str, bool, bool, str | None]:
         return self.path_prefix, self.multimodal, self.mmap, self.object_storage_cache
@@ -173,7 +153,7 @@ class IndexedDataset:
         return before_last + int(self.sequence_lengths[last])
 
     def read_tokens(self, first: int, count: int) -> np.ndarray:
-        """Return `count` tokens from number `first` of the token file, whatever sequences."""
+        """Return `count` tokens from number `first` of the token file, across sequences."""
         self.check_unchanged()
         return self._tokens.read(self._index.dtype, count, first * self._token_bytes)
 
@@ -184,6 +164,26 @@ class IndexedDataset:
         """
         if self._watch is not None:
             self._watch.look()
+
+    def document_lengths(self) -> np.ndarray:
+        """Return the tokens of each document, int64."""
+        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        lengths: np.ndarray = np.diff(ends[self.document_indices])
+        return lengths
+
+    def document_tokens(self, document: int) -> np.ndarray:
+        """Return the tokens of all sequences of a document.
+
+        Raises:
+            IndexError: there is no such document.
+        """
+        if not 0 <= document < len(self.document_indices) - 1:
+            raise IndexError(f"document {document} of {len(self.document_indices) - 1}")
+        first, last = self.document_indices[document : document + 2].tolist()
+        if first == last:
+            return np.empty(0, self.dtype)
+        begin = int(self.sequence_pointers[first]) // self._token_bytes
+        return self.read_tokens(begin, self.num_tokens(range(first, last)))
 
     @property
     def buffer(self) -> np.ndarray | None:
@@ -283,7 +283,7 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.dtype = np.dtype(dtype).type
         self.multimodal = multimodal
-        self._file = WholeFile(bin_path)
+        self._file = AtomicFile(bin_path)
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._modes = array("b")
@@ -370,10 +370,10 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: str) -> None:
         """Write the index and give both files their final names.
 
-        The old index goes first and the new one comes last, so an interruption leaves either the
-        old pair, or a token file without an index, which no reader accepts.
+        The old index is removed first and the new one appears last, so an interruption leaves
+        either the old pair, or a token file without an index, which no reader accepts.
         """
-        index = WholeFile(idx_path)
+        index = AtomicFile(idx_path)
         try:
             write_index(
                 index,
@@ -396,7 +396,7 @@ class IndexedDatasetBuilder:
             sync_directory(os.path.dirname(os.path.abspath(idx_path)))
 
     def discard(self) -> None:
-        """Remove what was written; do nothing after `finalize`."""
+        """Remove the partial files; do nothing after `finalize`."""
         self._file.discard()
 
     def _as_tokens(self, tensor: Any) -> np.ndarray:

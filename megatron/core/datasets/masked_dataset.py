@@ -46,7 +46,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     masking_do_permutation: bool = False
     """Also put some words in another order: refused."""
     vocab_size: int | None = None
-    """Classes of the model, of which it may have fewer than the tokenizer has ids."""
+    """Classes of the model, which may be fewer than the ids of the tokenizer."""
     masking_use_longer_ngrams: bool = False
     """Draw a run of n words with a probability proportional to n, instead of 1/n."""
     masking_use_geometric_distribution: bool = False
@@ -158,7 +158,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Runs of sentences, each of which is one sample."""
+        """Runs of sentences; each run is one sample."""
         return float(len(self._runs))
 
     def __len__(self) -> int:

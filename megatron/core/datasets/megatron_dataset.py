@@ -1,4 +1,4 @@
-"""What all datasets made from a corpus have in common."""
+"""The base class of datasets made from a corpus."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.corpus.object_store import is_url
 from megatron.core.datasets.order.index_building import document_ids
-from megatron.core.datasets.order.index_cache import Described
+from megatron.core.datasets.order.index_cache import Fingerprinted
 from megatron.core.datasets.utils import Split
 
 
-class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
+class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
     """A map from sample number to sample, made from part of a corpus.
 
     Args:
@@ -75,8 +75,8 @@ class MegatronDataset(Described, Dataset[dict[str, Any]], ABC):
             beside = os.path.join(str(self.config.object_storage_cache_path), "indices")
         return os.path.join(beside, "cache", f"{class_name}_indices")
 
-    def order_identity(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from, as plain values."""
+    def order_fingerprint(self) -> dict[str, Any]:
+        """Return the values that determine the order of the samples."""
         return {"described": self.unique_description_hash, **self.contents_identity()}
 
     def contents_identity(self) -> dict[str, str]:

@@ -45,8 +45,8 @@ class MockTokens:
 class MockSentences:
     """A corpus that is computed: documents of sentences of random length and random words.
 
-    The words are drawn from the upper half of the vocabulary: special tokens come first in those
-    that have some. Arguments are those of `MockTokens`.
+    The words are drawn from the upper half of the vocabulary, because special tokens are usually in
+    the lower half. Arguments as of `MockTokens`.
     """
 
     num_documents = 2_000

@@ -79,7 +79,7 @@ def build(directory: Path, *, flags: Sequence[str] = ()) -> Path:
         OSError, subprocess.CalledProcessError: no compiler, or it failed.
     """
     target = directory / f"_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    # Made here, under a name that nobody can foresee, so that the compiler follows no link.
+    # Created here, under an unpredictable name, so that the compiler follows no link.
     descriptor, name = tempfile.mkstemp(dir=directory, prefix=f"{target.name}.partial-")
     os.fchmod(descriptor, 0o755)
     os.close(descriptor)
@@ -98,7 +98,7 @@ def build(directory: Path, *, flags: Sequence[str] = ()) -> Path:
 
 
 def compile_helpers() -> None:
-    """Build the compiled part beside its source, unless it is there; say so if that fails.
+    """Build the compiled part beside its source, unless it exists; log a warning if that fails.
 
     Launch scripts written for Megatron-LM call this before training.
     """

@@ -1,15 +1,15 @@
-"""Which samples of uneven length share a row, and which ranks share that row.
+"""Pack samples of uneven length into sequences, and choose how many ranks split each sequence.
 
-`pack` fills rows of one capacity. `balance` also chooses, for each row of a global batch, how many
-neighbouring ranks split it (dynamic context parallelism): a long sample is split over many ranks,
-because its activations do not fit on one or because it alone is more than a rank's share of the
-work, and short samples are not split at all, so that nothing is sent for them. Pure arithmetic on
-lengths: every rank computes the same rows without a message.
+`pack` fills sequences of one capacity. `balance` also chooses, for each packed sequence of a global
+batch, how many neighbouring ranks split it (dynamic context parallelism). A long sample is split
+over many ranks, because its activations do not fit on one or because it is more than one rank's
+share of the work. Short samples are not split, so they need no communication. This is arithmetic on
+lengths: every rank computes the same result without a message.
 
-Ranks form a tree: all of them, halves of them, halves of these. Large groups come first, so that
-all ranks of a group have computed the same rows before and none waits for another. Work is dealt
-as in R. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17 (1969): the
-largest piece first, to those who have least.
+Ranks form a tree: all of them, halves of them, halves of these. Large groups compute first, so that
+all ranks of a group have computed the same sequences before and none waits for another. Work is
+assigned as in R. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17
+(1969): the largest piece first, to the least loaded rank.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedSequence:
     """Samples that are one micro batch of some neighbouring ranks.
 
     Attributes:
-        samples: their numbers in the global batch; none for a rank that has nothing left to do.
-        first_rank, num_ranks: who splits the row.
+        samples: their numbers in the global batch; empty for a rank that has no work left.
+        first_rank, num_ranks: the ranks that split the sequence.
     """
 
     samples: tuple[int, ...]
@@ -64,14 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class BalancedBatch:
-    """A global batch as rows.
+    """A global batch as packed sequences.
 
     Attributes:
-        microbatches: for each micro batch the row of each rank.
+        microbatches: for each micro batch the sequence of each rank.
         work: of each rank, in the unit of `WorkOf`.
     """
 
-    microbatches: tuple[tuple[Row, ...], ...]
+    microbatches: tuple[tuple[PackedSequence, ...], ...]
     work: tuple[float, ...]
 
     @property
@@ -92,11 +92,11 @@ def balance(
     Args:
         lengths: tokens of each sample.
         num_ranks: that may share samples.
-        max_tokens: of a row that one rank can hold.
+        max_tokens: tokens of a sequence that one rank can hold.
         work_of: of a sample by its tokens.
         multiple: what the number of micro batches is a multiple of; the last ones may be empty.
     Returns:
-        rows that hold each sample once. Every rank has the same number of micro batches.
+        sequences that hold each sample once. Every rank has the same number of micro batches.
     Raises:
         DataError: a sample does not fit on all ranks together. They all raise.
     """
@@ -104,7 +104,7 @@ def balance(
     if longest > num_ranks * max_tokens:
         raise DataError(
             f"a sample of {longest} tokens for {num_ranks} ranks.",
-            rule=f"a rank holds {max_tokens} tokens of a row, and all ranks split the longest",
+            rule=f"a rank holds {max_tokens} tokens of a sequence, and all ranks split the longest",
             flags=["--max-seqlen-per-dp-cp-rank"],
             fix=f"use --max-seqlen-per-dp-cp-rank {-(-longest // num_ranks)}, or more ranks",
         )
@@ -122,11 +122,11 @@ def balance(
         if max(tried[-1].work) <= _EVEN * mean:
             break
     best = min(tried, key=lambda dealt: max(dealt.work))
-    rows_of_rank = _rows(best.of_groups, sizes, lengths, max_tokens)
-    count = -(-max(1, *map(len, rows_of_rank)) // multiple) * multiple
-    for rank, rows in enumerate(rows_of_rank):
-        rows += [Row((), rank, 1)] * (count - len(rows))
-    return BalancedBatch(tuple(zip(*rows_of_rank, strict=True)), tuple(best.work))
+    of_rank = _sequences(best.of_groups, sizes, lengths, max_tokens)
+    count = -(-max(1, *map(len, of_rank)) // multiple) * multiple
+    for rank, own in enumerate(of_rank):
+        own += [PackedSequence((), rank, 1)] * (count - len(own))
+    return BalancedBatch(tuple(zip(*of_rank, strict=True)), tuple(best.work))
 
 
 def _size(sizes: Sequence[int], at_least: int, work: float, limit: float) -> int:
@@ -156,19 +156,19 @@ def _deal(split: Sequence[int], work: Sequence[float], num_ranks: int) -> _Dealt
     return _Dealt(of_groups, loads)
 
 
-def _rows(
+def _sequences(
     of_groups: Mapping[tuple[int, int], list[int]],
     sizes: Sequence[int],
     lengths: Sequence[int],
     max_tokens: int,
-) -> list[list[Row]]:
-    """Return the rows of each rank in their order."""
-    rows_of_rank: list[list[Row]] = [[] for _ in range(sizes[-1])]
+) -> list[list[PackedSequence]]:
+    """Return the sequences of each rank in their order."""
+    of_rank: list[list[PackedSequence]] = [[] for _ in range(sizes[-1])]
     for size in reversed(sizes):
         for first in range(0, sizes[-1], size):
             samples = of_groups.get((first, size), [])
             for packed in pack([lengths[i] for i in samples], size * max_tokens):
-                row = Row(tuple(samples[i] for i in packed), first, size)
+                sequence = PackedSequence(tuple(samples[i] for i in packed), first, size)
                 for rank in range(first, first + size):
-                    rows_of_rank[rank].append(row)
-    return rows_of_rank
+                    of_rank[rank].append(sequence)
+    return of_rank

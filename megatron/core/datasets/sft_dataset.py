@@ -1,4 +1,4 @@
-"""Packs of conversations as samples, with the loss where their mask says (--sft).
+"""Packs of conversations as samples, with the loss on the tokens of their mask (--sft).
 
 `tools/preprocess_data.py --sft` writes two corpora of one shape: the tokens, and under the same
 prefix with `_mask` a 1 for every token to be learned. A document is a pack of conversations, each
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.corpus.inspection import document_lengths, document_tokens
-from megatron.core.datasets.corpus.paths import MASK_SUFFIX
+from megatron.core.datasets.corpus.files import MASK_SUFFIX
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -41,7 +40,7 @@ class Conversations:
             if not np.array_equal(getattr(self.tokens, name), getattr(self.mask, name)):
                 raise DataError(
                     f"{path_prefix} and {path_prefix}{MASK_SUFFIX} differ in their {name}.",
-                    rule="the mask says of each token whether it is learned",
+                    rule="the mask marks each token that is learned",
                     flags=["--sft", "--data-path"],
                     fix="write both again with tools/preprocess_data.py --sft",
                 )
@@ -79,7 +78,7 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self._vocab_size = config.vocab_size or int(config.tokenizer.vocab_size)
-        lengths = document_lengths(dataset.tokens)[np.asarray(indices)]
+        lengths = dataset.tokens.document_lengths()[np.asarray(indices)]
         if int(lengths.max(initial=0)) > config.sequence_length:
             worst = int(np.asarray(indices)[int(lengths.argmax())])
             raise DataError(
@@ -99,8 +98,8 @@ class SFTDataset(MegatronDataset):
             object_storage_cache=config.object_storage_cache_path,
         )
 
-    def order_identity(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from."""
+    def order_fingerprint(self) -> dict[str, Any]:
+        """Return the values that determine the order of the samples."""
         return {
             "sample_order": "packs",
             "seed": self.config.random_seed,
@@ -111,7 +110,7 @@ class SFTDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Packs, each of which is one sample."""
+        """The number of packs; each is one sample."""
         return float(len(self.documents))
 
     def __len__(self) -> int:
@@ -148,7 +147,7 @@ class SFTDataset(MegatronDataset):
     def _sample(self, size: int, idx: int) -> dict[str, Tensor]:
         """Return pack `idx`, filled up to `size` tokens."""
         document = self._document_of(idx)
-        pack = document_tokens(self.dataset.tokens, document).astype(np.int64)
+        pack = self.dataset.tokens.document_tokens(document).astype(np.int64)
         self._check_ids(pack, document)
         count = len(pack)
         tokens, labels = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -160,7 +159,7 @@ class SFTDataset(MegatronDataset):
         begins = np.cumsum(lengths) - lengths
         starts[:count] = np.repeat(begins, lengths)
         if count:
-            loss_mask[: count - 1] = document_tokens(self.dataset.mask, document)[1:]
+            loss_mask[: count - 1] = self.dataset.mask.document_tokens(document)[1:]
             loss_mask[begins[begins > 0] - 1] = 0.0  # the label begins the next conversation
         return {
             "tokens": torch.from_numpy(tokens),

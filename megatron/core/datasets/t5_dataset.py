@@ -117,7 +117,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     def _corrupt(
         self, text: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the text [n] with sentinels, and the sentinels with what each stands for."""
+        """Return the text [n] with sentinels, and the sentinels with the spans they replace."""
         left = self.config.sequence_length_decoder - 1  # for the end, or the begin
         shown, hidden, begin = [], [], 0
         sentinels = iter(self._sentinels)

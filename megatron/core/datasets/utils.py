@@ -46,8 +46,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     """Read the value of `--data-path`.
 
-    An even number of entries of which every first one is a number means weight and prefix in
-    turn; anything else means prefixes only.
+    An even number of entries in which every first one is a number are weights and prefixes in
+    turn; anything else are prefixes only.
 
     Returns:
         (prefixes, weights or None), or None for None.

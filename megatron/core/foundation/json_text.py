@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.core.foundation.errors import DataError
+
 
 def parse_json(
     text: str | bytes,
@@ -22,3 +24,23 @@ def parse_json(
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
+    """Return the JSON object (or list) in a file that `flags` name.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = parse_json(file.read())
+        if not isinstance(found, kinds):
+            raise ValueError(f"no object but a {type(found).__name__}")
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not valid JSON: {error}.",
+            flags=flags,
+            fix="correct the file, or copy it again",
+        ) from error
+    return found

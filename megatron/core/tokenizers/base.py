@@ -1,4 +1,4 @@
-"""What every tokenizer offers, whichever library does the work.
+"""The interface of all tokenizers.
 
 No torch import: preprocessing starts from here. The libraries are imported by the classes that
 need them, when one is made.
@@ -24,14 +24,13 @@ from megatron.core.foundation.errors import (
     MissingInputError,
     UntokenizableTextError,
 )
-from megatron.core.foundation.json_text import parse_json
 
 SMALLEST_VOCABULARY = 32
 """A text tokenizer with fewer entries was loaded from the wrong files: some loaders return an
 almost empty tokenizer instead of an error."""
 
-_PART_CHARACTERS = 1 << 16
-"""Text given to a library at a time: what it makes of it, some hundred bytes a token, stays in the
+_BATCH_CHARACTERS = 1 << 16
+"""Characters given to a library at a time: the result, some hundred bytes a token, stays in the
 caches of a core."""
 
 PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
@@ -40,7 +39,7 @@ PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
 def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a tokenizer whose library's panic is an error like others.
 
-    A panic of Rust code is no `Exception`, so nobody who handles errors would see it.
+    A panic of Rust code is no `Exception`, so error handlers would not catch it.
     """
 
     @wraps(method)
@@ -64,7 +63,7 @@ class TextTokenizer(ABC):
     """Text to token ids and back.
 
     Special ids are None where the tokenizer has none; they are never negative. Text that spells a
-    special token stays text unless the class says otherwise.
+    special token stays text unless the class states otherwise.
     """
 
     eod: int | None = None
@@ -82,7 +81,7 @@ class TextTokenizer(ABC):
     mask: int | None = None
 
     first_text_id = 0
-    """What is added to the ids of the library: where special tokens come first."""
+    """Added to the ids of the library if special tokens have the first ids."""
     around_a_text: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """The special ids that `tokenize` writes before and after the ids of a text."""
     spelled_specials: tuple[str, ...] = ()
@@ -91,12 +90,12 @@ class TextTokenizer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let no library's panic leave the methods that a subclass brings."""
         super().__init_subclass__(**options)
-        for name in ("tokenize", "tokenize_batch", "tokenize_flat", "detokenize"):
+        for name in ("tokenize", "tokenize_parts", "encode_flat", "detokenize"):
             if name in cls.__dict__:
                 setattr(cls, name, _without_panic(cls.__dict__[name]))
 
     def __init__(self, **identity: object) -> None:
-        """Remember `identity`, the settings that decide which ids come out."""
+        """Remember `identity`, the settings that decide the ids."""
         self._identity = identity
 
     @property
@@ -114,7 +113,7 @@ class TextTokenizer(ABC):
         """Return the ids of a whole text, `around_a_text` included; end-of-document is not."""
 
     def tokenize_part(self, text: str) -> list[int]:
-        """Return the ids of a part of a text, or of what a chat template wrote."""
+        """Return the ids of a part of a text, or of the text of a chat template."""
         ids = self.tokenize(text)
         before, after = self.around_a_text
         return ids[len(before) : len(ids) - len(after)]
@@ -128,15 +127,19 @@ class TextTokenizer(ABC):
     def vocab(self) -> dict[str, int]:
         """Token text to id."""
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts, on one thread."""
-        return [self.tokenize(text) for text in texts]
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several parts of texts, on one thread."""
+        return [self.tokenize_part(text) for text in texts]
 
-    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and how many each has (int64)."""
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode parts of texts.
+
+        Returns:
+            the ids of all parts, one after the other, and the number of ids of each (int64).
+        """
         ids, counts = [np.empty(0, np.int32)], [np.empty(0, np.int64)]
-        for part in _in_parts(texts):
-            lists = self.tokenize_batch(part)
+        for together in _in_batches(texts):
+            lists = self.tokenize_parts(together)
             counts.append(np.fromiter(map(len, lists), np.int64, len(lists)))
             total = int(counts[-1].sum())
             ids.append(np.fromiter(chain.from_iterable(lists), np.int32, total))
@@ -164,7 +167,7 @@ class TextTokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, object]:
-        """What tells this tokenizer from others: its class, settings and digests of its files."""
+        """Class, settings and digests of the files of this tokenizer."""
         return OrderedDict([("class", type(self).__name__), *self._identity.items()])
 
     @property
@@ -189,23 +192,23 @@ class TextTokenizer(ABC):
         return number
 
 
-def _in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield texts in order, together until they have `_PART_CHARACTERS`."""
-    part: list[str] = []
+def _in_batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts in order, in lists of about `_BATCH_CHARACTERS`."""
+    batch: list[str] = []
     size = 0
     for text in texts:
-        part.append(text)
+        batch.append(text)
         size += len(text)
-        if size >= _PART_CHARACTERS:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 @cache
 def byte_characters() -> tuple[str, ...]:
-    """Return the visible character that stands for each byte in a byte-level vocabulary."""
+    """Return the visible character of each byte in a byte-level vocabulary."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return tuple(chr(byte) if byte in visible else chr(next(others)) for byte in range(256))
@@ -215,24 +218,6 @@ def digest_of_file(path: str) -> str:
     """Return a short digest of a file's contents: a tokenizer moved elsewhere stays the same."""
     with open(path, "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
-
-
-def read_json_object(path: str, *flags: str) -> dict[str, Any]:
-    """Return the JSON object in a file that `flags` name.
-
-    Raises:
-        DataError: it holds something else.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = parse_json(file.read())
-        if not isinstance(found, dict):
-            raise ValueError(f"no object but a {type(found).__name__}")
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not valid JSON: {error}.", flags=flags, fix="copy the file again"
-        ) from error
-    return found
 
 
 def existing_file(path: str | None, *, flag: str, what: str) -> str:
@@ -257,7 +242,7 @@ def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
     """Refuse a tokenizer that was loaded without an error and yet cannot be right.
 
     Args:
-        source: what it was loaded from, for the message.
+        source: the file or name it was loaded from, for the message.
     Raises:
         DataError: almost no vocabulary, a special id outside it, or text that gives no ids.
     """

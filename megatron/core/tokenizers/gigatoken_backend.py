@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,8 @@ _SHORT = 512
 """Characters up to which texts are encoded together, in rows as wide as the longest of them."""
 _TOGETHER = 256
 """Texts at most: bounds the rows at 2 MiB, should one of them need four tokens a character."""
+_LONGEST_COMPARED = 2048
+"""Characters of the longest text that is compared during the work."""
 
 
 class TokenizerBackend(Enum):
@@ -36,45 +38,15 @@ class TokenizerBackend(Enum):
     library = "library"
     """The tokenizer's own library."""
     gigatoken = "gigatoken"
-    """gigatoken, or an error that says why not."""
-
-
-class Engine(Protocol):
-    """Encodes many texts at once, as `TextTokenizer.tokenize_part` encodes one."""
-
-    name: str
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and how many each has (int64)."""
-
-
-class LibraryEngine:
-    """The tokenizer's own library."""
-
-    name = "library"
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids [total], counts int64 [texts])."""
-        ids, counts = self._tokenizer.tokenize_flat(texts)
-        before, after = map(len, self._tokenizer.around_a_text)
-        if not (before or after):
-            return ids, counts
-        ends = np.cumsum(counts)
-        is_text = np.ones(len(ids), bool)
-        for at in range(before):
-            is_text[ends - counts + at] = False
-        for at in range(1, after + 1):
-            is_text[ends - at] = False
-        return ids[is_text], counts - before - after
+    """gigatoken, or an error with the reason."""
 
 
 class GigatokenEngine:
-    """gigatoken, one text after the other on this thread."""
+    """gigatoken, one text after the other on this thread.
 
-    name = "gigatoken"
+    Of each batch it compares the first text of at most `_LONGEST_COMPARED` characters with the
+    tokenizer's own library.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, model: Any) -> None:
         self._model = model
@@ -91,7 +63,25 @@ class GigatokenEngine:
         return _load_gigatoken, (self._tokenizer,)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids uint32 [total], counts int64 [texts])."""
+        """Return (ids uint32 [total], counts int64 [texts]), see `TextTokenizer.encode_flat`.
+
+        Raises:
+            DataError: gigatoken gave other ids.
+        """
+        sample = next((text for text in texts if 0 < len(text) <= _LONGEST_COMPARED), None)
+        problem = difference(self, self._tokenizer, [sample]) if sample else ""
+        if problem:
+            raise DataError(
+                f"{problem}.",
+                rule="a fast backend must give the ids of the tokenizer's own library; the output "
+                "of this run may hold such ids",
+                flags=["--tokenizer-backend"],
+                fix="--tokenizer-backend library --restart",
+            )
+        return self.encode_unchecked(texts)
+
+    def encode_unchecked(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode parts of texts without a comparison."""
         first_id = self._tokenizer.first_text_id
         has_specials = bool(
             self._left_to_library is not None and self._left_to_library.search("".join(texts))
@@ -110,7 +100,7 @@ class GigatokenEngine:
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
     def _encode_plain(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode short texts that stand together in one call: a call costs as much as 15 words."""
+        """Encode adjacent short texts in one call: a call costs as much as 15 words."""
         encode = self._model.backend.encode
         arrays, counts = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
         longest = _SHORT if self._takes_many else -1
@@ -161,16 +151,16 @@ scripts, composed and joined characters, controls, spellings of special tokens, 
 
 def make_engine(
     tokenizer: TextTokenizer, backend: TokenizerBackend
-) -> tuple[LibraryEngine | GigatokenEngine, str]:
+) -> tuple[TextTokenizer | GigatokenEngine, str]:
     """Choose how a tokenizer's texts are encoded.
 
     Returns:
-        (engine, one line that says which it is and why).
+        (gigatoken or the tokenizer itself, one line with the choice and the reason).
     Raises:
-        ConfigError: gigatoken was asked for and cannot be used.
+        ConfigError: gigatoken is required and cannot be used.
     """
     if backend is TokenizerBackend.library:
-        return LibraryEngine(tokenizer), "tokenizer library, as --tokenizer-backend says"
+        return tokenizer, "tokenizer library, as --tokenizer-backend says"
     reason, engine = "", None
     if not has("gigatoken"):
         reason = "gigatoken is not installed (pip install 'megatron-lattice[fast]')"
@@ -194,7 +184,7 @@ def make_engine(
             flags=["--tokenizer-backend"],
             fix="--tokenizer-backend library",
         )
-    return LibraryEngine(tokenizer), f"tokenizer library: {reason}"
+    return tokenizer, f"tokenizer library: {reason}"
 
 
 def _load_gigatoken(tokenizer: TextTokenizer) -> GigatokenEngine | None:
@@ -203,9 +193,9 @@ def _load_gigatoken(tokenizer: TextTokenizer) -> GigatokenEngine | None:
     return None if model is None else GigatokenEngine(tokenizer, model)
 
 
-def difference(engine: Engine, tokenizer: TextTokenizer, texts: Sequence[str]) -> str:
-    """Return how the ids of an engine differ from the tokenizer's own, or nothing."""
-    ids, counts = engine.encode_flat(texts)
+def difference(engine: GigatokenEngine, tokenizer: TextTokenizer, texts: Sequence[str]) -> str:
+    """Return how the ids of gigatoken differ from the tokenizer's own, or nothing."""
+    ids, counts = engine.encode_unchecked(texts)
     ends = np.cumsum(counts)
     for text, begin, end in zip(texts, ends - counts, ends, strict=True):
         expected, found = tokenizer.tokenize_part(text), ids[begin:end].tolist()
@@ -215,38 +205,7 @@ def difference(engine: Engine, tokenizer: TextTokenizer, texts: Sequence[str]) -
                 min(len(found), len(expected)),
             )
             return (
-                f"{engine.name} gives other ids than {type(tokenizer).__name__} from token {at} "
+                f"gigatoken gives other ids than {type(tokenizer).__name__} from token {at} "
                 f"of {text[:40]!r}: {found[at : at + 4]} instead of {expected[at : at + 4]}"
             )
     return ""
-
-
-class CheckedEngine:
-    """An engine that goes on comparing a small part of its work with the tokenizer's own library.
-
-    Of each batch the first text of at most `longest` characters is compared.
-    """
-
-    def __init__(self, engine: Engine, tokenizer: TextTokenizer, *, longest: int = 2048) -> None:
-        self.name = engine.name
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._longest = longest
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, counts), see `Engine`.
-
-        Raises:
-            DataError: the engine gave other ids.
-        """
-        sample = next((text for text in texts if 0 < len(text) <= self._longest), None)
-        problem = difference(self._engine, self._tokenizer, [sample]) if sample else ""
-        if problem:
-            raise DataError(
-                f"{problem}.",
-                rule="a fast backend must give the ids of the tokenizer's own library; what was "
-                "written in this run may hold such ids",
-                flags=["--tokenizer-backend"],
-                fix="--tokenizer-backend library --restart",
-            )
-        return self._engine.encode_flat(texts)

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face's `tokenizers` library: GPT-2's two files, and `tokenizer.json`.
+"""Tokenizers of Hugging Face's `tokenizers` library: GPT-2's, BERT's, and `tokenizer.json`.
 
 The data files are read directly, so nothing that a model's author wrote is executed. Only a
 folder without `tokenizer.json` goes through `transformers`.
@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
+from megatron.core.foundation.json_text import read_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import (
     PROBE,
     TextTokenizer,
     digest_of_file,
     existing_file,
-    read_json_object,
 )
 from megatron.core.tokenizers.special_ids import ends_of_generation
 
@@ -70,11 +70,9 @@ class FastTokenizer(TextTokenizer):
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts."""
-        encoded = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=self._adds_special_tokens
-        )
+    def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of several texts without the special tokens of the post-processor."""
+        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
@@ -114,7 +112,7 @@ class GPT2BPETokenizer(FastTokenizer):
         super().__init__(
             vocab_file=digest_of_file(vocab_file), merge_file=digest_of_file(merge_file)
         )
-        vocab = read_json_object(vocab_file, "--vocab-file")
+        vocab = read_json(vocab_file, dict, "--vocab-file")
         if sorted(vocab.values()) != list(range(len(vocab))):
             raise DataError(
                 f"{vocab_file} does not give every id from 0 once.",
@@ -138,6 +136,54 @@ class GPT2BPETokenizer(FastTokenizer):
         self.eod = self.eos = self.bos = vocab.get(END_OF_TEXT)
 
 
+_BERT_SPECIALS = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]"}
+
+
+class BertWordPieceTokenizer(FastTokenizer):
+    """BERT's WordPiece, with [BOS], [EOS] and `extra_ids` sentinels after the tokens of its file.
+
+    J. Devlin et al., "BERT", section 3, arXiv 1810.04805.
+
+    Args:
+        vocab_file: one token a line; it holds [CLS], [SEP], [PAD], [MASK] and [UNK].
+        lower_case: lower the text and take accents off, as the uncased models do.
+        extra_ids: sentinels <extra_id_0>, <extra_id_1>, ... of span corruption.
+    """
+
+    def __init__(self, vocab_file: str | None, *, lower_case: bool, extra_ids: int = 0) -> None:
+        library = require("tokenizers", purpose="BertWordPieceLowerCase")
+        path = existing_file(vocab_file, flag="--vocab-file", what="BERT's vocab.txt")
+        super().__init__(
+            vocab_file=digest_of_file(path), lower_case=lower_case, extra_ids=extra_ids
+        )
+        # Another kind of file, in any encoding, holds no special tokens.
+        with open(path, encoding="utf-8", errors="replace") as file:
+            tokens = [line.rstrip("\n") for line in file]
+        vocab = {token: number for number, token in enumerate(tokens)}
+        missing = [text for text in _BERT_SPECIALS.values() if text not in vocab]
+        if missing or len(vocab) < len(tokens):
+            wrong = f"lacks {', '.join(missing)}" if missing else "holds a token twice"
+            raise DataError(
+                f"{path} {wrong}.",
+                rule="BERT's vocabulary holds each token once, its special tokens among them",
+                flags=["--vocab-file"],
+                fix="check that this is BERT's vocab.txt",
+            )
+        backend = library.Tokenizer(library.models.WordPiece(vocab, unk_token="[UNK]"))
+        backend.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+        backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        backend.decoder = library.decoders.WordPiece()
+        sentinels = [f"<extra_id_{number}>" for number in range(extra_ids)]
+        backend.add_special_tokens([*_BERT_SPECIALS.values(), "[BOS]", "[EOS]", *sentinels])
+        self._use(backend)
+        self.cls, self.sep, self.pad, self.mask, self.unk = (
+            backend.token_to_id(text) for text in _BERT_SPECIALS.values()
+        )
+        self.bos, self.eos = backend.token_to_id("[BOS]"), backend.token_to_id("[EOS]")
+        self.eod = self.sep
+        self.additional_special_tokens_ids = [backend.token_to_id(text) for text in sentinels]
+
+
 class HuggingFaceTokenizer(FastTokenizer):
     """A `tokenizer.json`, or a folder that has one.
 
@@ -146,7 +192,7 @@ class HuggingFaceTokenizer(FastTokenizer):
 
     Args:
         path: file, folder, or name of a model on the hub.
-        trust_remote_code: run Python code that comes with the tokenizer.
+        trust_remote_code: run Python code of the tokenizer.
         include_special_tokens: whether `tokenize` uses the post-processor.
     """
 
@@ -178,12 +224,8 @@ class HuggingFaceTokenizer(FastTokenizer):
         self._stated_ends = ends_of_generation(folder) if os.path.exists(path) else None
         self.eos = self._id_of(named.get("eos_token"), *_USUAL_END_TOKENS)
         self.eod = self.eos
-        self.bos = self._id_of(named.get("bos_token"))
-        self.pad = self._id_of(named.get("pad_token"))
-        self.unk = self._id_of(named.get("unk_token"))
-        self.cls = self._id_of(named.get("cls_token"))
-        self.sep = self._id_of(named.get("sep_token"))
-        self.mask = self._id_of(named.get("mask_token"))
+        for name in ("bos", "pad", "unk", "cls", "sep", "mask"):
+            setattr(self, name, self._id_of(named.get(f"{name}_token")))
 
     @property
     def ends(self) -> frozenset[int]:
@@ -219,7 +261,7 @@ def _named_tokens(folder: str) -> dict[str, str]:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        for key, value in read_json_object(path, "--tokenizer-model").items():
+        for key, value in read_json(path, dict, "--tokenizer-model").items():
             if isinstance(value, dict):
                 value = value.get("content")
             if key.endswith("_token") and isinstance(value, str):
@@ -232,7 +274,7 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
     config = os.path.join(path, "tokenizer_config.json")
     if (
         os.path.isfile(config)
-        and "auto_map" in read_json_object(config, "--tokenizer-model")
+        and "auto_map" in read_json(config, dict, "--tokenizer-model")
         and not trust_remote_code
     ):
         raise ConfigError(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
-from megatron.core.foundation.errors import ConfigError, DataError
-from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.json_text import read_json
 from megatron.core.tokenizers.base import TextTokenizer, check_loaded
-from megatron.core.tokenizers.hugging_face import GPT2BPETokenizer, HuggingFaceTokenizer
+from megatron.core.tokenizers.hugging_face import (
+    BertWordPieceTokenizer,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+)
 from megatron.core.tokenizers.null_and_byte import ByteTokenizer, NullTokenizer
 from megatron.core.tokenizers.sentence_piece import (
     GPTSentencePieceTokenizer,
@@ -19,28 +24,13 @@ from megatron.core.tokenizers.sentence_piece import (
     SentencePieceTokenizer,
 )
 from megatron.core.tokenizers.tik_token import TikTokenizer
-from megatron.core.tokenizers.word_piece import BertWordPieceTokenizer
-
-TOKENIZER_TYPES = (
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-    "ByteTokenizer",
-)
-"""Values of --tokenizer-type."""
 
 UNSUPPORTED_TYPES = {
     "MultimodalTokenizer": "HuggingFaceTokenizer",
     "NullMultimodalTokenizer": "NullTokenizer",
     "SFTTokenizer": "HuggingFaceTokenizer",
 }
-"""Types that Megatron knows and this project does not, and what comes nearest."""
+"""Types of Megatron that are not supported -> the nearest supported type."""
 
 _TYPE_OF_LIBRARY = {
     "huggingface": "HuggingFaceTokenizer",
@@ -54,93 +44,127 @@ _TYPE_OF_LIBRARY = {
 """Names of libraries in tokenizer metadata."""
 
 
-def make_tokenizer(
-    tokenizer_type: str,
-    *,
-    tokenizer_model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    vocab_size: int | None = None,
-    vocab_extra_ids: int = 0,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int | None = None,
-    tiktoken_special_tokens: Sequence[str] | None = None,
-    trust_remote_code: bool = False,
-    tokenizer_hf_no_include_special_tokens: bool = False,
-) -> TextTokenizer:
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Arguments of `make_tokenizer`: the flags of the same names."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int | None = None
+    tiktoken_special_tokens: Sequence[str] | None = None
+    trust_remote_code: bool = False
+    tokenizer_hf_no_include_special_tokens: bool = False
+
+    @property
+    def model(self) -> str:
+        """The model, which the type of tokenizer needs."""
+        if not self.tokenizer_model:
+            raise ConfigError(
+                f"{self.tokenizer_type} needs a model.",
+                rule="--tokenizer-model names its file, folder or hub name",
+                flags=["--tokenizer-model"],
+            )
+        return self.tokenizer_model
+
+
+SETTINGS = tuple(field.name for field in fields(_Settings))[1:]
+"""Keyword arguments of `make_tokenizer`."""
+
+
+def _word_piece(given: _Settings, *, lower_case: bool) -> TextTokenizer:
+    return BertWordPieceTokenizer(
+        given.vocab_file or given.tokenizer_model,
+        lower_case=lower_case,
+        extra_ids=given.vocab_extra_ids,
+    )
+
+
+def _hugging_face(given: _Settings) -> TextTokenizer:
+    return HuggingFaceTokenizer(
+        given.model,
+        trust_remote_code=given.trust_remote_code,
+        include_special_tokens=not given.tokenizer_hf_no_include_special_tokens,
+    )
+
+
+def _tik_token(given: _Settings) -> TextTokenizer:
+    return TikTokenizer(
+        given.model,
+        given.tiktoken_pattern,
+        given.vocab_size,
+        given.tiktoken_num_special_tokens,
+        given.tiktoken_special_tokens,
+    )
+
+
+def _null(given: _Settings) -> TextTokenizer:
+    if given.vocab_size is None:
+        raise ConfigError(
+            "NullTokenizer needs the number of ids.",
+            rule="it has no files that state it",
+            flags=["--vocab-size"],
+            fix="--vocab-size 32000",
+        )
+    return NullTokenizer(given.vocab_size)
+
+
+_MAKERS: dict[str, Callable[[_Settings], TextTokenizer]] = {
+    "BertWordPieceLowerCase": partial(_word_piece, lower_case=True),
+    "BertWordPieceCase": partial(_word_piece, lower_case=False),
+    "GPT2BPETokenizer": lambda given: GPT2BPETokenizer(*_gpt2_files(given)),
+    "SentencePieceTokenizer": lambda given: SentencePieceTokenizer(
+        given.model, given.vocab_extra_ids
+    ),
+    "GPTSentencePieceTokenizer": lambda given: GPTSentencePieceTokenizer(given.model),
+    "Llama2Tokenizer": lambda given: Llama2Tokenizer(given.model),
+    "HuggingFaceTokenizer": _hugging_face,
+    "TikTokenizer": _tik_token,
+    "NullTokenizer": _null,
+    "ByteTokenizer": lambda given: ByteTokenizer(),
+}
+TOKENIZER_TYPES = tuple(_MAKERS)
+"""Values of --tokenizer-type."""
+
+
+def make_tokenizer(tokenizer_type: str, **settings: object) -> TextTokenizer:
     """Make a tokenizer by its type.
 
     Args:
-        tokenizer_type: one of `TOKENIZER_TYPES`; the others are the flags of the same names.
+        tokenizer_type: one of `TOKENIZER_TYPES`.
+        settings: the tokenizer flags by name: `tokenizer_model`, `vocab_file`, `merge_file`,
+            `vocab_size`, `vocab_extra_ids`, `tiktoken_pattern`, `tiktoken_num_special_tokens`,
+            `tiktoken_special_tokens`, `trust_remote_code`,
+            `tokenizer_hf_no_include_special_tokens`.
     Raises:
         ConfigError: an unknown type, or a flag that the type needs is missing.
         DataError: its files are missing or wrong.
         MissingExtraError: its library is not installed.
     """
-
-    def model() -> str:
-        if not tokenizer_model:
-            raise ConfigError(
-                f"{tokenizer_type} needs a model.",
-                rule="--tokenizer-model names its file, folder or hub name",
-                flags=["--tokenizer-model"],
-            )
-        return tokenizer_model
-
-    def gpt2() -> TextTokenizer:
-        vocab, merges = _gpt2_files(tokenizer_model, vocab_file, merge_file)
-        return GPT2BPETokenizer(vocab, merges)
-
-    def null() -> TextTokenizer:
-        if vocab_size is None:
-            raise ConfigError(
-                "NullTokenizer needs the number of ids.",
-                rule="there are no files that say it",
-                flags=["--vocab-size"],
-                fix="--vocab-size 32000",
-            )
-        return NullTokenizer(vocab_size)
-
-    def word_piece(*, lower_case: bool) -> TextTokenizer:
-        return BertWordPieceTokenizer(
-            vocab_file or tokenizer_model, lower_case=lower_case, extra_ids=vocab_extra_ids
+    if tokenizer_type not in _MAKERS:
+        nearest = UNSUPPORTED_TYPES.get(tokenizer_type)
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer_type} is {'not supported' if nearest else 'unknown'}.",
+            rule=f"one of {', '.join(TOKENIZER_TYPES)}",
+            flags=["--tokenizer-type"],
+            fix=f"nearest is {nearest}" if nearest else "",
         )
-
-    makers: Mapping[str, Callable[[], TextTokenizer]] = {
-        "BertWordPieceLowerCase": lambda: word_piece(lower_case=True),
-        "BertWordPieceCase": lambda: word_piece(lower_case=False),
-        "GPT2BPETokenizer": gpt2,
-        "SentencePieceTokenizer": lambda: SentencePieceTokenizer(model(), vocab_extra_ids),
-        "GPTSentencePieceTokenizer": lambda: GPTSentencePieceTokenizer(model()),
-        "Llama2Tokenizer": lambda: Llama2Tokenizer(model()),
-        "HuggingFaceTokenizer": lambda: HuggingFaceTokenizer(
-            model(),
-            trust_remote_code=trust_remote_code,
-            include_special_tokens=not tokenizer_hf_no_include_special_tokens,
-        ),
-        "TikTokenizer": lambda: TikTokenizer(
-            model(),
-            tiktoken_pattern,
-            vocab_size,
-            tiktoken_num_special_tokens,
-            tiktoken_special_tokens,
-        ),
-        "NullTokenizer": null,
-        "ByteTokenizer": ByteTokenizer,
-    }
-    if tokenizer_type not in makers:
-        raise _unknown_type(tokenizer_type)
-    tokenizer = makers[tokenizer_type]()
+    given = _Settings(tokenizer_type=tokenizer_type, **settings)  # type: ignore[arg-type]
+    tokenizer = _MAKERS[tokenizer_type](given)
     if not isinstance(tokenizer, NullTokenizer):
-        check_loaded(tokenizer, tokenizer_model or vocab_file or tokenizer_type)
+        check_loaded(tokenizer, given.tokenizer_model or given.vocab_file or tokenizer_type)
     return tokenizer
 
 
-def _gpt2_files(model: str | None, vocab: str | None, merges: str | None) -> tuple[str, str]:
-    """Return GPT-2's two files; a folder that holds both may stand for them."""
+def _gpt2_files(given: _Settings) -> tuple[str, str]:
+    """Return GPT-2's two files, given by name or by a folder that holds both."""
+    model, vocab, merges = given.tokenizer_model, given.vocab_file, given.merge_file
     if model and os.path.isdir(model):
-        names = [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")]
-        for pair in names:
+        for pair in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
             paths = [os.path.join(model, name) for name in pair]
             if all(map(os.path.isfile, paths)):
                 vocab, merges = vocab or paths[0], merges or paths[1]
@@ -153,21 +177,6 @@ def _gpt2_files(model: str | None, vocab: str | None, merges: str | None) -> tup
             fix="--vocab-file vocab.json --merge-file merges.txt",
         )
     return vocab, merges
-
-
-def _unknown_type(tokenizer_type: str) -> ConfigError:
-    if tokenizer_type in UNSUPPORTED_TYPES:
-        return ConfigError(
-            f"--tokenizer-type {tokenizer_type} is not supported.",
-            rule=f"supported are {', '.join(TOKENIZER_TYPES)}",
-            flags=["--tokenizer-type"],
-            fix=f"nearest is {UNSUPPORTED_TYPES[tokenizer_type]}",
-        )
-    return ConfigError(
-        f"--tokenizer-type {tokenizer_type} is unknown.",
-        rule=f"one of {', '.join(TOKENIZER_TYPES)}",
-        flags=["--tokenizer-type"],
-    )
 
 
 class MegatronTokenizer:
@@ -185,10 +194,10 @@ class MegatronTokenizer:
             tokenizer_path: a file, a folder or a hub name; None for those without files.
             metadata_path: {"library": ...} or a JSON file with it; None looks for
                 `tokenizer_metadata.json` beside the tokenizer, then at the files themselves.
-            kwargs: of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also by
-                Megatron's names; None and nothing are as if they were left out.
+            kwargs: settings of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also
+                by Megatron's names; None and empty lists count as not given.
         Raises:
-            ConfigError: a setting that is not here, or what `make_tokenizer` says.
+            ConfigError: an unsupported setting; see also `make_tokenizer`.
         """
         library = _library(tokenizer_path, metadata_path)
         tokenizer_type = _type_of_files(tokenizer_path) if library is None else library
@@ -218,27 +227,26 @@ _OUR_NAMES = {
     "num_special_tokens": "tiktoken_num_special_tokens",
     "special_tokens": "tiktoken_special_tokens",
 }
-"""Megatron's name of a setting of a library -> that of `make_tokenizer`."""
+"""Megatron's name of a setting of a library -> the name in `make_tokenizer`."""
 
 _INSTEAD = {
     "chat_template": "write it beside the tokenizer as chat_template.jinja, for"
     " tools/preprocess_data.py and the server",
     "additional_special_tokens": "add them to the files of the tokenizer",
 }
-"""Settings that are not here -> what to do."""
+"""Unsupported settings -> what to do instead."""
 
 
 def _settings_by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that say something, as arguments of `make_tokenizer`."""
-    known = inspect.signature(make_tokenizer).parameters
+    """Return the settings that are not empty, as arguments of `make_tokenizer`."""
     settings: dict[str, Any] = {}
     for name, value in given.items():
         if value is None or value == []:
             continue
-        if _OUR_NAMES.get(name, name) not in known:
+        if _OUR_NAMES.get(name, name) not in SETTINGS:
             raise ConfigError(
                 f"{name}={value!r} of a tokenizer is not supported.",
-                rule=f"its settings are {', '.join(known)}",
+                rule=f"its settings are {', '.join(SETTINGS)}",
                 fix=_INSTEAD.get(name, f"leave {name} out"),
             )
         settings[_OUR_NAMES.get(name, name)] = value
@@ -252,7 +260,7 @@ def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> str 
     if metadata is None:
         return None
     if isinstance(metadata, str):
-        content = _json_object(metadata)
+        content = read_json(metadata, dict, "--tokenizer-model")
         return _type_by_library(str(content.get("library")))
     return _type_by_library(metadata["library"])
 
@@ -260,22 +268,6 @@ def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> str 
 def _metadata_beside(path: str) -> str:
     folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     return os.path.join(folder, "tokenizer_metadata.json")
-
-
-def _json_object(path: str, *, or_list: bool = False) -> Any:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = parse_json(file.read())
-        if not isinstance(content, (dict, list) if or_list else dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not what its name says: {error}.",
-            rule="files of a tokenizer are JSON objects",
-            flags=["--tokenizer-model"],
-            fix="copy the file again",
-        ) from None
-    return content
 
 
 def _type_by_library(library: str) -> str:
@@ -298,7 +290,7 @@ def _type_of_files(path: str | None) -> str:
             return "GPT2BPETokenizer"
         return "HuggingFaceTokenizer"
     if path.endswith(".json"):
-        content = _json_object(path, or_list=True)
+        content = read_json(path, (dict, list), "--tokenizer-model")
         settings = {} if isinstance(content, list) else content.get("config")
         is_ranks = isinstance(content, list) or (
             isinstance(settings, dict) and "default_num_special_tokens" in settings

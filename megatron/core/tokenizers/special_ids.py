@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from megatron.core.foundation.errors import DataError, shown
-from megatron.core.tokenizers.base import read_json_object
+from megatron.core.foundation.json_text import read_json
 
 GENERATION_NAME = "generation_config.json"
 
@@ -15,7 +15,7 @@ def ends_of_generation(folder: str) -> frozenset[int] | None:
     """Return the ids with which `generate()` of Transformers ends a text.
 
     They are the `eos_token_id` of generation_config.json, one id or a list. Without that file
-    they are those of config.json, or of its `text_config`.
+    they are the ids of config.json, or of its `text_config`.
 
     Returns:
         None if neither file names an end.
@@ -26,7 +26,7 @@ def ends_of_generation(folder: str) -> frozenset[int] | None:
         path = os.path.join(folder, name)
         if not os.path.isfile(path):
             continue
-        fields = read_json_object(path, "--tokenizer-model", "--load-hf")
+        fields = read_json(path, dict, "--tokenizer-model", "--load-hf")
         found = fields.get("eos_token_id")
         if found is None and isinstance(fields.get("text_config"), Mapping):
             found = fields["text_config"].get("eos_token_id")

@@ -46,7 +46,7 @@ PATTERNS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-"""How text is cut before the merges: Megatron's names v1 and v2, and those of OpenAI's sets."""
+"""Patterns that cut text before the merges, by Megatron's names v1 and v2 and OpenAI's names."""
 
 _GIGATOKEN_SCHEMES = {"gpt2": "gpt2", "cl100k": "cl100k", "o200k": "o200k"}
 """Our name of a pattern -> gigatoken's."""
@@ -67,8 +67,8 @@ _MAX_RESERVED = 1 << 16
 class TikTokenizer(TextTokenizer):
     """Byte-pair encoding by ranks.
 
-    Text never becomes a special token. In rank lists (JSON) the special tokens come first and
-    every rank is shifted by their number; in `.tiktoken` files they come last.
+    Text never becomes a special token. In rank lists (JSON) the special tokens have the first ids
+    and every rank is shifted by their number; in `.tiktoken` files they have the last ids.
 
     Args:
         path: a rank file, or a name such as "cl100k_base".
@@ -108,11 +108,8 @@ class TikTokenizer(TextTokenizer):
         end = next(self._specials[t] for t in ("<|endoftext|>", "</s>") if t in self._specials)
         self.eod = self.eos = end
         self.bos = self._specials.get("<s>")
-        self.pad = self._specials.get("<pad>")
-        self.unk = self._specials.get("<unk>")
-        self.cls = self._specials.get("<cls>")
-        self.sep = self._specials.get("<sep>")
-        self.mask = self._specials.get("<mask>")
+        for name in ("pad", "unk", "cls", "sep", "mask"):
+            setattr(self, name, self._specials.get(f"<{name}>"))
 
     def _from_list(
         self,
@@ -124,7 +121,7 @@ class TikTokenizer(TextTokenizer):
         special_tokens: Sequence[str] | None,
     ) -> Any:
         entries, settings = _read_list(path)
-        # Tekken's own tokens after the first three are not those of the bare list.
+        # After the first three, Tekken's own tokens differ from the tokens of a bare list.
         default = DEFAULT_SPECIAL_TOKENS[:3] if settings else DEFAULT_SPECIAL_TOKENS
         names = list(default if special_tokens is None else special_tokens)
         reserved = num_special_tokens or settings.get(
@@ -183,7 +180,7 @@ class TikTokenizer(TextTokenizer):
             ) from error
         return self._shifted(ids.tolist())
 
-    def tokenize_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, one after the other, and how many each has (int64)."""
         # One by one: the library's batch call starts a thread pool each time. As arrays: lists of
         # Python's integers cost a sixth of the time.
@@ -305,7 +302,7 @@ def _named_encoding(library: Any, name: str) -> Any:
         )
     try:
         return library.get_encoding(name)
-    except Exception as error:  # whatever the download raises
+    except Exception as error:  # any error of the download
         raise MissingInputError(
             f"tiktoken could not fetch the ranks of {name!r}: {type(error).__name__}.",
             rule="a named set is read from tiktoken's cache or downloaded",

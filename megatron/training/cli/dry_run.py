@@ -21,6 +21,7 @@ from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, plain
 from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.datasets.iterators import build_data
 from megatron.training.launch import rank_info
 from megatron.training.metrics.flops import (
     training_flops,
@@ -32,7 +33,6 @@ from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.run.state import TrainState
 from megatron.training.setup.assemble import assemble
-from megatron.training.setup.data import build_data
 from megatron.training.setup.distributed import create_groups
 from megatron.training.setup.initialize import Session, publish
 from megatron.training.setup.model import kernels_of_run

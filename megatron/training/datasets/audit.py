@@ -1,9 +1,9 @@
-"""A record of the samples that a run consumed, and what it proves.
+"""A record of the samples that a run consumed, and its check.
 
-Each replica appends a line for every micro batch that training took: the number of its first
-sample, counted over the whole run, and a checksum of the tokens of each sample. Whatever happened
-in between (resumes, other layouts, other numbers of workers), one number must always have the same
-checksum, and no number may be missing.
+Each replica appends a line for every micro batch of training: the number of its first sample,
+counted over the whole run, and a checksum of the tokens of each sample. After any resumes, with any
+layouts and any numbers of workers, one number must always have the same checksum, and no number may
+be missing.
 """
 
 from __future__ import annotations
@@ -11,42 +11,39 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
 
 
-def audited(
-    batches: Iterable[Any], folder: str, *, first_sample: int, row_size: int, dp_rank: int
-) -> Iterator[Any]:
-    """Yield `batches` and record each as it is taken.
+def record_samples(
+    folder: str, dp_rank: int, first_sample: int, batch: Mapping[str, Tensor]
+) -> None:
+    """Append a line for a micro batch to the file of this replica.
 
     Args:
-        folder: created if needed; the file of this replica is appended to.
-        first_sample: number of the first sample of the first batch.
-        row_size: distance of the first samples of two batches.
+        folder: must exist.
+        first_sample: number of the first sample of the micro batch in the run.
     """
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, f"dp{dp_rank:05d}.jsonl"), "a", buffering=1) as file:
-        for number, batch in enumerate(batches):
-            sums = [zlib.crc32(row.numpy().tobytes()) for row in batch["tokens"].contiguous()]
-            file.write(json.dumps([first_sample + number * row_size, sums]) + "\n")
-            yield batch
+    sums = [zlib.crc32(sample.numpy().tobytes()) for sample in batch["tokens"].contiguous()]
+    with open(os.path.join(folder, f"dp{dp_rank:05d}.jsonl"), "a") as file:
+        file.write(json.dumps([first_sample, sums]) + "\n")
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What the records of a run say."""
+    """The result of reading the records of a run."""
 
     num_samples: int
     """Different samples that were consumed."""
     num_repeated: int
     """Times a sample was consumed again, with the same tokens: steps lost to a crash."""
     missing: list[tuple[int, int]]
-    """Ranges [first, last] below the largest number that nobody consumed."""
+    """Ranges [first, last] below the largest number that were not consumed."""
     contradictions: list[int]
     """Samples that had other tokens the second time."""
 

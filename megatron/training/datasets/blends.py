@@ -12,7 +12,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.foundation.errors import DataError, shown
-from megatron.core.foundation.json_text import parse_json
+from megatron.core.foundation.json_text import read_json
 from megatron.core.settings.flags import from_args
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.training.arguments import run_as_in
@@ -21,7 +21,7 @@ from megatron.training.config.resolved import ResolvedRun
 
 
 def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
-    """Return what the data flags make samples of: documents, conversations, or nothing at all."""
+    """Return the dataset class of the data flags: for documents, conversations, or mock data."""
     data = from_args(DataSettings, vars(args))
     if data.mock_data:
         return MockGPTDataset
@@ -31,7 +31,7 @@ def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
 
 
 def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
-    """Return what the data flags of `pretrain_gpt.py` say, also to tools that prepare a run."""
+    """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
     run = run_as_in(args)
     data = run.data
     kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
@@ -50,7 +50,7 @@ def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetC
 
 
 def masked_dataset_settings(args: Namespace, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return what the data flags say to a `MaskedWordPieceDatasetConfig`."""
+    """Return the settings of a `MaskedWordPieceDatasetConfig` from the data flags."""
     run = run_as_in(args)
     return {
         **_common_settings(run, tokenizer),
@@ -120,7 +120,7 @@ def _blend_in_file(path: str) -> Blend:
     """Read a blend: the words of --data-path, or one of the JSON forms of `_blend_of`."""
     flag, text = "--data-args-path", Path(path).read_text()
     if text.lstrip()[:1] in ("[", "{"):
-        return _blend_of(_json(path, text, flag), path, flag)
+        return _blend_of(read_json(path, object, flag), path, flag)
     blend = get_blend_from_list(text.split())
     if not blend or not blend[0]:
         raise DataError(
@@ -135,7 +135,7 @@ def _blend_in_file(path: str) -> Blend:
 def _blends_in_file(path: str) -> list[Blend | None]:
     """Read {"train": BLEND, "valid": BLEND, "test": BLEND}; a part may be missing or null."""
     flag = "--per-split-data-args-path"
-    found = _json(path, Path(path).read_text(), flag)
+    found = read_json(path, object, flag)
     names = [split.name for split in Split]
     if not isinstance(found, dict) or not set(found) <= set(names) or not any(found.values()):
         keys = f"the keys {', '.join(map(repr, found))}" if isinstance(found, dict) else "no object"
@@ -171,15 +171,3 @@ def _blend_of(value: Any, path: str, flag: str) -> Blend:
         flags=[flag],
         fix='for example {"data/a": 0.3, "data/b": 0.7}',
     )
-
-
-def _json(path: str, text: str, flag: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not JSON: {error}.",
-            rule="it is read as JSON",
-            flags=[flag],
-            fix="correct the file",
-        ) from None

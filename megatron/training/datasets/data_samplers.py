@@ -1,9 +1,7 @@
 """Which samples make up the next micro batch of a data-parallel rank.
 
-All state is one number, the samples consumed so far by all ranks together: a sampler made with
-that number continues exactly where the last one stopped, whatever the number of loader workers.
-
-A row is the samples that all ranks take for one micro batch: micro_batch_size * dp_size of them.
+The only state is the number of samples that all ranks together have consumed: a sampler made with
+that number continues exactly where the last one stopped, for any number of loader workers.
 """
 
 from __future__ import annotations
@@ -18,8 +16,11 @@ from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError, DataError
 
 
-class RowSampler(ABC):
-    """Common part: sizes, and the check that something is left."""
+class PretrainingSampler(ABC):
+    """Common part: sizes and their checks.
+
+    `stride` is the number of samples in one micro batch of all ranks.
+    """
 
     def __init__(
         self,
@@ -48,15 +49,15 @@ class RowSampler(ABC):
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
-        self.row_size = micro_batch_size * data_parallel_size
+        self.stride = micro_batch_size * data_parallel_size
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[int | None]]:
         """Yield the sample numbers of one micro batch after the other."""
 
 
-class MegatronPretrainingSampler(RowSampler):
-    """`single`: samples in order; rank r takes the r-th slice of each row.
+class MegatronPretrainingSampler(PretrainingSampler):
+    """`single`: samples in order; rank r takes the r-th slice for each micro batch of all ranks.
 
     Args:
         total_samples: of the dataset.
@@ -64,8 +65,9 @@ class MegatronPretrainingSampler(RowSampler):
         micro_batch_size: samples of one rank in one micro batch.
         data_parallel_rank: this rank.
         data_parallel_size: ranks.
-        drop_last: leave out a last row that is not full; False fills it with None, which datasets
-            answer with a sample that carries no loss, so that all ranks take as many steps.
+        drop_last: leave out a last micro batch that is not full on all ranks; False fills it with
+            None, for which datasets return a sample without loss, so that all ranks take as many
+            steps.
     """
 
     def __init__(
@@ -97,30 +99,30 @@ class MegatronPretrainingSampler(RowSampler):
     def __len__(self) -> int:
         """Return the micro batches that are left."""
         left = self.total_samples - self.consumed_samples
-        return left // self.row_size if self.drop_last else -(-left // self.row_size)
+        return left // self.stride if self.drop_last else -(-left // self.stride)
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Yield the sample numbers of one micro batch after the other."""
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
-        for row in range(len(self)):
-            begin = first + row * self.row_size
+        for micro_batch in range(len(self)):
+            begin = first + micro_batch * self.stride
             numbers = range(begin, begin + self.micro_batch_size)
             yield [number if number < self.total_samples else None for number in numbers]
 
 
-class CyclicSampler(RowSampler):
+class CyclicSampler(PretrainingSampler):
     """`cyclic`: every epoch reshuffles the whole dataset, without end.
 
-    The shuffle depends on the number of the epoch alone, and rows continue from one epoch into the
-    next. So global batches hold the same samples for every number of replicas and every micro
-    batch size, and a run can resume with other numbers.
+    The shuffle depends only on the number of the epoch, and micro batches continue from one epoch
+    into the next. So global batches hold the same samples for every number of replicas and every
+    micro batch size, and a run can resume with other numbers.
     """
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Yield the sample numbers of one micro batch after the other."""
         epoch, order = -1, KeyedPermutation(self.total_samples)
         first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
-        for begin in itertools.count(first, self.row_size):
+        for begin in itertools.count(first, self.stride):
             batch: list[int | None] = []
             for number in range(begin, begin + self.micro_batch_size):
                 if number // self.total_samples != epoch:
@@ -130,14 +132,14 @@ class CyclicSampler(RowSampler):
             yield batch
 
 
-class MegatronPretrainingRandomSampler(RowSampler):
+class MegatronPretrainingRandomSampler(PretrainingSampler):
     """`cyclic-megatron`: the reshuffled epochs of Megatron-LM.
 
     The order depends on the number of replicas and on the micro batch size. An epoch leaves out
-    the samples that do not fill a row.
+    the samples that do not fill a micro batch of all ranks.
 
     Args:
-        dataset: not used; it has its place in the signature that callers know.
+        dataset: not used; Megatron's signature has it.
         total_samples: samples of the dataset.
         consumed_samples: where to begin, over all epochs.
         micro_batch_size: samples of one rank in one micro batch.
@@ -147,7 +149,8 @@ class MegatronPretrainingRandomSampler(RowSampler):
             the part; False shuffles the dataset and gives each rank every `data_parallel_size`-th
             sample.
     Raises:
-        DataError: the dataset is smaller than one row, or the start is inside a row.
+        DataError: the dataset is smaller than one micro batch of all ranks, or the start is inside
+            one.
     """
 
     def __init__(
@@ -169,18 +172,19 @@ class MegatronPretrainingRandomSampler(RowSampler):
         )
         del dataset
         self.data_sharding = data_sharding
-        self.samples_per_epoch = total_samples - total_samples % self.row_size
+        self.samples_per_epoch = total_samples - total_samples % self.stride
         if self.samples_per_epoch == 0:
             raise DataError(
                 f"a dataset of {total_samples} samples cannot fill one micro batch on "
-                f"{data_parallel_size} data-parallel ranks, {self.row_size} samples.",
+                f"{data_parallel_size} data-parallel ranks, {self.stride} samples.",
                 rule="an epoch holds at least one micro batch for every rank",
                 flags=["--micro-batch-size", "--data-path"],
                 fix="use --dataloader-type cyclic, a smaller micro batch, fewer ranks or more data",
             )
-        if consumed_samples % self.samples_per_epoch % self.row_size:
+        if consumed_samples % self.samples_per_epoch % self.stride:
             raise DataError(
-                f"{consumed_samples} consumed samples end within a row of {self.row_size}.",
+                f"{consumed_samples} consumed samples end within a micro batch of all ranks, "
+                f"{self.stride}.",
                 rule="the cyclic order of Megatron-LM continues at a whole micro batch of all "
                 "ranks",
                 flags=["--micro-batch-size", "--dataloader-type"],
@@ -198,7 +202,7 @@ class MegatronPretrainingRandomSampler(RowSampler):
             epoch, begun = epoch + 1, 0
 
     def _order_of(self, epoch: int, begun: int) -> list[int]:
-        """Return the samples of this rank in an epoch of which `begun` samples are consumed."""
+        """Return this rank's samples of an epoch after its first `begun` samples."""
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
             per_rank = self.samples_per_epoch // self.data_parallel_size

@@ -24,7 +24,7 @@ _NORMALISATION = {
     ),
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Mean and deviation of red, green and blue with which encoders were trained (those of CLIP, A.
+"""Mean and deviation of red, green and blue in the training of encoders (from CLIP, A.
 Radford et al., arXiv 2103.00020, and one half)."""
 
 
@@ -109,7 +109,7 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
 
 
 def _template(run: ResolvedRun) -> ChatTemplate | None:
-    """Return what writes messages: a file, what comes with the tokenizer, or nothing."""
+    """Return the chat template of the flag or of the tokenizer; None if there is none."""
     path, model = run.tokenizer.chat_template, run.tokenizer.tokenizer_model
     if path is not None:
         return find_chat_template(path, model)

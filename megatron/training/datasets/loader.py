@@ -37,9 +37,9 @@ from megatron.training.datasets.data_samplers import (
     CyclicSampler,
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
-    RowSampler,
+    PretrainingSampler,
 )
-from megatron.training.datasets.packed_rows import PackedRows, PackedRowSampler, Packing
+from megatron.training.datasets.dynamic_cp import PackedSequences, PackedSequenceSampler, Packing
 
 DATALOADER_TYPES = ("single", "cyclic", "cyclic-megatron", "external")
 
@@ -87,8 +87,8 @@ def build_pretraining_data_loader(
         data_sharding: see `MegatronPretrainingRandomSampler`.
         drop_last: see `MegatronPretrainingSampler`.
         collate: joins the samples of a batch.
-        packing: how global batches of `dataset` become rows that ranks share; the sizes above and
-            the type say nothing then, but that samples come in order.
+        packing: packs global batches of `dataset` into sequences that several ranks split; then
+            the sizes above and the type are not used, and samples are taken in order.
     Returns:
         a torch `DataLoader`, or `dataset` itself if `external`.
     Raises:
@@ -97,10 +97,11 @@ def build_pretraining_data_loader(
     """
     if dataset is None or dataloader_type == "external":
         return dataset
-    sampler: PackedRowSampler | RowSampler
+    sampler: PackedSequenceSampler | PretrainingSampler
     sizes = (consumed_samples, micro_batch_size, dp_rank, dp_size)
     if packing is not None:
-        dataset, sampler = PackedRows(packing), PackedRowSampler(packing, consumed_samples)
+        dataset = PackedSequences(packing)
+        sampler = PackedSequenceSampler(packing, consumed_samples)
     elif dataloader_type == "single":
         sampler = MegatronPretrainingSampler(len(dataset), *sizes, drop_last=drop_last)
     elif dataloader_type == "cyclic":
@@ -116,11 +117,11 @@ def build_pretraining_data_loader(
             flags=["--dataloader-type"],
         )
     return PretrainingDataLoader(
-        _ErrorsAsItems(dataset),
+        _MicroBatches(dataset, collate),
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=device_type() != "cpu",
-        collate_fn=_CollateUnlessError(collate),
+        collate_fn=_unchanged,
         # Without its own generator a loader draws from the global one, which then differs
         # between a run and its resumed copy.
         generator=torch.Generator().manual_seed(derive_seed("data loader", seed, dp_rank)),
@@ -131,9 +132,9 @@ def build_pretraining_data_loader(
 class PretrainingDataLoader(DataLoader[Any]):
     """A `DataLoader` that raises a worker's error as it was, and names a dead worker.
 
-    Its workers live as long as the loader, whatever signal their process group gets: a step that
-    a signal finds half done is finished with them. A worker that dies fails the next batch, and
-    nothing else that the process may be doing then.
+    Its workers live as long as the loader, even if their process group gets a signal: they are
+    needed to finish the current step. If a worker dies, the next batch fails, and no other work of
+    the process.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -155,21 +156,21 @@ class PretrainingDataLoader(DataLoader[Any]):
                 problem = _worker_death(error, workers, killed_before)
                 if problem is None:
                     raise
-            if isinstance(batch, _Failed):
+            if isinstance(batch, _FromWorker):
                 problem = batch.error
             if problem is not None:
-                # Ends the workers now: the error carries this frame, and as long as somebody
-                # looks at it they would stay. And no circle between the error and the frame.
+                # End the workers now: the error references this frame, which would keep them
+                # alive. This also avoids a reference circle between the error and the frame.
                 del batch, batches
                 try:
                     raise problem
                 finally:
                     del problem
-            yield batch.unpack() if isinstance(batch, _Packed) else batch
+            yield batch.unpack() if isinstance(batch, _FromWorker) else batch
 
 
 def _begin_work(_number: int) -> None:
-    """Run in a new worker: it ends with the training process, and no signal to the run is its."""
+    """Set up a new worker: it ends with the training process and ignores signals to the run."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
@@ -180,30 +181,30 @@ def _begin_work(_number: int) -> None:
 
 
 class _ChildEnds:
-    """Stands before torch's handler of SIGCHLD, which raises if a worker has died.
+    """Wraps torch's handler of SIGCHLD, which raises if a worker has died.
 
-    It would do so wherever the process happens to be: in a save, in a step, in `__del__`. Here it
-    is asked while a batch is waited for.
+    Without this wrapper it would raise anywhere: in a save, in a step, in `__del__`. The wrapper
+    calls it only while the process waits for a batch.
     """
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         self._handler = handler
         self._num_waiting = 0
-        self._has_come = False
+        self._is_pending = False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self._num_waiting:
             self._handler(number, frame)
         else:
-            self._has_come = True
+            self._is_pending = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the handler raise in this block, also for what came before it."""
+        """Let the handler raise in this block, also for a signal from before the block."""
         self._num_waiting += 1
         try:
-            if self._has_come:
-                self._has_come = False
+            if self._is_pending:
+                self._is_pending = False
                 self._handler(signal.SIGCHLD, None)
             yield
         finally:
@@ -211,7 +212,7 @@ class _ChildEnds:
 
 
 def _guard_of_child_ends() -> _ChildEnds:
-    """Return the guard of torch's handler; a new one that guards nothing where there is none."""
+    """Return the wrapper of torch's handler; without a handler, one that does nothing."""
     handler = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _ChildEnds):
         return handler
@@ -224,50 +225,39 @@ def _guard_of_child_ends() -> _ChildEnds:
     return guard
 
 
-class _Failed:
-    """An error on its way from a worker to the training loop."""
+class _MicroBatches(Dataset[Any]):
+    """Make micro batches; return an error as an item: torch would put its text into a traceback."""
 
-    def __init__(self, error: MegatronError) -> None:
-        self.error = error
-
-
-class _ErrorsAsItems(Dataset[Any]):
-    """Return a sample's error in its place: torch would bury its text in a worker's traceback."""
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[..., object]) -> None:
         self.dataset = dataset
+        self.collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, idx: int | None) -> Any:
+    def __getitems__(self, numbers: Sequence[Any]) -> Any:
+        """Return the micro batch of these samples. torch calls this for each batch."""
         try:
-            return self.dataset[idx]
+            batch = self.collate([self.dataset[number] for number in numbers])
         except MegatronError as error:
-            return _Failed(error)
+            return _FromWorker(error=error)
+        return batch if get_worker_info() is None else _FromWorker(batch)
 
 
-class _CollateUnlessError:
-    def __init__(self, collate: Callable[..., object]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        failed = next((sample for sample in samples if isinstance(sample, _Failed)), None)
-        if failed is not None:
-            return failed
-        batch = self.collate(list(samples))
-        return batch if get_worker_info() is None else _Packed(batch)
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
-class _Packed:
-    """A batch on its way from a worker: its tensors are arrays, whose bytes go through a pipe.
+class _FromWorker:
+    """A batch or an error, sent by a worker. Tensors become arrays, which are sent through a pipe.
 
     torch would send each tensor as a file of /dev/shm. A worker that is killed between making
     and unlinking it leaves it there, and in containers /dev/shm often has 64 MB.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any = None, error: MegatronError | None = None) -> None:
         self._batch = _map_leaves(_as_array, batch)
+        self.error = error
 
     def unpack(self) -> Any:
         """Return the batch, with tensors."""
@@ -275,11 +265,11 @@ class _Packed:
 
     def pin_memory(self, *_device: Any) -> Any:
         """Return the batch in page-locked memory: torch's pinning thread calls this."""
-        return pin_memory(self.unpack())
+        return self if self.error is not None else pin_memory(self.unpack())
 
 
 def _as_array(leaf: Any) -> Any:
-    # numpy knows no bfloat16; such a tensor travels as torch sends it.
+    # numpy has no bfloat16; torch sends such a tensor in its own way.
     is_plain = isinstance(leaf, Tensor) and leaf.dtype in _NUMPY_DTYPES
     return _Array(leaf.numpy()) if is_plain else leaf
 
@@ -313,8 +303,8 @@ def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 def _worker_death(
     error: Exception, workers: Sequence[Any], killed_before: int | None
 ) -> WorkerLostError | None:
-    """Return an error that says which worker died of what, if that is what happened."""
-    # A batch is fetched from the worker that made it, which may have died since it told of it.
+    """Return an error that names the dead worker and its signal; None if no worker died."""
+    # A batch is fetched from the worker that made it; it may have died after announcing the batch.
     is_fetch = not isinstance(error, RuntimeError)
     if is_fetch and not (workers and wait([each.sentinel for each in workers], timeout=1.0)):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.datasets.corpus.multi_file_bin import tokens_exist
+from megatron.core.datasets.corpus.files import tokens_exist
 from megatron.core.datasets.corpus.object_store import is_url
 from megatron.core.foundation.errors import MegatronError, MissingInputError
 from megatron.training.config.data import DataSettings, TokenizerSettings

@@ -44,7 +44,7 @@ class DataIterators:
     """One set, or several with --multiple-validation-sets."""
     test: Any = None
     train_order: Any = None
-    """`order_identity()` of the training set on rank 0, if it tells one."""
+    """`order_fingerprint()` of the training set on rank 0, if it tells one."""
     num_test_rows: int = 0
     """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
     train_packing: Packing | None = None

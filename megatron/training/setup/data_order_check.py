@@ -32,7 +32,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     """Compare the order of the training data with that of the checkpoint, and remember it.
 
     Args:
-        order: `order_identity()` of the training set; None on ranks without it.
+        order: `order_fingerprint()` of the training set; None on ranks without it.
     Raises:
         DataError: it differs, on all ranks, where samples were consumed already; not at the
             beginning of a phase, and not with --allow-changed-data.

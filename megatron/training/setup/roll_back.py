@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.core.foundation.errors import SpikeError
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.datasets.iterators import build_data
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import RollBack, TrainState
-from megatron.training.setup.data import build_data
 
 Ranges = Sequence[tuple[int, int]]
 """(first, last) iteration that is passed over, in the order of the spikes."""

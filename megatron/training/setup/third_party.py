@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
+from megatron.training.datasets.iterators import build_data, sample_counts
 from megatron.training.run.context import StepPlan, TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
-from megatron.training.setup.data import build_data, sample_counts
 from megatron.training.setup.model import build_model, refuse_other_models
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 

@@ -97,9 +97,7 @@ def main() -> int:
                 break
             deaths += 1
             assert in_child(lambda: preprocess(folder, "again")) == 0, number
-            left = [
-                p.name for p in folder.glob("again*") if p.suffix in (".unfinished", ".journal")
-            ]
+            left = [p.name for p in folder.glob("again*") if p.suffix in (".unfinished", ".lock")]
             if outputs(folder, "again") != expected or left:
                 print(f"operation {number}: other output, or files left: {left}")
                 return 1

@@ -6,7 +6,11 @@ from collections import Counter
 
 import numpy as np
 
-from megatron.core.datasets.blends.sampling import greedy_blend
+from megatron.core.datasets.order.blend_order import (
+    GreedyOrder,
+    greedy_counts,
+    stride_of_table,
+)
 from megatron.core.datasets.order.index_building import (
     build_document_index,
     build_sample_index,
@@ -54,6 +58,13 @@ def compare_gpt_case(seed: int) -> str:
     assert (plan.num_epochs, plan.separate_final_epoch) == (epochs, separate), seed
     epoch_kind = "one epoch" if epochs == 1 else f"last epoch {'apart' if separate else 'joint'}"
     return f"{epoch_kind}, x={extra}, tail {'dropped' if drop_last else 'kept'}"
+
+
+def greedy_blend(weights, size, *, capacities=None):
+    """Return the whole order of a greedy blend: datasets and numbers within them."""
+    stride = stride_of_table(len(weights))
+    table = greedy_counts(weights, size, stride, capacities=capacities)
+    return GreedyOrder(weights, size, capacities=capacities, table=table).arrays()
 
 
 def random_weights(rng: np.random.RandomState) -> np.ndarray:

@@ -59,13 +59,6 @@ def test_a_weighted_blend_follows_the_greedy_rule_and_the_recipe_sizes(corpora):
     assert torch.equal(item["tokens"], inner["tokens"])
 
 
-def test_a_single_weighted_corpus_is_a_blend_of_one(corpora):
-    train, _, _ = build([40, 0, 0], blend=(corpora[:1], [2.0]), split="1")
-    assert isinstance(train, BlendedDataset)
-    assert train.datasets[0].num_samples == 41
-    assert train.dataset_sample_index.tolist() == list(range(40))
-
-
 def test_without_weights_corpora_count_by_their_lengths(corpora):
     train, valid, _ = build([60, None, 0], blend=(corpora, None), split="3,1,0")
     lengths = [len(d) for d in train.datasets]
@@ -93,19 +86,6 @@ def test_validation_sets_can_be_kept_apart(corpora):
     _, valid, _ = build([30, 8, 0], blend_per_split=per_split, multiple_validation_sets=True)
     assert [part.dataset_path for part in valid] == corpora[1:]
     assert all(len(part) >= 8 for part in valid)
-
-
-def test_threads_build_the_same(corpora):
-    one = build([80, 9, 0], blend=(corpora, None), split="8,2")
-    four = build([80, 9, 0], blend=(corpora, None), split="8,2", num_dataset_builder_threads=4)
-    for a, b in zip(one[:2], four[:2], strict=True):
-        assert np.array_equal(a.dataset_index, b.dataset_index)
-        assert all(torch.equal(a[i]["tokens"], b[i]["tokens"]) for i in range(len(a)))
-
-
-def test_a_rank_that_needs_no_data_builds_none(corpora):
-    missing = ["/nowhere/at/all"]
-    assert build([5, 5, 5], built=lambda: False, blend=(missing, None)) == [None, None, None]
 
 
 def test_no_data_at_all_means_mock_data():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.corpus import contents
-from megatron.core.datasets.corpus.multi_file_bin import list_of_parts, parts_path
+from megatron.core.datasets.corpus.files import list_of_parts, parts_path
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split

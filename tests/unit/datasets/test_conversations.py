@@ -1,5 +1,6 @@
 """Conversations: the text of the template, a mask over the answers, packs that lose nothing."""
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -7,17 +8,15 @@ import pickle
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.packing import pack
-from megatron.core.datasets.preprocessing import _template_sandbox, job
-from megatron.core.datasets.preprocessing.chat_template import ChatTemplate
+from megatron.core.datasets.preprocessing import job
+from megatron.core.datasets.preprocessing.chat_template import ChatTemplate, TemplateLimits
 from megatron.core.datasets.preprocessing.documents import BadDocumentError
-from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, DataError
 from tools import preprocess_data
 
@@ -93,44 +92,34 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     assert caught.value.detail == "message 2 is written otherwise when others follow it"
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox():
-    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(BadDocumentError, match="refused by the chat template"):
-        template.render(talk("a"), to_be_answered=False)
+ESCAPES = {
+    "globals of a function": "{{ raise_exception.__globals__ }}",
+    "by a filter": "{{ raise_exception|attr('__globals__') }}",
+    "by a format string": "{{ '{0.__globals__}'.format(raise_exception) }}",
+    "by a mapping": "{{ '{f.__globals__}'.format_map({'f': raise_exception}) }}",
+    "by a reference to a method": "{% set f = '{0.__globals__}'.format %}{{ f(raise_exception) }}",
+    "by a filter that formats": "{{ ['{0.__globals__}']|map('format', raise_exception)|first }}",
+    "by a filter of attributes": "{{ [raise_exception]|map(attribute='__globals__')|first }}",
+    "all classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "by a bound method": "{{ strftime_now.__self__.__class__.__mro__ }}",
+    "a frame": "{{ (lipsum|default(cycler)).__init__.__globals__.os }}",
+}
+
+
+def test_a_source_that_is_no_template_is_refused_by_line():
     with pytest.raises(DataError, match="not valid: line 1"):
         ChatTemplate("{% for %}", {})
 
 
-@pytest.mark.parametrize("method", ["format", "format_map"])
-def test_the_sandbox_refuses_the_format_method_of_a_text_however_it_was_reached(method):
-    environment = _template_sandbox.environment()
-    assert not environment.is_safe_callable(getattr("{0.__globals__}", method))
-    assert not environment.is_safe_callable(getattr(str, method))
-    template = ChatTemplate("{{ '{} {x}'.format(1, x=2) }}", {})
-    assert template.render(talk("a"), to_be_answered=False) == "1 2"
-
-
-def test_what_a_template_may_call_leads_to_no_module():
-    names = _template_sandbox.environment().globals
-    waiting, seen = [names["raise_exception"], names["strftime_now"]], {}
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        assert not isinstance(value, ModuleType)
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, FunctionType):
-            waiting += [value.__globals__, value.__closure__, value.__defaults__, value.__dict__]
-        elif isinstance(value, type):
-            waiting += [value.__mro__, dict(value.__dict__)]
-        elif isinstance(value, (tuple, list)):
-            waiting += value
-        waiting += [getattr(value, "__self__", None), type(value)]
-    with pytest.raises(BadDocumentError) as caught:
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_way_leads_from_a_template_to_the_modules_of_python(name):
+    text = ""
+    with contextlib.suppress(BadDocumentError):
+        text = ChatTemplate(ESCAPES[name], {}).render(talk("a"), to_be_answered=False)
+    assert text == ""
+    assert ChatTemplate("{{ '{} {x}'.format(1, x=2) }}", {}).render([], to_be_answered=False)
+    with pytest.raises(BadDocumentError, match="no"):
         ChatTemplate("{{ raise_exception('no') }}", {}).render(talk("a"), to_be_answered=False)
-    assert caught.value.detail == "no"
 
 
 FOREVER = {
@@ -202,8 +191,8 @@ def test_a_template_is_rendered_in_threads_forks_and_copies():
 
 def test_a_renderer_that_was_killed_is_started_again():
     template = ChatTemplate(CHATML, {})
-    template._process._child.kill()
-    template._process._child.wait()
+    template._child.kill()
+    template._child.wait()
     assert template.segments(talk("a")) == ["<|im_start|>user\na<|im_end|>\n"]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.preprocessing.fill_in_middle import fill_in_middle
+from megatron.core.datasets.preprocessing.transforms import fill_in_middle
 from megatron.core.foundation.errors import ConfigError
 from tools import preprocess_data
 

@@ -103,7 +103,7 @@ def test_a_sample_depends_on_seed_and_number_alone(corpus):
     other = dataset(corpus, random_seed=8)
     assert any(text_of(other, i) != backwards[i] for i in range(90))
     rates = (samples, dataset(corpus, fim_rate=0.4))
-    identities = [one.order_identity() for one in rates]
+    identities = [one.order_fingerprint() for one in rates]
     assert identities[0] != identities[1]
 
 

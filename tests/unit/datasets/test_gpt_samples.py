@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockTokens
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle
@@ -188,11 +187,6 @@ def test_an_id_outside_the_vocabulary_is_refused_and_located(tmp_path, bad, dtyp
     )
 
 
-def test_a_larger_vocabulary_can_be_declared(tmp_path):
-    prefix = write_corpus(tmp_path / "c", [np.full(40, 70000)], np.int32)
-    assert gpt_dataset(prefix, vocab_size=70001)[0]["tokens"].unique().tolist() == [70000]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_loader_workers_return_the_same_samples(tmp_path, workers):
     prefix = write_corpus(tmp_path / "c", random_documents(5, 50))
@@ -232,15 +226,6 @@ def test_without_blend_and_split_the_data_is_mock_data_in_equal_parts():
     assert max(counts) - min(counts) <= 1
 
 
-def test_mock_data_needs_no_files():
-    settings = config(tokenizer=Tokenizer(1000, eod=999))
-    corpus = MockGPTDataset.build_low_level_dataset(None, settings)
-    indices = np.arange(len(corpus), dtype=np.int32)
-    dataset = MockGPTDataset(corpus, None, indices, 10, Split.train, settings)
-    assert dataset[3]["tokens"].max() < 1000
-    assert len(dataset) >= 10
-
-
 def test_a_config_that_does_not_say_what_a_sample_is_is_refused():
     with pytest.raises(ConfigError, match="without tokenizer, reset_position_ids"):
         config(tokenizer=None, reset_position_ids=None)
@@ -252,11 +237,3 @@ def test_a_config_that_does_not_say_what_a_sample_is_is_refused():
         config(blend=(["a"], None), blend_per_split=[(["b"], None), None, None])
     with pytest.raises(ConfigError, match="sequence_length=0"):
         config(sequence_length=0)
-
-
-def test_the_corpus_itself_can_be_rewritten_while_the_old_one_is_open(tmp_path):
-    prefix = write_corpus(tmp_path / "c", [np.full(40, 1)])
-    opened = IndexedDataset(prefix)
-    write_corpus(prefix, [np.full(40, 2)])
-    assert set(opened[0].tolist()) == {1}
-    assert set(IndexedDataset(prefix)[0].tolist()) == {2}

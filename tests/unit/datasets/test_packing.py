@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.core.datasets.packing import balance
 from megatron.core.foundation.errors import DataError
 from megatron.core.topology.rank_grid import nested_sizes
-from megatron.training.datasets.packed_rows import PackedRowSampler, Packing, RankOfPacking
+from megatron.training.datasets.dynamic_cp import DpCpRank, PackedSequenceSampler, Packing
 from tests.parity.shared_rows import (
     LONGEST,
     fixed_rows,
@@ -96,9 +96,9 @@ class Samples:
 @given(LENGTHS, st.integers(1, 7), st.integers(1, 6))
 def test_a_run_that_begins_again_continues_with_the_row_that_came_next(lengths, size, ranks):
     def rows(begin, rank):
-        share = RankOfPacking(rank=rank, num_ranks=ranks, max_tokens=64)
+        share = DpCpRank(rank=rank, num_ranks=ranks, max_tokens=64)
         packing = Packing(Samples(lengths), share, work_of, lambda _: size)
-        return list(PackedRowSampler(packing, begin)), packing
+        return list(PackedSequenceSampler(packing, begin)), packing
 
     for rank in range(ranks):
         whole, packing = rows(0, rank)

@@ -10,10 +10,9 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
+from megatron.core.datasets.preprocessing.flags import rank_and_world, shards_of
 from megatron.core.datasets.preprocessing.inputs import expand_inputs, share_of
-from megatron.core.datasets.preprocessing.shards import rank_and_world, shards_of
-from megatron.core.datasets.preprocessing.streams import blocks_of
-from megatron.core.datasets.preprocessing.units import read_units
+from megatron.core.datasets.preprocessing.units import blocks_of, read_units
 from megatron.core.foundation.errors import ConfigError, DataError
 from tools import merge_datasets, preprocess_data
 
@@ -140,12 +139,6 @@ def test_plain_text_is_one_document_a_file_or_a_line(tmp_path):
     (folder / "c.txt").write_bytes(b"caf\xe9")
     assert run(tmp_path, folder / "*.txt", flags=["--skip-bad-lines"]) == 0
     assert texts_of(tmp_path / "out_text_document") == ["one\ntwo\n"]
-
-
-def test_plain_text_that_is_not_utf8_is_named(tmp_path, capsys):
-    (tmp_path / "c.txt").write_bytes(b"caf\xe9")
-    assert run(tmp_path, tmp_path / "c.txt") == 1
-    assert "c.txt: not UTF-8 (byte 4)" in capsys.readouterr().err
 
 
 def test_urls_are_read_through_fsspec(tmp_path, capsys):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
-from megatron.core.datasets.preprocessing.resume import Journal
+from megatron.core.datasets.preprocessing.job import only_writer
 from megatron.core.foundation.errors import DataError
 from tests.parity.preprocessing_kills import run_until_through, write_input
 from tools import preprocess_data
@@ -52,7 +52,7 @@ def test_a_death_at_any_file_operation_changes_nothing(tmp_path):
     command = [sys.executable, "-m", "tests.unit.datasets.preprocess_and_die", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert int(done.stdout.split()[0]) > 40
+    assert int(done.stdout.split()[0]) > 30
 
 
 def test_after_a_faulty_line_the_run_goes_on_without_it(tmp_path, capsys):
@@ -60,10 +60,10 @@ def test_after_a_faulty_line_the_run_goes_on_without_it(tmp_path, capsys):
     assert run(tmp_path) == 1
     told = capsys.readouterr().err
     assert "in.jsonl, line 61: not JSON" in told
-    assert "what was done so far is kept" in told
+    assert "the work so far is kept" in told
     assert not [name for name in files(tmp_path) if name.endswith((".bin", ".idx"))]
     assert run(tmp_path, "--skip-bad-lines") == 0
-    assert "going on after" in capsys.readouterr().err
+    assert "continuing after" in capsys.readouterr().err
     assert len(IndexedDataset(str(tmp_path / "out_text_document"))) == 99
     assert run(tmp_path, "--skip-bad-lines", prefix="whole") == 0
     for end in (".bin", ".idx"):
@@ -114,31 +114,27 @@ def test_a_finished_output_is_left_alone(tmp_path, capsys):
 
 def test_two_processes_do_not_write_one_output(tmp_path):
     code = (
-        "import sys, time; "
-        "from megatron.core.datasets.preprocessing.resume import Journal; "
-        "journal = Journal(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+        "import sys; "
+        "from megatron.core.datasets.preprocessing.job import only_writer\n"
+        "with only_writer(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     )
-    path = str(tmp_path / "out.journal")
-    command, pipe = [sys.executable, "-c", code, path], subprocess.PIPE
+    output = str(tmp_path / "out")
+    command, pipe = [sys.executable, "-c", code, output], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(DataError, match="another process is writing"):
-            Journal(path)
+        with pytest.raises(DataError, match="another process is writing"), only_writer(output):
+            pass
         holder.communicate(b"")
-    Journal(path).remove()
+    with only_writer(output):
+        pass
+    assert not files(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_last_line_of_the_journal_is_not_believed(tmp_path, damage):
+def test_a_damaged_note_is_not_believed(tmp_path):
     write_documents(tmp_path / "in.jsonl", 100, faulty=60)
     assert run(tmp_path) == 1
-    journal = tmp_path / "out.journal"
-    content = bytearray(journal.read_bytes())
-    if damage == "cut":
-        del content[-20:]
-    else:
-        content[-20] ^= 1
-    journal.write_bytes(content)
+    note = tmp_path / "out.preprocessed.json"
+    note.write_bytes(note.read_bytes()[:-20])
     assert run(tmp_path, "--skip-bad-lines") == 0
     assert run(tmp_path, "--skip-bad-lines", prefix="whole") == 0
     whole = (tmp_path / "whole_text_document.bin").read_bytes()
@@ -150,4 +146,4 @@ def test_a_lost_unfinished_file_is_named(tmp_path, capsys):
     assert run(tmp_path) == 1
     os.truncate(tmp_path / "out_text_document.bin.unfinished", 10)
     assert run(tmp_path) == 1
-    assert "10 bytes, the journal of the run says" in capsys.readouterr().err
+    assert "10 bytes, the note of the run says" in capsys.readouterr().err

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from megatron.core.datasets.corpus.multi_file_bin import token_files
+from megatron.core.datasets.corpus.files import token_files
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
 from megatron.core.datasets.preprocessing.inputs import expand_inputs
-from megatron.core.datasets.preprocessing.streams import blocks_of
+from megatron.core.datasets.preprocessing.units import blocks_of
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer

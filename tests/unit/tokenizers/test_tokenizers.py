@@ -75,11 +75,13 @@ def test_text_comes_back_and_batches_equal_single_texts(make, sonnets, kind):
     if "SentencePiece" in kind or kind == "Llama2Tokenizer":
         texts = [text for text in texts if "\u0000" not in text]
     texts.append("text that spells <|endoftext|> stays text")
-    flat, counts = tokenizer.tokenize_flat(texts)
-    assert flat.tolist() == [number for text in texts for number in tokenizer.tokenize(text)]
-    assert counts.tolist() == [len(tokenizer.tokenize(text)) for text in texts]
-    for text, ids in zip(texts, tokenizer.tokenize_batch(texts), strict=True):
-        assert ids == tokenizer.tokenize(text)
+    flat, counts = tokenizer.encode_flat(texts)
+    parts = [tokenizer.tokenize_part(text) for text in texts]
+    assert flat.tolist() == [number for ids in parts for number in ids]
+    assert counts.tolist() == [*map(len, parts)]
+    assert tokenizer.tokenize_parts(texts) == parts
+    for text in texts:
+        ids = tokenizer.tokenize(text)
         assert all(0 <= number < tokenizer.vocab_size for number in ids)
         back = tokenizer.detokenize(ids)
         assert back.removeprefix("<s>").strip(" ") == text.strip(" ")
@@ -104,15 +106,7 @@ def test_no_panic_leaves_a_tokenizer():
         with pytest.raises(kind, match="why"):
             Fragile().tokenize(text)
     with pytest.raises(UntokenizableTextError):
-        Fragile().tokenize_batch(["panic"])
-
-
-@given(text=st.text(max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_bytes_come_back_for_any_text(text):
-    tokenizer = make_tokenizer("ByteTokenizer")
-    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
-    assert tokenizer.vocab_size == 258
+        Fragile().tokenize_parts(["panic"])
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer"])
@@ -188,12 +182,6 @@ def test_a_tekken_file_brings_its_own_settings(rank_list, tmp_path):
     assert tokenizer.tokenize("a") == [20 + ord("a")]
 
 
-@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "TikTokenizer", "SentencePieceTokenizer"])
-def test_text_cannot_spell_the_end_of_a_document(make, kind):
-    tokenizer = make(kind)
-    assert tokenizer.eod not in tokenizer.tokenize("x <|endoftext|> </s> <EOD> x")
-
-
 def test_sentencepiece_special_tokens_follow_the_pieces_in_order(make, piece_model):
     tokenizer = make_tokenizer(
         "SentencePieceTokenizer", tokenizer_model=piece_model, vocab_extra_ids=3
@@ -252,7 +240,7 @@ def test_a_saved_length_limit_does_not_cut_documents(bpe_folder, tmp_path, sonne
     (folder / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
     assert len(tokenizer.tokenize(sonnets[:3000])) > 500
-    assert len(tokenizer.tokenize_batch([sonnets[:3000]])[0]) > 500
+    assert len(tokenizer.tokenize_parts([sonnets[:3000]])[0]) > 500
 
 
 def test_holes_in_the_ids_count_for_the_vocabulary(bpe_folder, tmp_path):
@@ -459,16 +447,6 @@ def test_arguments_of_a_script_make_a_tokenizer_and_stay_as_they_were(piece_mode
     assert vars(args) == before
     with pytest.raises(ConfigError, match="no tokenizer is named"):
         build_tokenizer(argparse.Namespace())
-
-
-def test_the_padding_is_printed_once(capsys):
-    args = argparse.Namespace(
-        make_vocab_size_divisible_by=128, tensor_model_parallel_size=1, rank=0
-    )
-    vocab_size_with_padding(50257, args)
-    assert capsys.readouterr().out == (
-        " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)\n"
-    )
 
 
 @given(size=st.integers(1, 10**6), multiple=st.integers(1, 512), ranks=st.integers(1, 64))

@@ -37,7 +37,7 @@ def test_a_blend_is_read_from_words_or_json(tmp_path, text, blend):
     ("flag", "text", "said"),
     [
         ("data_args_path", "", "names no corpus"),
-        ("data_args_path", "{", "is not JSON"),
+        ("data_args_path", "{", "is not valid JSON"),
         ("data_args_path", "[]", "[] is not a blend"),
         ("data_args_path", '{"a": "much"}', "is not a blend"),
         ("data_args_path", '[["a", 1]]', "is not a blend"),

@@ -17,6 +17,7 @@ import megatron.training.run.loop as loop
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import SINGLE_RANK, ProcessGroupCollection
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.datasets.iterators import build_data, sample_counts
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas
 from megatron.training.hooks.counters import ProgressFile
@@ -30,7 +31,6 @@ from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import StepPlan, ValidationSet
 from megatron.training.run.loss_reduction import LossTable
 from megatron.training.run.state import StepResult, StopReason, TrainState
-from megatron.training.setup.data import build_data, sample_counts
 from megatron.training.setup.model import build_model
 from tests.harness.resolved_run import run_of
 

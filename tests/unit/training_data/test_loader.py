@@ -1,6 +1,5 @@
 """The batches of a rank: which samples, in which order, after any resume, with any workers."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -258,40 +257,6 @@ def test_a_worker_dies_with_the_training_process():
         time.sleep(0.05)
 
 
-DIES_AS_ITS_WORKER_STARTS = """
-import multiprocessing.util, os, signal, time
-from tests.unit.training_data.test_loader import Numbers, build_pretraining_data_loader
-
-class Parent:
-    number = os.getpid()
-
-def wait_for_its_death(parent):
-    while os.getppid() == parent.number:
-        time.sleep(0.01)
-
-def start_and_die(process, start=multiprocessing.process.BaseProcess.start):
-    start(process)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-multiprocessing.util.register_after_fork(Parent, wait_for_its_death)
-multiprocessing.process.BaseProcess.start = start_and_die
-sizes = dict(micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=1)
-next(iter(build_pretraining_data_loader(Numbers(), 0, **sizes)))
-"""
-
-
-def test_a_worker_does_not_outlive_a_training_process_that_died_before_it_had_begun():
-    command = [sys.executable, "-c", DIES_AS_ITS_WORKER_STARTS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as run:
-        try:
-            # The worker has it, too: the end of the file is its end.
-            assert run.communicate(timeout=30)[0] == b""
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)
-    assert run.returncode == -signal.SIGKILL
-
-
 def test_a_worker_that_dies_fails_the_next_batch_and_nothing_before():
     worker, batches = worker_and_batches()
     worker.kill()
@@ -349,7 +314,9 @@ def test_impossible_requests_are_refused():
         MegatronPretrainingSampler(0, 0, 2, 0, 2)
     with pytest.raises(DataError, match="cannot fill one micro batch on 4 data-parallel ranks"):
         MegatronPretrainingRandomSampler(None, 7, 0, 2, 0, 4, True)
-    with pytest.raises(DataError, match="30 consumed samples end within a row of 4"):
+    with pytest.raises(
+        DataError, match="30 consumed samples end within a micro batch of all ranks, 4"
+    ):
         MegatronPretrainingRandomSampler(None, 64, 30, 2, 0, 2, True)
     with pytest.raises(ConfigError, match="--dataloader-type batch is unknown"):
         first_batches(1, dataloader_type="batch")

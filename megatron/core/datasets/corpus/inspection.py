@@ -1,25 +1,26 @@
-"""Looking into corpora: statistics, exact duplicates, differences.
+"""Statistics, pictures, exact duplicates and differences of corpora.
 
-Everything streams over the token file in order, a block at a time; what is kept is a few bytes
-per document. No torch import.
+Each check reads the token file in order, a block at a time, and holds a few bytes per document.
+No torch import.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.foundation.pictures import new_figure, save_figure
 
 _BLOCK_TOKENS = 1 << 22
 
 
 @dataclass(kw_only=True)
 class Statistics:
-    """What a corpus holds; all figures in tokens unless they say otherwise."""
+    """Figures of a corpus, in tokens unless stated otherwise."""
 
     num_documents: int = 0
     num_sequences: int = 0
@@ -37,15 +38,9 @@ class Statistics:
     """Power of two -> documents at least that long and shorter than twice that; 0: empty ones."""
 
 
-def document_lengths(corpus: IndexedDataset) -> np.ndarray:
-    """Return the tokens of each document, int64."""
-    ends = np.concatenate([[0], np.cumsum(corpus.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[corpus.document_indices])
-
-
 def statistics(corpus: IndexedDataset) -> Statistics:
-    """Return what the index says about the corpus; the tokens are not read."""
-    lengths = document_lengths(corpus)
+    """Return the figures of a corpus from its index; the tokens are not read."""
+    lengths = corpus.document_lengths()
     num_tokens = int(lengths.sum())
     found = Statistics(
         num_documents=len(lengths),
@@ -87,7 +82,7 @@ def blocks(corpus: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
 def tokens_outside(corpus: IndexedDataset, vocab_size: int, max_found: int = 10) -> list[BadToken]:
     """Return the first tokens below 0 or not below `vocab_size`; reads every token."""
     found: list[BadToken] = []
-    ends = np.cumsum(document_lengths(corpus))
+    ends = np.cumsum(corpus.document_lengths())
     for first, tokens in blocks(corpus):
         # The extremes are cheap; most corpora have nothing to look for.
         if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:
@@ -103,29 +98,13 @@ def tokens_outside(corpus: IndexedDataset, vocab_size: int, max_found: int = 10)
 
 def documents_without_end(corpus: IndexedDataset, eod: int) -> int:
     """Return how many documents do not end with `eod`."""
-    lengths = document_lengths(corpus)
+    lengths = corpus.document_lengths()
     missing = int((lengths == 0).sum())
     lasts = np.cumsum(lengths)[lengths > 0] - 1
     for first, tokens in blocks(corpus):
         begin, end = np.searchsorted(lasts, [first, first + len(tokens)])
         missing += int((tokens[lasts[begin:end] - first] != eod).sum())
     return missing
-
-
-def document_tokens(corpus: IndexedDataset, document: int) -> np.ndarray:
-    """Return all tokens of a document, of all its sequences.
-
-    Raises:
-        IndexError: there is no such document.
-    """
-    if not 0 <= document < len(corpus.document_indices) - 1:
-        raise IndexError(f"document {document} of {len(corpus.document_indices) - 1}")
-    first, last = corpus.document_indices[document : document + 2].tolist()
-    if first == last:
-        return np.empty(0, corpus.dtype)
-    count = int(corpus.sequence_lengths[first:last].sum(dtype=np.int64))
-    begin = int(corpus.sequence_pointers[first]) // np.dtype(corpus.dtype).itemsize
-    return corpus.read_tokens(begin, count)
 
 
 @dataclass(frozen=True)
@@ -148,11 +127,13 @@ def find_duplicates(corpora: Sequence[IndexedDataset]) -> Duplicates:
     """
     counts = [len(corpus.document_indices) - 1 for corpus in corpora]
     digests = np.empty((sum(counts), 2), np.uint64)
-    lengths = np.concatenate([np.empty(0, np.int64), *map(document_lengths, corpora)])
+    lengths = np.concatenate(
+        [np.empty(0, np.int64), *(corpus.document_lengths() for corpus in corpora)]
+    )
     row = 0
     for corpus, count in zip(corpora, counts, strict=True):
         for document in range(count):
-            tokens = document_tokens(corpus, document).astype(np.int64)
+            tokens = corpus.document_tokens(document).astype(np.int64)
             digest = hashlib.blake2b(tokens.data, digest_size=16).digest()
             digests[row] = np.frombuffer(digest, np.uint64)
             row += 1
@@ -190,7 +171,7 @@ def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
     The type of the tokens is not part of what they hold.
     """
     sizes = [len(corpus.document_indices) - 1 for corpus in (first, second)]
-    lengths = [document_lengths(corpus) for corpus in (first, second)]
+    lengths = [corpus.document_lengths() for corpus in (first, second)]
     common = min(sizes)
     apart = np.flatnonzero(lengths[0][:common] != lengths[1][:common])
     until = int(apart[0]) if len(apart) else common
@@ -216,3 +197,45 @@ def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
             "sequences within documents", f"{len(first)} sequences", f"{len(second)} sequences"
         )
     return None
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentiles_of(lengths: np.ndarray) -> list[int]:
+    """Return the lengths below which half, 90 % and 99 % of the documents are; 0 without any."""
+    if not len(lengths):
+        return [0] * len(PERCENTILES)
+    # "lower" keeps to lengths that occur.
+    found: list[int] = np.percentile(lengths, PERCENTILES, method="lower").astype(int).tolist()
+    return found
+
+
+def write_report(path: str, lengths: Mapping[str, np.ndarray], *, title: str, summary: str) -> None:
+    """Draw histograms of document lengths, one for each corpus.
+
+    Args:
+        lengths: name of a corpus -> tokens of each document.
+        path: `.html` (a page with the summary) or `.png`.
+    """
+    count = max(1, len(lengths))
+    figure = new_figure(9, 3.2 * count, purpose="--report")
+    axes = figure.subplots(count, 1, squeeze=False)[:, 0]
+    for axis, (name, all_lengths) in zip(axes, lengths.items(), strict=False):
+        filled = all_lengths[all_lengths > 0]
+        axis.set_title(f"{name}: {len(all_lengths):,} documents, {all_lengths.sum():,} tokens")
+        axis.set_xlabel("tokens of a document")
+        axis.set_ylabel("documents")
+        if not len(filled):
+            continue
+        # Four bins per doubling of the length.
+        first, last = (int(4 * np.log2(end)) for end in (filled.min(), filled.max()))
+        axis.hist(filled, bins=2 ** (np.arange(first, last + 2) / 4), alpha=0.7)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda length, _: f"{length:,.0f}")
+        styles = zip(PERCENTILES, percentiles_of(all_lengths), ("-", "--", ":"), strict=True)
+        for percent, at, style in styles:
+            label = f"{percent} %: {at:,}"
+            axis.axvline(at, linestyle=style, color="black", linewidth=1, label=label)
+        axis.legend()
+    save_figure(figure, path, title=title, text=summary)

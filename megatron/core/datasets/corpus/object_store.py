@@ -1,22 +1,22 @@
-"""Corpora behind a URL (s3://, gs://, ...): the index is copied once, tokens come in blocks.
+"""Corpora behind a URL (s3://, gs://, ...): the index is copied once, tokens are read in blocks.
 
-A block of the token file that was fetched is kept in a local folder under the address, size and
+Each fetched block of the token file is kept in a local folder, named after the address, size and
 version of the object, so that all processes of a machine, and the next run, read it from there.
-Each block carries a checksum; a damaged one is fetched again. The folder grows up to the size of
-what is read; delete it whenever no run uses it. No torch import.
+Each block has a checksum; a damaged block is fetched again. The folder grows up to the size of the
+data that is read; delete it when no run uses it. No torch import.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import zlib
-from collections import OrderedDict
 from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.corpus.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import AtomicFile
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.foundation.optional_imports import require
 
@@ -110,7 +110,7 @@ class StoredObject:
         path = os.path.join(self.folder, "whole")
         # Written under another name and renamed, so it is complete if it is there.
         if not (os.path.isfile(path) and os.path.getsize(path) == self.num_bytes):
-            copy = WholeFile(path)
+            copy = AtomicFile(path)
             for begin in range(0, self.num_bytes, 64 * BLOCK_BYTES):
                 copy.write(self.fetch(begin, min(begin + 64 * BLOCK_BYTES, self.num_bytes)))
             copy.rename()
@@ -118,7 +118,7 @@ class StoredObject:
 
     def _keep(self, path: str, content: bytes) -> None:
         try:
-            file = WholeFile(path)
+            file = AtomicFile(path)
             file.write(content)
             file.rename()
         except (DataError, OSError):
@@ -131,8 +131,7 @@ class StoredTokens:
     buffer: None = None
 
     def __init__(self, stored: StoredObject) -> None:
-        self._stored = stored
-        self._held: OrderedDict[int, bytes] = OrderedDict()
+        self._block = functools.lru_cache(maxsize=_HELD_BLOCKS)(stored.block)
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Return a copy of `count` tokens from byte `offset`."""
@@ -142,15 +141,6 @@ class StoredTokens:
             begin = number * BLOCK_BYTES
             pieces.append(self._block(number)[max(offset - begin, 0) : end - begin])
         return np.frombuffer(b"".join(pieces), dtype=dtype, count=count)
-
-    def _block(self, number: int) -> bytes:
-        block = self._held.pop(number, None)
-        if block is None:
-            block = self._stored.block(number)
-        self._held[number] = block
-        if len(self._held) > _HELD_BLOCKS:
-            self._held.popitem(last=False)
-        return block
 
 
 def _unreadable(url: str, error: Exception) -> DataError:

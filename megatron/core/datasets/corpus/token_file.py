@@ -1,26 +1,29 @@
-"""Reading the tokens of a `.bin` file, mapped or by positioned reads; writing files whole.
+"""Read the tokens of a `.bin` file, mapped or by positioned reads; write files atomically.
 
-`WholeFile` is how everything in this package is written: under a temporary name, renamed when it
-is complete, so that a file under its final name is never half-written.
+Everything in this package is written with `AtomicFile`: under a temporary name, renamed when it is
+complete, so that a file under its final name is never half-written.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import io
 import mmap
 import os
+import resource
 import secrets
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from megatron.core.foundation.errors import DataError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Python 3.13 maps a file without keeping a descriptor of it.
+_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class TokenReader(Protocol):
@@ -36,42 +39,24 @@ class TokenReader(Protocol):
 
 def mapped(path: str) -> np.ndarray:
     """Map a file: uint8, read-only. A plain array, as slices of a numpy.memmap are slow."""
+    try:
+        return _mapped(path)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    # A blend of many corpora: the usual soft limit is 1,024 files, the hard limit far above.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return _mapped(path)
+
+
+def _mapped(path: str) -> np.ndarray:
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
         # An empty file cannot be mapped, and a corpus without tokens is a valid pair.
-        return np.asarray(_Mapping(file.fileno(), size, path)) if size else np.empty(0, np.uint8)
-
-
-_system = ctypes.CDLL(None, use_errno=True)
-_map, _unmap = _system.mmap, _system.munmap
-_map.restype = ctypes.c_void_p
-_map.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-)  # fmt: skip
-_unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
-
-
-class _Mapping:
-    """A file in memory. `mmap.mmap` would keep a descriptor: ten thousand corpora need more of
-    them than a process may have.
-    """
-
-    def __init__(self, descriptor: int, size: int, path: str) -> None:
-        address = _map(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-        if address == _FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
-        self._place = address, size
-        # An array made from this holds on to it; True: read-only.
-        self.__array_interface__ = {
-            "data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-    def __del__(self, unmap: Callable[[int, int], object] = _unmap) -> None:
-        # Bound above: the names of this file may be gone when an interpreter ends.
-        if hasattr(self, "_place"):
-            unmap(*self._place)
+        if not os.fstat(file.fileno()).st_size:
+            return np.empty(0, np.uint8)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_MAP_OPTIONS)
+    return np.frombuffer(memory, np.uint8)
 
 
 class MappedTokens:
@@ -121,7 +106,7 @@ class PositionedTokens:
 
 @contextmanager
 def explain_full_disk(path: str, written: int) -> Iterator[None]:
-    """Turn a full disk, quota or file-size limit into a `DataError` that says how far we came."""
+    """Turn a full disk, quota or size limit into a `DataError` with the bytes written so far."""
     try:
         yield
     except OSError as error:
@@ -137,10 +122,10 @@ def explain_full_disk(path: str, written: int) -> Iterator[None]:
         ) from error
 
 
-class WholeFile:
+class AtomicFile:
     """A file written under a temporary name beside its final one.
 
-    `commit` makes it durable and renames it; `discard` removes what was written, and so does an
+    `commit` makes it durable and renames it; `discard` removes the partial file, and so does an
     error while writing.
     """
 
@@ -148,7 +133,7 @@ class WholeFile:
         self.path = path
         self.bytes_written = 0
         self._file: BinaryIO | None = None
-        # A new file under a name that nobody can foresee: in a folder that others can write, a
+        # A new file under an unpredictable name: in a folder that other users can write, a
         # link of that name would lead anywhere, and two machines have processes of one number.
         self._partial = f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         directory = os.path.dirname(os.path.abspath(path))
@@ -208,7 +193,7 @@ class WholeFile:
         """Remove the partial file; do nothing once committed."""
         if self._file is None:
             return
-        # Closing flushes the buffer, which fails again on a full disk: the file goes anyway.
+        # Closing flushes the buffer, which fails again on a full disk: the file is removed anyway.
         with suppress(OSError):
             self._file.close()
         self._file = None

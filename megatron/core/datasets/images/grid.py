@@ -26,13 +26,13 @@ def grids_of(image_grid_thw: Tensor | Iterable[Sequence[int]]) -> list[Grid]:
 
 
 def num_image_tokens(grid: Grid, merge: int) -> int:
-    """Return how many tokens of the language model stand for an image."""
+    """Return the number of language-model tokens of an image."""
     frames, rows, columns = grid
     return frames * rows * columns // merge**2
 
 
 def _by_blocks(values: Tensor, merge: int) -> Tensor:
-    """[h, w, ...] -> [h * w, ...] in the order in which patches come."""
+    """[h, w, ...] -> [h * w, ...] in the order of patches."""
     rows, columns, *rest = values.shape
     blocks = values.reshape(rows // merge, merge, columns // merge, merge, *rest)
     return blocks.transpose(1, 2).reshape(rows * columns, *rest)
@@ -82,7 +82,7 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tenso
 def interpolation(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
     """Say how a table of side x side positions is resampled to each image, bilinearly.
 
-    The corners of an image are those of the table.
+    The corners of an image and of the table coincide.
 
     Returns:
         (rows of the table, int64 [p, 4]; their weights, fp32 [p, 4]).
@@ -121,7 +121,7 @@ def text_and_image_positions(
     largest of them: "Qwen2-VL", section 2.1 (M-RoPE).
 
     Args:
-        is_image: bool [s], True where a token stands for a block of an image.
+        is_image: bool [s], True for a token of a block of an image.
         grids: of these images, in order.
     Returns:
         int64 [3, s].

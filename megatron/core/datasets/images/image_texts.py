@@ -44,7 +44,7 @@ class Part:
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer; see `megatron.core.tokenizers.base.TextTokenizer`."""
+    """The part of `megatron.core.tokenizers.base.TextTokenizer` that is used here."""
 
     eod: int | None
     around_a_text: tuple[tuple[int, ...], tuple[int, ...]]
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def unique_identifiers(self) -> Mapping[str, object]:
-        """The settings that decide which ids come out."""
+        """The settings that decide the ids."""
 
 
 class ImageTexts(Protocol):
@@ -180,7 +180,7 @@ class JsonLines:
         return found
 
     def _segments(self, messages: list[dict[str, Any]], tools: Any) -> list[str]:
-        """Return what is given and what is learned, in turn."""
+        """Return given and learned text, in turn."""
         if self.template is not None:
             return self.template.segments(messages, tools)
         if tools is not None or any(

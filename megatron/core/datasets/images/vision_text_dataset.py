@@ -27,7 +27,7 @@ from megatron.core.settings.field_types import check_types
 PACKED_AT_ONCE = 1024
 """Conversations among which those that share a row are chosen."""
 RAGGED = ("patches", "image_grid_thw")
-"""Entries of a sample of which there are as many as its images have."""
+"""Entries of a sample whose size depends on its images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class VisionTextConfig:
         sequence_length: tokens of a sample.
         random_seed: of the order.
         shape: how images become patches.
-        image_token: stands for a block of patches.
-        before_image, after_image: tokens around an image; None: none.
+        image_token: the token of a block of patches.
+        before_image, after_image: tokens around an image; None adds no token.
         vocab_size: ids are below it.
         has_patches: images are decoded; off where no stage of a rank reads them.
     """
@@ -62,8 +62,8 @@ class VisionTextDataset:
 
     Args:
         texts: all conversations.
-        numbers: those of this split.
-        num_samples: how many rows are asked for; None is one epoch.
+        numbers: conversations of this split.
+        num_samples: number of packed sequences; None is one epoch.
         name: of the split, a part of the order's key.
     Raises:
         DataError: a conversation is longer than a row, or cannot be read.
@@ -100,7 +100,7 @@ class VisionTextDataset:
         """Rows of the first epoch."""
         return float(len(self._epochs[0]))
 
-    def order_identity(self) -> dict[str, Any]:
+    def order_fingerprint(self) -> dict[str, Any]:
         """Return what the order of the samples follows from."""
         config = self.config
         return {

@@ -38,10 +38,10 @@ _SEPARATE_BELOW = 0.80
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How often the documents are repeated, and whether the last time stands apart.
+    """How often the documents are repeated, and whether the last epoch is shuffled by itself.
 
-    A last epoch of which only a small part is needed is shuffled by itself, so that its documents
-    are not seen more often than the others while the first epochs are not yet through.
+    If only a small part of the last epoch is needed, it is shuffled by itself. Otherwise its
+    documents would be seen more often than the others during the first epochs.
     """
 
     tokens_per_epoch: int
@@ -51,7 +51,7 @@ class EpochPlan:
     num_epochs: int
     separate_final_epoch: bool
     samples_before_final_epoch: int
-    """Whole samples in all epochs but the last; used only when the last stands apart."""
+    """Whole samples in all epochs but the last; used only with `separate_final_epoch`."""
 
     def num_samples(self, *, drop_last: bool = True) -> int:
         """Return the samples that all epochs hold, with or without an incomplete last one."""
@@ -111,7 +111,7 @@ def build_document_index(
 
     Args:
         documents: ids of the N documents of the split.
-        random: advanced by one shuffle, or by two when the last epoch stands apart.
+        random: advanced by one shuffle, or by two with `separate_final_epoch`.
     Returns:
         int32 [num_epochs * N].
     """
@@ -180,7 +180,7 @@ def build_sample_index(
 def build_shuffle_index(
     num_samples: int, plan: EpochPlan, random: np.random.RandomState
 ) -> np.ndarray:
-    """Shuffle the samples; those of a last epoch that stands apart come last.
+    """Shuffle the samples; samples of a separate last epoch stay at the end.
 
     Args:
         num_samples: M of the sample index.

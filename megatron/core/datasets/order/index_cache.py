@@ -1,15 +1,12 @@
-"""Index arrays on disk: built once for each directory, read by everybody else.
+"""Index arrays on disk: one process builds them for each directory, the others read them.
 
-No rank is special and there is no barrier. Whoever comes first takes a file lock and builds; the
-others wait for the lock, then find the files. The kernel frees the lock when its holder dies, so
-nobody waits for a dead process; where the directory cannot be written or locked, everybody
-builds for itself in memory. All builders make the same bytes, so a race costs time only.
+No rank is special and there is no barrier. The first process takes a file lock and builds; the
+others wait for the lock and then find the files. The kernel frees the lock when its holder dies.
+If the directory cannot be written or locked, every process builds in memory. All builders make the
+same bytes, so a race costs only time.
 
-A cache is never trusted: whoever maps it compares a checksum of every byte first (at memory
-speed), and builds again what differs. So nothing is forced onto the device when it is written. The
-checksum is the pair of running sums of Fletcher, "An Arithmetic Checksum for Serial Transmissions"
-(IEEE Transactions on Communications 30(1), 1982), over words of 64 bits: a change within one word
-never escapes it.
+A cache is never trusted: a process that maps it first compares a checksum (CRC-32) of every 16 MiB,
+and builds again if one differs. So the files need no fsync.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import json
 import logging
 import os
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets import native
-from megatron.core.datasets.corpus.token_file import WholeFile
+from megatron.core.datasets.corpus.token_file import AtomicFile
 from megatron.core.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +41,7 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Expected:
-    """What a cached array must look like to be used."""
+    """Type and shape that a cached array must have to be used."""
 
     dtypes: tuple[type[np.number], ...]
     """Any of these."""
@@ -58,7 +55,7 @@ class IndexCache:
     Args:
         directory: created if needed; None keeps everything in memory.
         stem: beginning of all file names: "{md5}-{class}-{split}".
-        description: what the arrays were made from, the text of which the md5 is taken.
+        description: text of everything that determines the arrays; `stem` begins with its md5.
     """
 
     directory: str | None
@@ -114,10 +111,10 @@ class IndexCache:
             arrays[name] = array
         return arrays
 
-    def _checksums(self) -> dict[str, list[list[int]]] | None:
-        """Return what the arrays must sum up to; None where there is no complete cache."""
+    def _checksums(self) -> dict[str, list[int]] | None:
+        """Return the checksums of the arrays; None without a complete cache."""
         try:
-            with open(self.path("checksums.json")) as file:
+            with open(self.path("crc32.json")) as file:
                 found = json.load(file)
             with open(self.path("description.txt")) as text:
                 described = text.read()
@@ -134,21 +131,20 @@ class IndexCache:
     def _store(self, arrays: Mapping[str, np.ndarray]) -> bool:
         try:
             for name, array in arrays.items():
-                file = WholeFile(self.path(f"{name}.npy"))
-                file.write(_npy_header(array.dtype, array.shape))
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                file = AtomicFile(self.path(f"{name}.npy"))
+                np.lib.format.write_array(file, array, allow_pickle=False)
                 file.rename()
             self._store_text("description.txt", self.description)
-            # Last: its presence says that all files are there.
+            # Written last: if this file exists, all files do.
             sums = {name: checksums_of(array) for name, array in arrays.items()}
-            self._store_text("checksums.json", json.dumps(sums))
+            self._store_text("crc32.json", json.dumps(sums))
         except (DataError, OSError) as error:
             logger.warning("index cache not written, the index is kept in memory: %s", error)
             return False
         return True
 
     def _store_text(self, name: str, text: str) -> None:
-        file = WholeFile(self.path(name))
+        file = AtomicFile(self.path(name))
         file.write(text.encode())
         file.rename()
 
@@ -170,26 +166,16 @@ class IndexCache:
                 os.close(lock)
 
 
-def _npy_header(dtype: np.dtype | type[np.number], shape: tuple[int, ...]) -> bytes:
-    """Return how an array begins in a file that `numpy.load` reads: 128 bytes."""
-    fields = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
-    return b"\x93NUMPY\x01\x00\x76\x00" + repr(fields).encode().ljust(117) + b"\n"
-
-
 def _mapped_array(path: str, wanted: Expected) -> np.ndarray:
-    """Map an array of one of the types that are wanted.
+    """Map an array of one of the types and the shape that are wanted.
 
     Raises:
         ValueError: the file holds another one, or is cut off.
     """
-    with open(path, "rb") as file:
-        begin = file.read(len(_npy_header(np.int8, ())))
-    for dtype in wanted.dtypes:
-        if begin == _npy_header(dtype, wanted.shape):
-            if 0 in wanted.shape:  # cannot be mapped
-                return np.empty(wanted.shape, dtype)
-            return np.memmap(path, dtype, mode="r", offset=len(begin), shape=wanted.shape)
-    raise ValueError(f"no array {np.dtype(wanted.dtypes[0])} {wanted.shape}")
+    array = np.lib.format.open_memmap(path, mode="r")
+    if array.dtype not in wanted.dtypes or array.shape != wanted.shape:
+        raise ValueError(f"no array {np.dtype(wanted.dtypes[0])} {wanted.shape}")
+    return array
 
 
 def _wait_for_lock(descriptor: int, path: str) -> None:
@@ -207,26 +193,17 @@ def _wait_for_lock(descriptor: int, path: str) -> None:
         time.sleep(_POLL_S)
 
 
-def checksums_of(array: np.ndarray) -> list[list[int]]:
-    """Return the two sums of every 16 MiB of an array, on several threads if there are many."""
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+def checksums_of(array: np.ndarray) -> list[int]:
+    """Return the CRC-32 of every 16 MiB of an array, on several threads if there are many."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     chunks = [data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES)]
     if len(chunks) <= 2:
-        return [_sums(chunk) for chunk in chunks]
+        return [*map(zlib.crc32, chunks)]
     with ThreadPoolExecutor(max_workers=min(8, len(chunks))) as pool:
-        return list(pool.map(_sums, chunks))
+        return [*pool.map(zlib.crc32, chunks)]
 
 
-def _sums(data: np.ndarray) -> list[int]:
-    if native.compiled is not None:
-        return [*native.compiled.checksum(data)]
-    words = np.zeros(-(-len(data) // 8), np.uint64)
-    words.view(np.uint8)[: len(data)] = data
-    running = np.cumsum(words, dtype=np.uint64)
-    return [int(running[-1]), int(running.sum(dtype=np.uint64))]
-
-
-class Described:
+class Fingerprinted:
     """A dataset whose index arrays follow from `unique_identifiers`, and are named after them.
 
     Arrays that are mapped travel by the names of their files when it is pickled, without a copy.
@@ -237,7 +214,7 @@ class Described:
 
     @functools.cached_property
     def unique_description(self) -> str:
-        """What the index arrays were made from, as text: indented JSON, in the order given."""
+        """`unique_identifiers` as text: indented JSON, in the order given."""
         made_from = self.unique_identifiers
         return json.dumps(made_from, indent=4, default=lambda thing: thing.unique_identifiers)
 

@@ -45,7 +45,7 @@ class KeyedPermutation:
         return self.size
 
     def __getitem__(self, index: int) -> int:
-        """Return what is at place `index`."""
+        """Return the number at place `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"place {index} of a permutation of {self.size}")
         low = self._low
@@ -63,7 +63,7 @@ class KeyedPermutation:
                 return index
 
     def at(self, indices: np.ndarray) -> np.ndarray:
-        """Return what is at many places at once: int64, shaped as `indices`."""
+        """Return the numbers at many places at once: int64, shaped as `indices`."""
         walking = np.asarray(indices).astype(np.uint64)
         if walking.size and int(walking.max()) >= self.size:
             raise IndexError(f"a place beyond a permutation of {self.size}")

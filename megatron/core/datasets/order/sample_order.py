@@ -55,10 +55,11 @@ class ShuffledDocuments:
         self._extra_token = extra_token
         self._pad = pad
         self._mapped: tuple[Any, ...] | None = None
-        mapped = _mapped_integers(corpus)
-        if mapped is not None:
+        buffer = getattr(corpus, "buffer", None)
+        if native.compiled and buffer is not None and np.issubdtype(corpus.dtype, np.integer):
             self._mapped = (
-                *mapped,
+                buffer,
+                DType.code_from_dtype(corpus.dtype),
                 corpus.sequence_pointers,
                 corpus.sequence_lengths,
                 self._documents,
@@ -176,10 +177,6 @@ class ShuffledWindows:
         wanted, num_tokens = self._stride + self._extra_token, self._stream.num_tokens
         if self._is_one_epoch:
             wanted = min(wanted, num_tokens - begin)
-        if begin + wanted <= num_tokens:
-            copied = self._stream.copy(begin, wanted, self._pad, out)
-            if copied is not None:
-                return copied
         filled = 0
         while filled < wanted:
             count = min(wanted - filled, num_tokens - begin)
@@ -206,7 +203,6 @@ class TokenStream:
         self._corpus = corpus
         self._documents = documents
         self._ends: np.ndarray | None = None
-        self._mapped = _mapped_integers(corpus)
         pointers = getattr(corpus, "sequence_pointers", None)
         lengths = corpus.sequence_lengths
         if not documents:
@@ -226,15 +222,6 @@ class TokenStream:
         if self._ends is None:
             return self._corpus.read_tokens(self._first + begin, count)
         return _read_documents(self._corpus, *self.locate(begin), count)
-
-    def copy(self, begin: int, count: int, pad: int, out: np.ndarray) -> Fetched | None:
-        """Copy tokens into `out`, int64, where compiled code can; else return None."""
-        if self._mapped is None:
-            return None
-        self._corpus.check_unchanged()
-        tokens, code = self._mapped
-        fetched: Fetched = native.compiled.copy(tokens, code, self._first + begin, count, pad, out)
-        return fetched
 
     def locate(self, token: int) -> tuple[int, int]:
         """Return (document, position in it) of a token."""
@@ -282,11 +269,3 @@ def _read_documents(corpus: Any, document: int, offset: int, count: int) -> np.n
         pieces.append(corpus.get(document, offset=offset, length=taken))
         document, offset, count = document + 1, 0, count - taken
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-
-
-def _mapped_integers(corpus: Any) -> tuple[np.ndarray, int] | None:
-    """Return the mapped token file and its dtype code, if compiled code can read them."""
-    buffer = getattr(corpus, "buffer", None)
-    if native.compiled is None or buffer is None or not np.issubdtype(corpus.dtype, np.integer):
-        return None
-    return buffer, DType.code_from_dtype(corpus.dtype)

@@ -1,20 +1,15 @@
 """From text to token files, on one machine or many.
 
-    inputs      which files, of which format; the share of one shard
-    streams     files of every kind as bytes
-    units       the input cut into pieces of about a megabyte: the work of one process at a time
-    documents   lines and rows into documents, with every fault named
-    encoder     the documents of a unit into token arrays
-    chat_template, conversations  messages into tokens and a loss mask, packed
-    template_process, _template_sandbox  the process in which templates are rendered, with limits
-    fill_in_middle  documents cut in three and put together in another order
-    workers     units through processes, in order
-    resume      what is written so far, the journal beside it, and the final names
-    stats       counts, progress lines, the summary
-    shards      which part of the input a process works on
-    flags       the command line
-    length_report  histograms as HTML or PNG
-    job         all of them together; what the command line and the cluster executors call
+    inputs          which files, in which format; the share of one shard
+    units           files as bytes, cut into pieces of about a megabyte
+    documents       lines and rows into documents, with every fault named
+    transforms      fill in the middle, sentences
+    chat_template, _template_sandbox  conversations as text, rendered in a process with limits
+    encoder         the documents of a unit into token arrays; conversations also into loss masks
+    unfinished      the files written so far, and their final names
+    stats           counts, progress lines
+    flags           the command line, and which shards a process works on
+    job             one run: units through worker processes; begins or continues
 
 Nothing here imports torch, the model or a collective: a worker starts in a fraction of a second.
 """

@@ -1,16 +1,17 @@
-"""Render chat templates in a process of their own, whose processor time and memory are limited.
+"""Render chat templates in a process whose processor time and memory are limited.
 
 A template is a program: it can loop for hours, and one expression (`'a' * 10**12`, `10**10**9`) can
-take all memory or never return. No check of single operations finds all of these, so the kernel
-holds the limits: a timer of processor time ends this process, an allocation over the limit fails.
+use all memory or never return. No check of single operations finds all of these, so the kernel
+enforces the limits: a timer of processor time ends this process, and an allocation over the limit
+fails. Jinja's sandbox keeps the template from calling anything else.
 
-`template_process.py` runs this file as a script, which imports Jinja and nothing of the package.
+`chat_template.py` runs this file as a script, which imports Jinja and no module of the package.
 The first line of its input is a JSON object with `source`, `special_tokens`, `seconds` and
-`memory_bytes`, each further one a request; each is answered by a line:
+`memory_bytes`. Each further line is a request; the script answers each with one line:
 
     {"messages": [...], "to_be_answered": bool}                     ->  {"text": ...}
     {"messages": [...], "tools": [...] or null, "segments": true}   ->  {"segments": [...]}
-    anything                                          ->  {"refused": why} or {"over": which limit}
+    a request that fails                   ->  {"refused": why} or {"over": "memory"}
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from types import FunctionType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
-# The script's own folder: modules of the package are not to be found under bare names.
+# Modules in the script's own folder must not be found under bare names.
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
 
 from jinja2 import TemplateSyntaxError, nodes  # noqa: E402
@@ -35,19 +35,26 @@ from jinja2.parser import Parser  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 MEMORY_PER_CHARACTER = 16
-"""The text a template writes may have one character for so many bytes of the memory limit: it is
-held several times while it is made and sent."""
-
+"""A rendered text may have one character for so many bytes of the memory limit: several copies of
+it exist while it is made and sent."""
 
 _TEXT_FILTERS = frozenset({
     "string", "trim", "upper", "lower", "capitalize", "title", "replace", "center", "indent",
     "wordwrap", "striptags", "escape", "e", "forceescape",
 })  # fmt: skip
 """Filters of Jinja that turn any value into text."""
+_CALLS = ("tool_calls", "function_call")
+"""Members of a message that call tools; the second is an older spelling."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class RefusedError(Exception):
+    """The template does not write these messages."""
 
 
 class NotTextError(Exception):
-    """The template writes a value that is no text, which Python would spell."""
+    """The template writes a value that is not text, which Python would spell."""
 
 
 def _as_text(value: Any) -> Any:
@@ -59,15 +66,10 @@ def _as_text(value: Any) -> Any:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which writes text only and refuses `str.format` however it was reached.
-
-    A format string reads attributes: `{0.__globals__}` of any Python function shows the module that
-    it is from. The sandbox puts its own function in place of the method where a template asks for
-    it by name; this holds where another way to the method is found.
-    """
+    """Jinja's sandbox; templates may write only text."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse a template; check what `~` joins and what filters of text take."""
+        """Parse a template; check the operands of `~` and of filters of text."""
         found = super()._parse(source, name, filename)
 
         def checked(node: Any) -> nodes.Filter:
@@ -80,22 +82,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 node.node = checked(node.node)
         return found
 
-    def is_safe_callable(self, obj: object) -> bool:
-        """Return whether a template may call it."""
-        if getattr(obj, "__name__", None) in ("format", "format_map"):
-            owner = getattr(obj, "__objclass__", None) or type(getattr(obj, "__self__", None))
-            if issubclass(owner, str):
-                return False
-        return super().is_safe_callable(obj)
 
-
-class Generation(Extension):
-    """Let `{% generation %}` blocks pass as their content."""
+class GenerationBlocks(Extension):
+    """Replace `{% generation %}` blocks by their content."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> Any:
-        """Return what is in the block."""
+        """Return the content of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -105,64 +99,43 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _raise_exception() -> Any:
-    """Return the function by which a template refuses a conversation.
-
-    Its globals are its own and hold `ValueError` alone, so that it leads to no module.
-    """
-
-    def raise_exception(message: str) -> None:
-        raise ValueError(message)
-
-    names = {"__builtins__": {"ValueError": ValueError}}
-    return FunctionType(raise_exception.__code__, names, "raise_exception")
+def _raise_exception(message: str) -> None:
+    raise ValueError(message)
 
 
 def environment() -> Sandbox:
-    """Return what Hugging Face's chat templates expect, in a sandbox."""
+    """Return the environment that Hugging Face's chat templates expect, in a sandbox."""
     found = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
+        extensions=["jinja2.ext.loopcontrols", GenerationBlocks],
         finalize=_as_text,
     )
-    found.filters["checked_text"] = _as_text
-    found.filters["tojson"] = _to_json
-    found.globals["raise_exception"] = _raise_exception()
+    found.filters |= {"checked_text": _as_text, "tojson": _to_json}
     # A template that writes today's date would give other bytes tomorrow.
-    found.globals["strftime_now"] = datetime.date(2024, 7, 26).strftime
+    date = datetime.date(2024, 7, 26)
+    found.globals |= {"raise_exception": _raise_exception, "strftime_now": date.strftime}
     return found
 
 
-Messages = Sequence[Mapping[str, Any]]
-
-
-_CALLS = ("tool_calls", "function_call")
-"""Members of a message that call tools; the second is an older spelling."""
-
-
-class RefusedError(Exception):
-    """The template does not write these messages."""
-
-
-class TextLimitError(Exception):
-    """The text is longer than the limit of memory allows."""
-
-
 class Renderer:
-    """A compiled template, each use of which may take `seconds` of processor time."""
+    """A compiled template; each use may take `seconds` of processor time."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], seconds: float, memory_bytes: int
     ) -> None:
         self.special_tokens, self.seconds = special_tokens, seconds
         self.most_characters = memory_bytes // MEMORY_PER_CHARACTER
-        # Expressions of constants are computed while it is compiled.
+        for limit, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
+            # Not every system has the limit, and an administrator's limit may be lower already.
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(limit, (most, most))
+        # Jinja computes expressions of constants when it compiles them.
         with self._timer():
             self.template = environment().from_string(source)
 
     @contextlib.contextmanager
-    def _timer(self) -> Any:
+    def _timer(self) -> Iterator[None]:
         # SIGPROF keeps its default action, which no code of the template can defer.
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
         try:
@@ -178,10 +151,10 @@ class Renderer:
             raise
         except (NotTextError, TypeError) as error:
             raise RefusedError(self._message_of(error, messages, tools) + str(error)) from None
-        except Exception as error:  # Jinja's own and whatever an expression raises
+        except Exception as error:  # Jinja's own, and any error of an expression
             raise RefusedError(str(error)[:1000]) from None
         if len(text) > self.most_characters:
-            raise TextLimitError
+            raise MemoryError
         return text
 
     def _rendered(self, messages: Messages, to_be_answered: bool, tools: object) -> str:
@@ -196,7 +169,7 @@ class Renderer:
         return text
 
     def _message_of(self, error: Exception, messages: Messages, tools: object) -> str:
-        """Return which message an error is about: the last of the shortest part that raises it."""
+        """Return which message causes an error: the last of the shortest part that raises it."""
         for count in range(1, len(messages)):
             try:
                 self._rendered(messages[:count], False, tools)
@@ -208,10 +181,10 @@ class Renderer:
         return f"message {len(messages)}: "
 
     def _check_written(self, messages: Messages, tools: object, full: str) -> None:
-        """Refuse a conversation of which the template leaves out what is no text.
+        """Refuse a conversation if the template leaves out tools, calls or parts of it.
 
         Args:
-            full: the conversation as it was rendered.
+            full: the rendered conversation.
         """
         parts: list[tuple[str, Messages, Any]] = [("tools", messages, None)] if tools else []
         for at, message in enumerate(messages):
@@ -229,7 +202,7 @@ class Renderer:
                 raise RefusedError(f"the template does not write the {what}")
 
     def segments(self, messages: Messages, tools: object = None) -> list[str]:
-        """Cut a conversation into what is given and learned; see `ChatTemplate.segments`."""
+        """Cut a conversation into given and learned text; see `ChatTemplate.segments`."""
         full = self.render(messages, to_be_answered=False, tools=tools)
         self._check_written(messages, tools, full)
         segments, position = [], 0
@@ -246,25 +219,22 @@ class Renderer:
         return [*segments, full[position:]]
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is sent back for a request."""
+        """Return the answer to a request."""
         messages = request["messages"]
         plain = [_plain(message) for message in messages]
-        why = ""
+        refusal = RefusedError()
         for variant in [messages] if plain == messages else [messages, plain]:
             try:
-                return self._answer(request, variant)
+                if request.get("segments"):
+                    return {"segments": self.segments(variant, request.get("tools"))}
+                return {"text": self.render(variant, to_be_answered=request["to_be_answered"])}
             except RefusedError as error:
-                why = str(error)
-        return {"refused": why}
-
-    def _answer(self, request: Mapping[str, Any], messages: Messages) -> dict[str, Any]:
-        if request.get("segments"):
-            return {"segments": self.segments(messages, request.get("tools"))}
-        return {"text": self.render(messages, to_be_answered=request["to_be_answered"])}
+                refusal = error
+        return {"refused": str(refusal)}
 
 
 def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message for a template that takes text only.
+    """Return a message for a template that takes only text.
 
     Parts of text are joined. A message that calls tools need not have text.
     """
@@ -278,31 +248,21 @@ def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message
 
 
-def _limit_memory(memory_bytes: int) -> None:
-    for limit, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-        # Not every system has the limit, and an administrator's may be lower already.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(limit, (most, most))
-
-
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Compile the template of the first line, then answer each further line until the end."""
     renderer: Renderer | None = None
     for line in requests:
+        answer: dict[str, Any] = {}
         try:
             request = json.loads(line)
             if renderer is None:
-                _limit_memory(request["memory_bytes"])
                 renderer = Renderer(**request)
-                answer: dict[str, Any] = {"ready": True}
             else:
                 answer = renderer.answer(request)
-            # Lone surrogates are escaped; what follows the line is not taken for its end.
+            # JSON escapes lone surrogates and ends of lines within a text.
             encoded = json.dumps(answer).encode()
         except TemplateSyntaxError as error:
             encoded = json.dumps({"refused": f"line {error.lineno}: {error.message}"}).encode()
-        except TextLimitError:
-            encoded = b'{"over": "text"}'
         except MemoryError:
             encoded = b'{"over": "memory"}'
         except (RecursionError, ArithmeticError, ValueError, TypeError) as error:
@@ -313,6 +273,6 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C is the parent's; this process ends when its input does.
+    # Ctrl-C is handled by the parent; this process ends when its input does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(sys.stdin.buffer, sys.stdout.buffer)

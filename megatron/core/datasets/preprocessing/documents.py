@@ -9,11 +9,10 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from megatron.core.datasets.preprocessing.inputs import InputFormat, unreadable
-from megatron.core.datasets.preprocessing.streams import read_document
-from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit
+from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, Unit, read_document
 from megatron.core.foundation.errors import DataError
 from megatron.core.foundation.optional_imports import has, require
 
@@ -21,7 +20,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BadDocumentError(Exception):
-    """Something that is not a document; `reason` is one of few, `detail` is about this one."""
+    """Not a document. `reason` is one of few texts, `detail` describes this case."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -34,7 +33,7 @@ class BadDocumentError(Exception):
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A document that is left out, and why."""
+    """A document that is left out, and the reason."""
 
     path: str
     number: int
@@ -49,14 +48,14 @@ Texts = dict[str, list[str]]
 
 @dataclass(kw_only=True)
 class Documents:
-    """What a unit holds."""
+    """The documents of a unit."""
 
     texts: list[Texts] = field(default_factory=list)
     positions: list[tuple[str, int]] = field(default_factory=list)
-    """Of each document: its path and number, as in `BadDocument`."""
+    """Path and number of each document, as in `BadDocument`."""
     bad: list[BadDocument] = field(default_factory=list)
     num_lines: int = 0
-    """Lines, rows or files, blank and faulty ones included."""
+    """Lines, rows or files, including blank and faulty ones."""
 
 
 def documents_of(
@@ -71,37 +70,38 @@ def documents_of(
     Args:
         unit: from `units.read_units`.
         keys: JSON members or columns that hold text; plain text has one.
-        parse: turns an object into texts; `texts_of` by default.
+        parse: turns an object into texts; None takes the texts under `keys`.
         longest_line_bytes: a longer line is a fault and is not held.
     Raises:
         DataError: the file changed or cannot be read.
     """
     found = Documents()
-    take = parse or texts_of
-    is_plain = parse is None and unit.format is InputFormat.jsonl
     spellings = [(key, b'"%s"' % key.encode()) for key in keys]
     data = None
-    if unit.rows is None and not unit.whole_files and not unit.is_overlong:
-        data = _data_of(unit, longest_line_bytes)
-    if is_plain and data is not None and len(data) <= longest_line_bytes:
-        usual = _usual_documents(unit, data, spellings)
+    is_lines = unit.rows is None and not unit.whole_files and not unit.is_overlong
+    if is_lines and (unit.data is not None or unit.end - unit.start <= longest_line_bytes):
+        data = _data_of(unit)
+    if parse is None and unit.format is InputFormat.jsonl and data is not None:
+        usual = None
+        if len(data) <= longest_line_bytes:
+            usual = _usual_documents(unit, data, spellings)
         if usual is not None:
             return usual
     for path, number, content in _contents(unit, data, found, longest_line_bytes):
         try:
             if isinstance(content, BadDocumentError):
                 raise content
-            if isinstance(content, dict):
-                texts = take(content, keys)
-            elif unit.format is InputFormat.jsonl:
-                document = parse_object(content)
-                for key, spelling in spellings:
-                    # Counting bytes is cheap; parsing again is for the few with more of them.
-                    if content.count(spelling) > 1:
-                        refuse_duplicate(content, key)
-                texts = take(document, keys)
-            else:
+            if unit.format in (InputFormat.text, InputFormat.text_lines):
                 texts = {keys[0]: [_decoded(content)]}
+            else:
+                document = content
+                if isinstance(content, bytes):
+                    document = _parse_object(content)
+                    for key, spelling in spellings:
+                        # Counting bytes is cheap; only lines with more of them are parsed again.
+                        if content.count(spelling) > 1:
+                            _refuse_duplicate(content, key)
+                texts = (parse or _texts_of)(document, keys)
         except BadDocumentError as error:
             found.bad.append(BadDocument(path, number, error.reason, error.detail))
         else:
@@ -112,8 +112,11 @@ def documents_of(
 
 def _contents(
     unit: Unit, data: bytes | None, found: Documents, longest: int
-) -> Iterator[tuple[str, int, bytes | dict[str, Any] | BadDocumentError]]:
-    """Yield (path, number, content) of everything that may be a document."""
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield (path, number, content) of everything that may be a document.
+
+    A content is bytes, the values of a row, or an error.
+    """
     too_long = BadDocumentError("too long", f"more than {longest:,} bytes")
     if unit.rows is not None:
         found.num_lines = len(unit.rows)
@@ -129,20 +132,19 @@ def _contents(
         found.num_lines = 1
         yield unit.path, 1, too_long
     else:
-        for line, is_complete in _lines(unit, data, longest):
-            found.num_lines += 1
+        lines = _bounded_lines(unit, longest) if data is None else iter(_split(data))
+        for number, line in enumerate(lines, 1):
+            found.num_lines = number
             # Ends of lines of every system, and blank lines, are white space to JSON.
             if (line := line.rstrip(b"\r")) and not line.isspace():
-                yield unit.path, found.num_lines, line if is_complete else too_long
+                yield unit.path, number, line if len(line) <= longest else too_long
 
 
-def _data_of(unit: Unit, longest: int) -> bytes | None:
-    """Return the bytes of a unit of lines; None if they may end with a line not to be held."""
+def _data_of(unit: Unit) -> bytes:
+    """Return the bytes of a unit of lines."""
     data = unit.data
     if data is None:
         size = unit.end - unit.start
-        if size > longest:
-            return None
         try:
             with open(unit.path, "rb") as file:
                 file.seek(unit.start)
@@ -159,20 +161,6 @@ def _data_of(unit: Unit, longest: int) -> bytes | None:
     return data.removeprefix(BYTE_ORDER_MARK) if unit.start == 0 else data
 
 
-def _lines(unit: Unit, data: bytes | None, longest: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield (line, whether it is complete)."""
-    if data is None:
-        try:
-            with open(unit.path, "rb") as file:
-                file.seek(unit.start)
-                yield from _bounded_lines(file, unit.end - unit.start, longest)
-        except OSError as error:
-            raise unreadable(unit.path, error) from error
-        return
-    for line in _split(data):
-        yield line, len(line) <= longest
-
-
 def _split(data: bytes) -> list[bytes]:
     lines = data.split(b"\n")
     if not lines[-1]:
@@ -180,14 +168,20 @@ def _split(data: bytes) -> list[bytes]:
     return lines
 
 
-def _bounded_lines(file: IO[bytes], size: int, longest: int) -> Iterator[tuple[bytes, bool]]:
-    while size > 0 and (line := file.readline(longest)):
-        size -= len(line)
-        is_complete = line.endswith(b"\n") or len(line) < longest
-        yield line.rstrip(b"\n") if is_complete else line[:80], is_complete
-        while not (is_complete or line.endswith(b"\n") or not line):
-            line = file.readline(longest)
-            size -= len(line)
+def _bounded_lines(unit: Unit, longest: int) -> Iterator[bytes]:
+    """Yield the lines of a large unit; a line that is too long is cut after `longest` + 1 bytes."""
+    size = unit.end - unit.start
+    try:
+        with open(unit.path, "rb") as file:
+            file.seek(unit.start)
+            while size > 0 and (line := file.readline(longest + 1)):
+                size -= len(line)
+                yield line.rstrip(b"\n")
+                while len(line) > longest and not line.endswith(b"\n"):
+                    line = file.readline(longest + 1)
+                    size -= len(line)
+    except OSError as error:
+        raise unreadable(unit.path, error) from error
 
 
 def _number(digits: str) -> float:
@@ -216,10 +210,10 @@ def _parse_plainly(line: bytes) -> Any:
 
 @functools.cache
 def _quick_parser() -> Callable[[bytes], Any]:
-    """Return what reads usual lines soonest; orjson takes a third of the standard library's time.
+    """Return the fastest parser of usual lines: orjson takes a third of the json module's time.
 
-    What it refuses goes the long way, which reads all that it reads (but for nesting of a thousand
-    levels, where the limits differ by a few).
+    Lines that it refuses are parsed again by `_parse_object`, which reads all that it reads (except
+    nesting of a thousand levels, where the limits differ by a few).
     """
     if has("orjson"):
         parse: Callable[[bytes], Any] = require("orjson", purpose="reading JSON lines").loads
@@ -230,9 +224,9 @@ def _quick_parser() -> Callable[[bytes], Any]:
 def _usual_documents(
     unit: Unit, data: bytes, spellings: Sequence[tuple[str, bytes]]
 ) -> Documents | None:
-    """Return the documents of lines that are all as most are, read together.
+    """Return the documents of a unit whose lines are all usual, read together.
 
-    None if one is not: then each goes the long way, which names every fault.
+    None if one line is not: then each line is read by itself, and every fault is named.
     """
     lines, columns = _split(data), []
     try:
@@ -259,12 +253,7 @@ def _usual_documents(
     )
 
 
-def parse_object(line: bytes) -> dict[str, Any]:
-    """Read one JSON object.
-
-    Raises:
-        BadDocumentError: anything else, or a key that is in it twice.
-    """
+def _parse_object(line: bytes) -> dict[str, Any]:
     try:
         document = _decoder.decode(_decoded(line))
     except json.JSONDecodeError as error:
@@ -276,12 +265,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
     return document
 
 
-def refuse_duplicate(line: bytes, key: str) -> None:
-    """Refuse a line that spells a key twice: which of the two was meant, nobody knows.
-
-    Raises:
-        BadDocumentError: names the key.
-    """
+def _refuse_duplicate(line: bytes, key: str) -> None:
+    """Refuse a line with a key twice: either value may be meant."""
     objects: list[list[tuple[str, Any]]] = []
     json.loads(line, object_pairs_hook=objects.append)
     # The outermost object ends last.
@@ -296,27 +281,20 @@ def _decoded(content: bytes) -> str:
         raise BadDocumentError("not UTF-8", f"byte {error.start + 1}") from None
 
 
-def texts_of(document: dict[str, object], keys: Sequence[str]) -> Texts:
-    """Return the texts of one document.
-
-    Raises:
-        BadDocumentError: a key is missing or holds no text.
-    """
-    return {key: _texts(document, key) for key in keys}
-
-
-def _texts(document: dict[str, Any], key: str) -> list[str]:
-    if key not in document:
-        raise BadDocumentError(f"no key {key!r}", f"keys are {sorted(document)[:8]}")
-    value = document[key]
-    if type(value) is str and value.isascii():
-        return [value]
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadDocumentError(f"{key!r} is not text", f"found {type(value).__name__}")
-    for text in texts:
-        check_unicode(text)
-    return texts
+def _texts_of(document: Mapping[str, Any], keys: Sequence[str]) -> Texts:
+    """Return the texts of one document: a key holds one text, or a list of them."""
+    found = {}
+    for key in keys:
+        if key not in document:
+            raise BadDocumentError(f"no key {key!r}", f"keys are {sorted(document)[:8]}")
+        value = document[key]
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadDocumentError(f"{key!r} is not text", f"found {type(value).__name__}")
+        for text in texts:
+            check_unicode(text)
+        found[key] = texts
+    return found
 
 
 def check_unicode(text: str) -> None:

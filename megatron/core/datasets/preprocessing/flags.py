@@ -1,13 +1,16 @@
-"""The flags of tools/preprocess_data.py, which are Megatron's. No torch import."""
+"""The flags of tools/preprocess_data.py, under Megatron's names; which shards a process writes.
+
+No torch import.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron.core.datasets.preprocessing.chat_template import TemplateLimits
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
-from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.settings.flags import flag
 
@@ -115,7 +118,7 @@ class RunningFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessingFlags:
-    """What is read and written, and how; the tokenizer is the tool's."""
+    """Input, output and running; the tool adds the flags of the tokenizer."""
 
     input: InputFlags
     fill_in_middle: FillInMiddleFlags
@@ -132,15 +135,15 @@ class PreprocessingFlags:
 
     def check(self, files: Sequence[InputFile]) -> None:
         """Refuse flags that cannot work together, all of them in one message."""
-        problems = []
+        raise_together([*self._problems(files)], summary="this command line")
+
+    def _problems(self, files: Sequence[InputFile]) -> Iterator[ConfigError]:
         sft, pack_length = self.conversations.sft, self.conversations.pack_length
         if self.running.workers < 0:
-            problems.append(
-                ConfigError(
-                    f"--workers {self.running.workers}.",
-                    rule="0 (this process) or more",
-                    flags=["--workers"],
-                )
+            yield ConfigError(
+                f"--workers {self.running.workers}.",
+                rule="0 (this process) or more",
+                flags=["--workers"],
             )
         for spelling, of_what, is_given in (
             ("--split-sentences", "", self.input.split_sentences),
@@ -148,32 +151,75 @@ class PreprocessingFlags:
             ("--json-keys", " of several keys", len(self.json_keys) > 1),
         ):
             if sft and is_given:
-                problems.append(
-                    ConfigError(
-                        f"--sft with {spelling}{of_what}.",
-                        rule="conversations are written by their template, from one key",
-                        flags=["--sft", spelling],
-                        fix=f"leave out {spelling}",
-                    )
+                yield ConfigError(
+                    f"--sft with {spelling}{of_what}.",
+                    rule="conversations are written by their template, from one key",
+                    flags=["--sft", spelling],
+                    fix=f"leave out {spelling}",
                 )
         if pack_length is not None and (not sft or pack_length < 2):
-            problems.append(
-                ConfigError(
-                    f"--pack-length {pack_length}{'' if sft else ' without --sft'}.",
-                    rule="conversations are packed, into 2 tokens or more; plain text is cut into "
-                    "samples when it is read",
-                    flags=["--pack-length", "--sft"],
-                )
+            yield ConfigError(
+                f"--pack-length {pack_length}{'' if sft else ' without --sft'}.",
+                rule="conversations are packed, into 2 tokens or more; plain text is cut into "
+                "samples when it is read",
+                flags=["--pack-length", "--sft"],
             )
         is_text = [f for f in files if f.format in (InputFormat.text, InputFormat.text_lines)]
         if is_text and (len(self.json_keys) > 1 or sft):
             given = "--sft" if sft else f"--json-keys {' '.join(self.json_keys)}"
-            problems.append(
-                ConfigError(
-                    f"{given}, and {is_text[0].path} is plain text.",
-                    rule="plain text has one key, and no messages",
-                    flags=["--json-keys", "--sft", "--input-format"],
-                    fix="give one key, which names the output",
-                )
+            yield ConfigError(
+                f"{given}, and {is_text[0].path} is plain text.",
+                rule="plain text has one key, and no messages",
+                flags=["--json-keys", "--sft", "--input-format"],
+                fix="give one key, which names the output",
             )
-        raise_together(problems, summary="this command line")
+
+
+# --- shards -------------------------------------------------------------------------------------
+
+
+def shard_name(prefix: str, shard: int, num_shards: int) -> str:
+    """Return the output prefix of one shard; names sort in the order of the shards."""
+    return prefix if num_shards == 1 else f"{prefix}-{shard:05d}-of-{num_shards:05d}"
+
+
+def rank_and_world(
+    num_shards: int,
+    rank: int | None,
+    world_size: int | None,
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[int, int]:
+    """Return (rank, processes) of this process among those that share the shards.
+
+    The flags are used first, then a SLURM array, SLURM's process number, and torchrun's variables.
+    A task of an array is one of `world_size`, by default of `num_shards`, even if only a part of
+    the array was submitted: a killed task can be submitted again alone.
+
+    Raises:
+        ConfigError: the rank is not below the number of processes.
+    """
+    found = "--rank"
+    if rank is None and "SLURM_ARRAY_TASK_ID" in environment:
+        found = "SLURM_ARRAY_TASK_ID"
+        rank, world_size = int(environment[found]), world_size or num_shards
+    elif rank is None:
+        for found, size in (("SLURM_PROCID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE")):
+            if found in environment and size in environment:
+                rank, world_size = int(environment[found]), int(environment[size])
+                break
+        else:
+            rank, world_size = 0, world_size or 1
+    world_size = world_size or num_shards
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"{found} {rank} among {world_size} processes.",
+            rule="ranks are numbered from 0 and are below the number of processes",
+            flags=["--rank", "--world-size", "--num-shards"],
+            fix=f"submit an array of 0-{world_size - 1}",
+        )
+    return rank, world_size
+
+
+def shards_of(rank: int, world_size: int, num_shards: int) -> range:
+    """Return the shards that a process works on, one after the other."""
+    return range(rank, num_shards, world_size)

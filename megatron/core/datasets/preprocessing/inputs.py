@@ -1,4 +1,4 @@
-"""Which files are read, in which order and as what; the part of them that one shard reads.
+"""Which files are read, in which order and format; the part of them that one shard reads.
 
 A name is a file, a folder (all the documents below it), a pattern, or a URL that fsspec knows.
 No torch import.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -77,22 +77,22 @@ class InputFile:
 
 
 def format_of(path: str) -> InputFormat | None:
-    """Tell the format by the name, or None for an unknown one."""
+    """Return the format by the suffix, or None for an unknown suffix."""
     for suffix in COMPRESSION_SUFFIXES:
         path = path.removesuffix(suffix)
     return _FORMAT_OF_SUFFIX.get(os.path.splitext(path)[1].lower())
 
 
 def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> list[InputFile]:
-    """Turn names into files: arguments in their order, what each stands for sorted by path.
+    """Expand names into files: in the order of the names, the files of each name sorted by path.
 
     Args:
         inputs: files, folders, patterns or URLs.
-        format: of all of them. None goes by the suffix: a named file of an unknown suffix is
-            JSON lines, and a folder stands for its JSON-lines and parquet files or, if it has none
-            of them, for its files of text.
+        format: of all files. None decides by the suffix: a named file with an unknown suffix is
+            JSON lines, and a folder stands for its JSON-lines and parquet files or, if it has
+            none, for its text files.
     Raises:
-        DataError: one of them stands for nothing.
+        DataError: no file belongs to one of the names.
     """
     files: list[InputFile] = []
     for name in inputs:
@@ -117,49 +117,31 @@ def _local_files(name: str, format: InputFormat | None) -> list[InputFile]:
         entries = [
             os.path.join(folder, entry) for folder, _, files in os.walk(name) for entry in files
         ]
-        paths = sorted(_documents_of(entries, format))
+        paths = _documents_of(entries, format)
     elif os.path.exists(name):
         paths = [name]
     else:
         paths = sorted(path for path in glob.glob(name, recursive=True) if os.path.isfile(path))
     found = []
     for path in paths:
-        status = os.stat(path)
-        is_file = os.path.isfile(path)
-        found.append(
-            InputFile(
-                path=path,
-                format=format or format_of(path) or InputFormat.jsonl,
-                size=status.st_size if is_file else 0,
-                modified_ns=status.st_mtime_ns if is_file else 0,
-            )
-        )
+        status, is_file = os.stat(path), os.path.isfile(path)
+        size, modified_ns = (status.st_size, status.st_mtime_ns) if is_file else (0, 0)
+        kind = format or format_of(path) or InputFormat.jsonl
+        found.append(InputFile(path=path, format=kind, size=size, modified_ns=modified_ns))
     return found
 
 
 def _documents_of(paths: Iterable[str], format: InputFormat | None) -> list[str]:
-    """Return the files of a folder that it stands for: records, or text if it has no records."""
-    paths = list(paths)
-    found = [path for path in paths if _is_document(os.path.basename(path), format)]
-    if found or format is not None:
-        return found
-    names = {path: os.path.basename(path) for path in paths}
-    return [
-        path
-        for path, name in names.items()
-        if format_of(name) is InputFormat.text and not name.startswith(".")
-    ]
-
-
-def _is_document(name: str, format: InputFormat | None) -> bool:
-    """Whether a folder stands for this one of its files too."""
-    if name.startswith("."):
-        return False
+    """Return the files of a folder that are read: records, or text if it has no records."""
+    named = [(path, format_of(path)) for path in sorted(paths)]
+    named = [(path, kind) for path, kind in named if not os.path.basename(path).startswith(".")]
     if format in (InputFormat.text, InputFormat.text_lines):
-        return True
-    return format_of(name) in (
-        (InputFormat.jsonl, InputFormat.parquet) if not format else (format,)
-    )
+        return [path for path, _ in named]
+    records = (InputFormat.jsonl, InputFormat.parquet) if format is None else (format,)
+    found = [path for path, kind in named if kind in records]
+    if not found and format is None:
+        found = [path for path, kind in named if kind is InputFormat.text]
+    return found
 
 
 def _remote_files(name: str, format: InputFormat | None) -> list[InputFile]:
@@ -169,23 +151,19 @@ def _remote_files(name: str, format: InputFormat | None) -> list[InputFile]:
         if any(sign in path for sign in "*?["):
             paths = sorted(system.glob(path))
         elif system.isdir(path) and not system.isfile(path):
-            paths = sorted(_documents_of(system.find(path), format))
+            paths = _documents_of(system.find(path), format)
         else:
             paths = [path] if system.exists(path) else []
         sizes = [int(system.info(path).get("size") or 0) for path in paths]
     except Exception as error:  # each file system has its own exceptions
         raise unreadable(name, error) from error
-    # File systems of fsspec return paths with or without their scheme.
-    urls = [path if "://" in path else f"{scheme}://{path.lstrip('/')}" for path in paths]
-    return [
-        InputFile(
-            path=url,
-            format=format or format_of(url) or InputFormat.jsonl,
-            size=size,
-            modified_ns=0,
-        )
-        for url, size in zip(urls, sizes, strict=True)
-    ]
+    found = []
+    for path, size in zip(paths, sizes, strict=True):
+        # File systems of fsspec return paths with or without their scheme.
+        url = path if "://" in path else f"{scheme}://{path.lstrip('/')}"
+        kind = format or format_of(url) or InputFormat.jsonl
+        found.append(InputFile(path=url, format=kind, size=size, modified_ns=0))
+    return found
 
 
 def remote_file_system(url: str) -> tuple[Any, str]:
@@ -204,7 +182,7 @@ def remote_file_system(url: str) -> tuple[Any, str]:
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Say that a file could not be opened or read."""
+    """Return the error for a file that cannot be opened or read."""
     return DataError(
         f"{path} cannot be read: {type(error).__name__}: {error}.",
         rule="an input must be there and readable from start to end",
@@ -217,9 +195,9 @@ def share_of(files: Sequence[InputFile], shard: int, num_shards: int) -> list[In
     """Return the part of the files that one of several shards reads.
 
     The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A file
-    that can be cut gives each shard the lines that begin in its range; any other file goes whole
+    that can be cut gives each shard the lines that begin in its range; any other file belongs whole
     to the shard where it begins. So the shards, joined in their order, hold the documents of one
-    run over everything in the same order, whoever worked on them.
+    run over everything in the same order.
 
     Raises:
         ConfigError: there is no such shard.
@@ -238,16 +216,8 @@ def share_of(files: Sequence[InputFile], shard: int, num_shards: int) -> list[In
         if file.can_be_cut:
             first, last = max(begin - position, 0), min(end - position, size)
             if first < last:
-                share.append(
-                    InputFile(
-                        path=file.path,
-                        format=file.format,
-                        size=file.size,
-                        modified_ns=file.modified_ns,
-                        first_byte=first,
-                        end_byte=None if last == size else last,
-                    )
-                )
+                end_byte = None if last == size else last
+                share.append(replace(file, first_byte=first, end_byte=end_byte))
         elif begin <= position < end:
             share.append(file)
         position += size

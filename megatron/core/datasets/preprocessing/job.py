@@ -1,58 +1,77 @@
-"""One run of preprocessing, from its input files to the final names; begun, or gone on with.
+"""One run of preprocessing, from its input files to the final names; it begins or continues.
 
-No torch import.
+A run writes `PREFIX.bin.unfinished` and the lengths of its sequences and documents beside it. From
+time to time it notes in `PREFIX.preprocessed.json` how far the input was read and how long each
+file was then. After a kill at any moment the same command cuts the files back to the last note and
+continues; the output equals the output of an undisturbed run to the byte. The final names appear
+when everything is written; a kill between two renames is continued as well. The note of a finished
+run records its input, settings and counts.
+
+Units go through worker processes and come back in the order of the input. The memory held does not
+grow with the corpus. No torch import.
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.corpus.token_file import WholeFile
 from megatron.core.datasets.preprocessing.documents import BadDocument
+from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 from megatron.core.datasets.preprocessing.inputs import InputFile, InputFormat
-from megatron.core.datasets.preprocessing.resume import (
-    Journal,
+from megatron.core.datasets.preprocessing.stats import CorpusStats, Progress
+from megatron.core.datasets.preprocessing.unfinished import (
     UnfinishedCorpus,
     finish_corpus,
+    open_to_append,
+    write_whole,
 )
-from megatron.core.datasets.preprocessing.stats import CorpusStats, Progress
 from megatron.core.datasets.preprocessing.units import (
     UNIT_BYTES,
+    Unit,
     lines_before,
     read_units,
     sizes_are_known,
 )
-from megatron.core.datasets.preprocessing.workers import Work, encode_in_order
-from megatron.core.foundation.errors import DataError
+from megatron.core.foundation.errors import DataError, MegatronError
+from megatron.core.foundation.processes import die_with_parent
 
 FORMAT_VERSION = 2
 """Raised when the same input and settings would give other bytes than before."""
 
+Work = Callable[[Unit], EncodedUnit]
+
 
 @dataclass(kw_only=True)
 class Job:
-    """What is read, how, and where it goes.
+    """The input, the settings and the output of a run.
 
     Args:
         files: the input, or one shard's share of it.
         keys: members or columns that hold text.
-        encoder: a unit into tokens; see `encoder.Encoder`.
-        settings: plain values that decide the output besides the files; a run goes on only
-            with the settings it began with.
+        encoder: turns a unit into tokens; see `encoder.Encoder`.
+        settings: plain values that decide the output, in addition to the files; a run continues
+            only with the settings it began with.
         corpora: name of an output -> (prefix, type of its tokens).
-        output: prefix of the journal and of the record of what was done.
-        num_workers: processes that tokenize; 0 works in this one.
+        output: prefix of the note.
+        num_workers: processes that tokenize; 0 works in this process.
         skip_bad: leave faulty documents out and count them instead of stopping.
-        restart: forget an unfinished run and a finished output.
+        restart: ignore an unfinished run and a finished output.
         log_interval: documents between two progress lines.
         journal_interval_s: seconds of work that a kill can cost.
         unit_bytes: size of the pieces that a process works on.
@@ -72,68 +91,65 @@ class Job:
     unit_bytes: int = UNIT_BYTES
     tally: CorpusStats = field(default_factory=CorpusStats)
     was_finished: bool = False
-    """The output of the same settings and files was there already."""
+    """The output of the same settings and files existed already."""
 
     @property
-    def journal_path(self) -> str:
-        """The journal of the unfinished run."""
-        return f"{self.output}.journal"
-
-    @property
-    def record_path(self) -> str:
-        """What the finished output was made from."""
+    def note_path(self) -> str:
+        """The note of the unfinished or finished run."""
         return f"{self.output}.preprocessed.json"
 
     def run(self) -> CorpusStats:
-        """Do all of it, or what is left of it.
+        """Do all of the work, or the work that is left.
 
         Raises:
             DataError: a faulty document, a damaged input, a full disk, or an unfinished run with
-                other settings. What was written stays for the next run if it is worth it.
+                other settings. The next run uses the files written so far.
         """
-        signature = self._signature()
-        finished = None if self.restart else self._finished_record(signature)
-        if finished is not None and not os.path.exists(self.journal_path):
-            self.tally, self.was_finished = CorpusStats.from_json(finished["tally"]), True
-            return self.tally
-        journal = Journal(self.journal_path, restart=self.restart)
-        with closing(journal):
-            state = self._resumed(journal, signature)
-            if journal.first is None:
-                journal.write({"signature": signature})
-            if state is None or not state.get("finished"):
-                self._work(journal, state)
+        with only_writer(self.output):
+            note, signature = None if self.restart else self._read_note(), self._signature()
+            if note is not None and "bytes" in note:
+                self.was_finished = (
+                    note["signature"] == signature and note["bytes"] == self._sizes()
+                )
+                if self.was_finished:
+                    self.tally = CorpusStats.from_json(note["tally"])
+                    return self.tally
+                note = None  # another input or other settings: a new run replaces the output
+            if note is None:
+                with suppress(FileNotFoundError):
+                    os.unlink(self.note_path)
+            else:
+                self._continue_from(note, signature)
+                signature = note["signature"]
+            if note is None or not note["finished"]:
+                self._work(note, signature)
             for prefix, dtype in self.corpora.values():
                 finish_corpus(prefix, dtype)
-            record = WholeFile(self.record_path)
-            found = {"signature": signature, "tally": self.tally.as_json(), "bytes": self._sizes()}
-            record.write(json.dumps(found, indent=1).encode())
-            record.commit()
-            journal.remove()
+            self._write_note({"signature": signature, "bytes": self._sizes()})
         return self.tally
 
-    def _work(self, journal: Journal, state: dict[str, Any] | None) -> None:
-        """Tokenize from `state` to the end of the input."""
-        sizes: dict[str, list[int]] = state["sizes"] if state else {}
-        start = (state["file"], state["place"]) if state else (0, 0)
+    def _work(self, note: dict[str, Any] | None, signature: object) -> None:
+        """Tokenize from `note` to the end of the input."""
+        sizes: dict[str, list[int]] = note["sizes"] if note else {}
+        start = (note["file"], note["place"]) if note else (0, 0)
         begun, earlier_s = time.perf_counter(), self.tally.seconds
         outputs: dict[str, UnfinishedCorpus] = {}
 
-        def note(finished: bool = False) -> None:
+        def write_note(finished: bool = False) -> None:
             self.tally.seconds = earlier_s + time.perf_counter() - begun
-            journal.write(
+            self._write_note(
                 {
+                    "signature": signature,
                     "file": start[0],
                     "place": start[1],
                     "sizes": {name: output.flush_to_disk() for name, output in outputs.items()},
-                    "tally": self.tally.as_json(),
                     "finished": finished,
                 }
             )
 
         total = sum(file.size for file in self.files) if sizes_are_known(self.files) else 0
         progress = Progress(self.log_interval, total, self.tally)
-        is_noted = state is not None
+        is_noted = note is not None
         try:
             for name, (prefix, dtype) in self.corpora.items():
                 outputs[name] = UnfinishedCorpus(prefix, dtype, sizes.get(name))
@@ -144,35 +160,28 @@ class Job:
                     if unit.bad and not self.skip_bad:
                         raise self._bad_document(unit.file, unit.bad[0])
                     for name, part in unit.parts.items():
-                        outputs[name].add(part.sequences)
+                        outputs[name].add(part)
                     self.tally.add(unit)
                     start = unit.next_position
                     progress(self.tally, unit.consumed)
                     if time.perf_counter() > next_note:
-                        note()
+                        write_note()
                         is_noted = True
                         next_note = time.perf_counter() + self.journal_interval_s
-            note(finished=True)
+            write_note(finished=True)
         except BaseException as error:
             for output in outputs.values():
-                if is_noted:
-                    output.close()
-                else:
-                    output.discard()
-            if not is_noted:
-                journal.remove()
-            elif isinstance(error, DataError):
+                output.close(discard=not is_noted)
+            if is_noted and isinstance(error, DataError):
                 print(
-                    f"{self.output}: what was done so far is kept; the same command continues.",
+                    f"{self.output}: the work so far is kept; the same command continues.",
                     file=sys.stderr,
                 )
             raise
-        finally:
-            progress.close()
         for output in outputs.values():
             output.close()
 
-    # --- going on ---------------------------------------------------------------------------
+    # --- continuing -------------------------------------------------------------------------
 
     def _signature(self) -> dict[str, Any]:
         files = [
@@ -183,13 +192,23 @@ class Job:
         signature: dict[str, Any] = json.loads(json.dumps(plain))  # as it will be read back
         return signature
 
-    def _resumed(self, journal: Journal, signature: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the last line of an earlier run, checked to be one of this job."""
-        if journal.first is None or journal.last is None:
+    def _read_note(self) -> dict[str, Any] | None:
+        try:
+            with open(self.note_path, encoding="utf-8") as file:
+                note: dict[str, Any] = json.load(file)
+            return note if {"signature", "tally"} <= {*note} else None
+        except (OSError, ValueError, TypeError):
             return None
-        earlier, state = journal.first["signature"], journal.last
-        # Files that were not begun may have changed since.
-        num_read = len(self.files) if state["finished"] else state["file"] + (state["place"] > 0)
+
+    def _write_note(self, fields: Mapping[str, Any]) -> None:
+        text = json.dumps({**fields, "tally": self.tally.as_json()}).encode()
+        write_whole(self.note_path, lambda file: file.write(text))
+
+    def _continue_from(self, note: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
+        """Check that an unfinished run is a run of this job; take over its counts."""
+        earlier = note["signature"]
+        # Files that the run had not begun may have changed since.
+        num_read = len(self.files) if note["finished"] else note["file"] + (note["place"] > 0)
         other = [key for key in signature if key != "files" and signature[key] != earlier.get(key)]
         if signature["files"][:num_read] != earlier["files"][:num_read] or (
             [f[0] for f in signature["files"]] != [f[0] for f in earlier["files"]]
@@ -200,36 +219,24 @@ class Job:
             if key != "files":
                 shown = f": {signature[key]!r:.80}, it began with {earlier.get(key)!r:.80}"
             raise DataError(
-                f"{journal.path}: an unfinished run with other {', '.join(other)}{shown}.",
+                f"{self.note_path}: an unfinished run with other {', '.join(other)}{shown}.",
                 rule="a run continues with the settings and the files it began with",
                 flags=["--output-prefix", "--restart"],
                 fix="give the same command again, or pass --restart to begin anew",
             )
-        self.tally = CorpusStats.from_json(state["tally"])
+        self.tally = CorpusStats.from_json(note["tally"])
         print(
-            f"{self.output}: going on after {self.tally.documents:,} documents, "
+            f"{self.output}: continuing after {self.tally.documents:,} documents, "
             f"{self.tally.tokens:,} tokens.",
             file=sys.stderr,
         )
-        return state
-
-    def _finished_record(self, signature: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            with open(self.record_path, encoding="utf-8") as file:
-                record: dict[str, Any] = json.load(file)
-            is_same = record["signature"] == signature and record["bytes"] == self._sizes()
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return record if is_same else None
 
     def _sizes(self) -> list[int]:
-        """Return the bytes of all outputs."""
+        """Return the bytes of all outputs; -1 stands for a missing file."""
         names = [
             f"{prefix}{end}" for prefix, _ in self.corpora.values() for end in (".bin", ".idx")
         ]
-        return [os.path.getsize(name) for name in names]
-
-    # --- faults -----------------------------------------------------------------------------
+        return [os.path.getsize(name) if os.path.exists(name) else -1 for name in names]
 
     def _bad_document(self, number: int, bad: BadDocument) -> DataError:
         file = self.files[number]
@@ -237,12 +244,9 @@ class Job:
         if file.format is InputFormat.parquet:
             position = f", row {bad.number:,}"
         elif bad.number:
-            # The shard may have begun in the middle of the file.
-            before = lines_before(file.path, file.first_byte) if file.first_byte else 0
-            before += self.tally.lines_of_file if self.tally.file == number else 0
-            if file.first_byte and file.first_byte != 0:
-                before += _partial_line(file)
-            position = f", line {before + bad.number}"
+            before = self.tally.lines_of_file if self.tally.file == number else 0
+            # A shard may begin in the middle of the file.
+            position = f", line {lines_before(file) + before + bad.number}"
         detail = f" ({bad.detail})" if bad.detail else ""
         return DataError(
             f"{bad.path}{position}: {bad.reason}{detail}.",
@@ -253,8 +257,125 @@ class Job:
         )
 
 
-def _partial_line(file: InputFile) -> int:
-    """Return 1 if a shard's range begins within a line, which belongs to the shard before."""
-    with open(file.path, "rb") as opened:
-        opened.seek(file.first_byte - 1)
-        return int(opened.read(1) != b"\n")
+@contextmanager
+def only_writer(output: str) -> Iterator[None]:
+    """Hold the lock of an output: this process alone, not the workers it forks, until it dies.
+
+    Raises:
+        DataError: another process holds it, or the folder cannot be written.
+    """
+    path = f"{output}.lock"
+    while True:
+        file = open_to_append(path)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise DataError(
+                f"another process is writing {output}.",
+                rule="an output has one writer",
+                flags=["--output-prefix"],
+                fix="wait for it, or choose another prefix",
+            ) from error
+        if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            break
+        file.close()  # the run that held it has just finished and removed it
+    with file:
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+# --- worker processes ---------------------------------------------------------------------------
+
+
+def encode_in_order(
+    units: Iterable[Unit], work: Work, num_workers: int
+) -> Generator[EncodedUnit, None, None]:
+    """Encode units on several processes and yield the results in the order of the input.
+
+    Args:
+        work: an `Encoder` or the like; forked workers share its loaded tokenizer.
+        num_workers: processes in addition to this one; 0 works in this process.
+    Raises:
+        DataError: a worker died.
+    """
+    if num_workers == 0:
+        for unit in units:
+            yield _explained(work, unit)
+        return
+    # Forked children share the loaded tokenizer; this process has no threads and no torch.
+    start = "fork" if sys.platform == "linux" else "spawn"
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context(start),
+        initializer=_begin_work,
+        initargs=(work, os.getpid()),
+    )
+    under_way: deque[tuple[Unit, Future[EncodedUnit]]] = deque()
+    try:
+        for unit in units:
+            under_way.append((unit, pool.submit(_work_on, unit)))
+            # Enough to keep all workers busy while the oldest is slow; not the whole input.
+            if len(under_way) > 3 * num_workers:
+                yield _result(*under_way.popleft())
+        while under_way:
+            yield _result(*under_way.popleft())
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(unit: Unit, future: Future[EncodedUnit]) -> EncodedUnit:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a worker process died; the oldest unfinished work was {_place(unit)} of {unit.path}.",
+            rule="a worker that is killed (most often for memory) cannot be replaced",
+            flags=["--workers"],
+            fix="start again with fewer --workers (the run continues where it stopped), or look "
+            "for an oversized document there",
+        ) from error
+
+
+_work: Work | None = None
+"""The work of this process; set once, when it starts."""
+
+
+def _begin_work(work: Work, parent: int) -> None:
+    global _work
+    _work = work
+    die_with_parent(parent)
+    # Ctrl-C reaches the whole process group; only the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Lists of numbers form no cycles, and repeated collections through all of them cost time.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def _work_on(unit: Unit) -> EncodedUnit:
+    assert _work is not None
+    return _explained(_work, unit)
+
+
+def _explained(work: Work, unit: Unit) -> EncodedUnit:
+    """Work on a unit; name the place in the input where an unforeseen error happened."""
+    try:
+        return work(unit)
+    except (MegatronError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of Rust code is no Exception
+        raise DataError(
+            f"{_place(unit)} of {unit.path}: {type(error).__name__}: {error}.",
+            rule="every text of the input is encoded, or refused by its line",
+            flags=["--input", "--tokenizer-backend"],
+            fix="look for an odd document there; --tokenizer-backend library may take it",
+        ) from error
+
+
+def _place(unit: Unit) -> str:
+    kind = "rows" if unit.rows is not None else "bytes"
+    return f"{kind} {unit.start:,} to {unit.end:,}"

@@ -6,19 +6,10 @@ from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tokenizers.base import TextTokenizer, pad_vocab_size
-from megatron.core.tokenizers.megatron_tokenizer import TOKENIZER_TYPES, make_tokenizer
-
-_SETTINGS = (
-    "tokenizer_model",
-    "vocab_file",
-    "merge_file",
-    "vocab_size",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-    "trust_remote_code",
-    "tokenizer_hf_no_include_special_tokens",
+from megatron.core.tokenizers.megatron_tokenizer import (
+    SETTINGS,
+    TOKENIZER_TYPES,
+    make_tokenizer,
 )
 
 
@@ -28,7 +19,7 @@ def build_tokenizer(args: object, **kwargs: object) -> TextTokenizer:
     Args:
         args: anything with the attributes of Megatron's tokenizer flags; missing ones count as
             not given. It is not changed.
-        kwargs: settings that override those of `args`.
+        kwargs: settings that override `args`.
     """
     tokenizer_type = getattr(args, "tokenizer_type", None)
     if tokenizer_type is None:
@@ -37,7 +28,7 @@ def build_tokenizer(args: object, **kwargs: object) -> TextTokenizer:
             rule=f"one of {', '.join(TOKENIZER_TYPES)}",
             flags=["--tokenizer-type"],
         )
-    given = {name: getattr(args, name, None) for name in _SETTINGS} | kwargs
+    given = {name: getattr(args, name, None) for name in SETTINGS} | kwargs
     settings = {name: value for name, value in given.items() if value is not None}
     return make_tokenizer(tokenizer_type, **settings)
 
@@ -47,7 +38,7 @@ def vocab_size_with_padding(orig_vocab_size: int, args: Any, logging_enabled: bo
 
     Args:
         args: has `make_vocab_size_divisible_by` and `tensor_model_parallel_size`.
-        logging_enabled: print what was added.
+        logging_enabled: print the number of added tokens.
     """
     padded = pad_vocab_size(
         orig_vocab_size,

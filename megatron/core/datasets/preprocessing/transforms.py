@@ -1,7 +1,8 @@
-"""Fill in the middle: a document cut in three and put together in another order.
+"""Change a text before it is tokenized: fill in the middle, and cutting it into sentences.
 
-"Efficient Training of Language Models to Fill in the Middle" (Bavarian et al.), section 3, arXiv
-2207.14255. With rate r a document is cut at two characters chosen uniformly and becomes
+Fill in the middle: "Efficient Training of Language Models to Fill in the Middle" (Bavarian et al.),
+section 3, arXiv 2207.14255. With rate r a document is cut at two characters chosen uniformly and
+becomes
 
     PSM   <prefix> prefix <suffix> suffix <middle> middle
     SPM   <prefix> <suffix> suffix <middle> prefix middle
@@ -15,10 +16,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.optional_imports import require
 
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
 
@@ -27,16 +30,16 @@ _KNOWN_NAMES = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<PRE>", "<MID>", "<SUF>"),
 )
-"""Prefix, middle and suffix as tokenizers with such tokens call them."""
+"""Usual names of the prefix, middle and suffix tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FillInMiddle:
-    """The transform; picklable.
+    """Cut and reorder documents; picklable.
 
     Args:
         rate: share of the documents that are cut.
-        spm_rate: share of those in the order SPM; the others are PSM.
+        spm_rate: share of the cut documents in the order SPM; the others are PSM.
         seed: another seed cuts elsewhere.
         prefix, middle, suffix: ids of the three tokens.
     """
@@ -100,14 +103,8 @@ def fill_in_middle(
     for three in candidates:
         if all(name in vocab for name in three):
             ids = [vocab[name] for name in three]
-            return FillInMiddle(
-                rate=rate,
-                spm_rate=spm_rate,
-                seed=seed,
-                prefix=ids[0],
-                middle=ids[1],
-                suffix=ids[2],
-            )
+            named = dict(zip(("prefix", "middle", "suffix"), ids, strict=True))
+            return FillInMiddle(rate=rate, spm_rate=spm_rate, seed=seed, **named)
     tried = ", ".join("/".join(three) for three in candidates)
     raise ConfigError(
         f"the tokenizer has none of {tried}.",
@@ -115,3 +112,50 @@ def fill_in_middle(
         flags=["--fim-rate", "--fim-tokens"],
         fix="name them: --fim-tokens PREFIX MIDDLE SUFFIX",
     )
+
+
+class SentenceSplitter:
+    """Split texts of one language with NLTK's Punkt model.
+
+    Picklable; each process loads the model on first use.
+
+    Args:
+        language: name of NLTK's model, for example "english".
+        keep_newlines: leave the white space after a sentence with it instead of dropping it.
+    """
+
+    def __init__(self, language: str, *, keep_newlines: bool = False) -> None:
+        self.language = language
+        self.keep_newlines = keep_newlines
+        self._model: Any = None
+
+    def load(self) -> None:
+        """Load the model now, so that a missing one is reported before any work is done.
+
+        Raises:
+            MissingExtraError: NLTK is not installed.
+            DataError: NLTK has no data for the language.
+        """
+        punkt = require("nltk.tokenize.punkt", purpose="--split-sentences")
+        try:
+            self._model = punkt.PunktTokenizer(self.language)
+        except LookupError as error:
+            raise DataError(
+                f"NLTK has no sentence model for {self.language!r} on this machine.",
+                rule="the model 'punkt_tab' is data that NLTK downloads",
+                flags=["--split-sentences", "--lang"],
+                fix="python -m nltk.downloader punkt_tab",
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_model": None}
+
+    def __call__(self, text: str) -> list[str]:
+        """Return the sentences of a text, in order."""
+        if self._model is None:
+            self.load()
+        begins = [begin for begin, _ in self._model.span_tokenize(text)]
+        ends = [end for _, end in self._model.span_tokenize(text)]
+        if self.keep_newlines and begins:
+            begins[0], ends = 0, [*begins[1:], len(text)]
+        return [text[begin:end] for begin, end in zip(begins, ends, strict=True)]

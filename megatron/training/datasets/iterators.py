@@ -1,17 +1,18 @@
-"""Datasets and iterators of micro batches for the ranks that read data."""
+"""Build datasets, and iterators of micro batches for the ranks that read data."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.blends.report import lines_of, shares_of
+from megatron.core.datasets.blended_dataset import lines_of, shares_of
 from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
@@ -22,9 +23,9 @@ from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.datasets.audit import audited
+from megatron.training.datasets.audit import record_samples
+from megatron.training.datasets.dynamic_cp import DpCpRank, Packing
 from megatron.training.datasets.loader import build_pretraining_data_loader, collate_in_memory
-from megatron.training.datasets.packed_rows import Packing, RankOfPacking
 from megatron.training.launch.printing import is_rank_0, print_rank_0
 from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
@@ -36,7 +37,7 @@ DatasetProvider = Callable[..., Any]
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples that the run asks of each split; None is the whole split once."""
+    """Samples that the run needs of each split; None is the whole split once."""
 
     train: int
     valid: int | None
@@ -50,7 +51,7 @@ def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:
     """Return how many samples training, all evaluations and the final test consume.
 
     Args:
-        consumed_samples: tells which phase of the training data it is about.
+        consumed_samples: selects the phase of the training data.
     """
     phase = phase_of(run, consumed_samples)
     train = 0 if run.schedule.skip_train else phase.end - phase.begin
@@ -78,15 +79,15 @@ def build_data(
     groups: ProcessGroupCollection,
     state: TrainState,
 ) -> DataIterators:
-    """Build the datasets and open iterators at the place where the run stands.
+    """Build the datasets and open iterators at the consumed samples of the run.
 
     Args:
         provider: `provider([train, valid, test])`, or with a further argument `vp_stage`, returns
             three datasets. With the attribute `is_distributed = True` it is called on every rank
-            and decides itself what to build there; otherwise only tensor-parallel rank 0 builds,
-            and the forward step is expected to broadcast.
+            and decides which datasets to build there; otherwise only tensor-parallel rank 0 builds
+            them, and the forward step must broadcast the batches.
     Raises:
-        ConfigError: ranks share rows of samples, and not all of them build the datasets.
+        ConfigError: dynamic context parallelism, and not all ranks build the datasets.
     Communication:
         an all-reduce of one number for the count of validation sets, for the length of each, and
         for the length of the test set, over all processes.
@@ -96,7 +97,7 @@ def build_data(
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
     ]
-    # Only ranks that read data know how many sets there are, and how long.
+    # Only ranks that read data have the number of sets and their lengths.
     num_sets = max_across_ranks(max(len(chunk.valid) for chunk in per_chunk), backend.world())
     sets = [
         _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)
@@ -119,7 +120,7 @@ def build_data(
 
 
 def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet:
-    """Join what the chunks of this rank read of one validation set, maybe nothing."""
+    """Join the iterators of one validation set that this rank's chunks read; there may be none."""
     read: list[Any] = [each.data for each in found] or [None] * num_chunks
     name = next((each.name for each in found if each.name), "")
     packing = found[0].packing if found else None
@@ -128,7 +129,7 @@ def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet
 
 
 def _one_or_list(iterators: list[Any]) -> Any:
-    """Schedules take one iterator for one chunk, and a list for several."""
+    """Return one iterator for one chunk, and a list for several, as schedules take them."""
     return iterators[0] if len(iterators) == 1 else iterators
 
 
@@ -143,7 +144,7 @@ def _chunk_data(
     if run.parallelism.hybrid_context_parallel and not builds_everywhere:
         raise ConfigError(
             "--hybrid-context-parallel with datasets that are built on one tensor-parallel rank.",
-            rule="every rank knows the samples of a batch, and so how many micro batches they are",
+            rule="every rank computes the number of micro batches from the samples of a batch",
             flags=["--hybrid-context-parallel"],
             fix="set is_distributed = True on the datasets provider, and build them on every rank",
         )
@@ -169,14 +170,14 @@ def _chunk_data(
         )
     if is_rank_0() and vp_stage in (None, 0):
         describe_blend(train, begin, run.data.data_audit_path)
-    row = run.schedule.eval_batch[1] * run.topology.data_parallel_size
+    stride = run.schedule.eval_batch[1] * run.topology.data_parallel_size
     consumed_valid = 0 if run.schedule.full_validation else state.consumed_valid_samples
     sets = valid if isinstance(valid, list) else [valid]
     packings = [_evaluation_packing(run, groups, dataset) for dataset in sets]
     train_packing = _packing(run, groups, train, _batch_sizes(run), begin)
     test_packing = _evaluation_packing(run, groups, test)
     return DataIterators(
-        train_order=getattr(train, "order_identity", lambda: None)() if is_rank_0() else None,
+        train_order=getattr(train, "order_fingerprint", lambda: None)() if is_rank_0() else None,
         train=_open(
             run, groups, train, consumed - begin, consumed_before=begin, packing=train_packing
         ),
@@ -186,23 +187,23 @@ def _chunk_data(
             ValidationSet(
                 _name_of(dataset) if len(sets) > 1 else "",
                 _open(run, groups, dataset, consumed_valid, repeats=True, packing=packing),
-                _num_rows(dataset, row),
+                _num_micro_batches(dataset, stride),
                 packing,
             )
             for dataset, packing in zip(sets, packings, strict=True)
         ],
         test=_open(run, groups, test, 0, repeats=True, packing=test_packing),
         test_packing=test_packing,
-        num_test_rows=_num_rows(test, row),
+        num_test_rows=_num_micro_batches(test, stride),
     )
 
 
 def describe_blend(dataset: Any, first_sample: int, audit_path: str | None) -> None:
-    """Print what each corpus gives to the training data of this run, or phase; keep it for audits.
+    """Print the share of each corpus in the training data of this run or phase.
 
     Args:
         first_sample: number of the first sample of the dataset in the run.
-        audit_path: where samples are recorded, if they are.
+        audit_path: folder of the sample records, where the table is written too; None: nowhere.
     """
     shares = shares_of(dataset)
     if len(shares) < 2:
@@ -224,8 +225,8 @@ def _name_of(dataset: Any) -> str:
     return os.path.basename(path) if path else ""
 
 
-def _num_rows(dataset: Any, row: int) -> int:
-    return 0 if dataset is None else -(-len(dataset) // row)
+def _num_micro_batches(dataset: Any, stride: int) -> int:
+    return 0 if dataset is None else -(-len(dataset) // stride)
 
 
 def _packing(
@@ -235,14 +236,14 @@ def _packing(
     batch_size: Callable[[int], int],
     first_sample: int = 0,
 ) -> Packing | None:
-    """Return how batches of a dataset become rows that ranks share; None: they are not shared."""
+    """Return the packing of a dataset; None without dynamic context parallelism."""
     parallel, stages = run.parallelism, groups.pp.size()
     if not parallel.hybrid_context_parallel or dataset is None:
         return None
     schedule = schedule_named(parallel.pipeline_schedule)
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     fewest = schedule.min_microbatches(SchedulePlan(schedule.name, stages, chunks, 1))
-    share = RankOfPacking(
+    rank = DpCpRank(
         rank=groups.dp_cp.rank(),
         num_ranks=groups.dp_cp.size(),
         max_tokens=parallel.max_seqlen_per_dp_cp_rank or run.model.seq_length,
@@ -252,13 +253,13 @@ def _packing(
         else 1,
         microbatch_multiple=max(stages, fewest if stages > 1 else 1),
     )
-    return Packing(dataset, share, work_of_sample(run), batch_size, first_sample)
+    return Packing(dataset, rank, work_of_sample(run), batch_size, first_sample)
 
 
 def _lengths_of_padded(
     run: ResolvedRun, dataset: Any, first_sample: int
 ) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return what tells how long samples are that are padded, if they are taken in order."""
+    """Return a function that returns the lengths of padded samples; None if none are padded."""
     if dataset is None or not run.data.sft or run.data.dataloader_type != "single":
         return None
 
@@ -272,7 +273,7 @@ def _lengths_of_padded(
 def _evaluation_packing(
     run: ResolvedRun, groups: ProcessGroupCollection, dataset: Any
 ) -> Packing | None:
-    """Return how evaluation batches become rows; they begin again at the end of the dataset."""
+    """Return the packing of evaluation batches, which begin again at the end of the dataset."""
     size = run.schedule.eval_batch[0]
     return _packing(run, groups, dataset, lambda _: size)
 
@@ -292,7 +293,7 @@ def _batch_sizes(run: ResolvedRun) -> Callable[[int], int]:
 
 
 def work_of_sample(run: ResolvedRun) -> Callable[[int], float]:
-    """Return the operations of a sample by its tokens: products of every token, scores of pairs."""
+    """Return a function that returns the FLOPs of a sample from its tokens."""
     size = ModelSize.from_settings(run)
 
     @functools.cache
@@ -317,8 +318,8 @@ def _open(
     Args:
         repeats: for evaluations: begin again at the end, because a resumed run may evaluate more
             often, in micro batches of the evaluation's size.
-        packing: how batches become rows, where ranks share them.
-        consumed_before: samples of earlier phases, which come before the first of this dataset.
+        packing: of dynamic context parallelism.
+        consumed_before: samples of earlier phases.
     """
     if dataset is None:
         return None
@@ -335,57 +336,59 @@ def _open(
         seed=run.schedule.seed,
         data_sharding=run.data.data_sharding,
         drop_last=not repeats,
-        # What samples have different numbers of, the dataset joins.
+        # A dataset joins entries of different sizes, for example images.
         collate=getattr(dataset, "collate", collate_in_memory),
         packing=packing,
     )
-    if repeats:
-        return _timed(_again_and_again(loader))
-    if run.data.data_audit_path is None or not _records_samples(groups):
-        return _timed(_once(loader))
-    first = consumed_before + consumed_samples
-    return audited(
-        _timed(_once(loader)),
-        run.data.data_audit_path,
-        first_sample=first + groups.dp.rank() * run.schedule.micro_batch_size,
-        row_size=run.schedule.micro_batch_size * run.topology.data_parallel_size,
-        dp_rank=groups.dp.rank(),
-    )
+    audit_path = run.data.data_audit_path
+    # One rank of each replica records the samples.
+    records = all(group.rank() == 0 for group in (groups.tp, groups.pp, groups.cp))
+    if repeats or audit_path is None or not records:
+        return _micro_batches(loader, repeats=repeats)
+    os.makedirs(audit_path, exist_ok=True)
+    size = run.schedule.micro_batch_size
+    first = consumed_before + consumed_samples + groups.dp.rank() * size
+    numbers = itertools.count(first, size * run.topology.data_parallel_size)
 
+    def record(batch: Any) -> None:
+        record_samples(audit_path, groups.dp.rank(), next(numbers), batch)
 
-def _records_samples(groups: ProcessGroupCollection) -> bool:
-    """Return whether this is the rank of its replica that keeps the record."""
-    return all(group.rank() == 0 for group in (groups.tp, groups.pp, groups.cp))
+    return _micro_batches(loader, repeats=repeats, record=record)
 
 
 _END = object()
 
 
-def _timed(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches; the time that each takes counts as waiting for data."""
-    try:
-        while True:
-            with PLACE.waits.loading():
-                batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
-    finally:
-        if isinstance(batches, Generator):
-            batches.close()
+def _micro_batches(
+    loader: Any, *, repeats: bool, record: Callable[[Any], None] | None = None
+) -> Iterator[Any]:
+    """Yield the micro batches of a loader; its worker processes start with the first one.
 
+    The time that each micro batch takes counts as waiting for data.
 
-def _once(loader: Any) -> Iterator[Any]:
-    """Yield the batches of a loader; its worker processes start with the first one."""
-    # They are forked with this process' garbage. Collecting it there would destroy objects
-    # (process groups, other loaders) whose threads exist only here, which can crash a worker.
-    if loader.num_workers:
-        gc.collect()
-    yield from loader
-
-
-def _again_and_again(loader: Any) -> Iterator[Any]:
+    Args:
+        repeats: begin again at the end.
+        record: called with each micro batch.
+    """
     while True:
-        yield from _once(loader)
-        # The second pass and all later ones are whole.
+        # Workers are forked with this process' garbage. Collecting it there would destroy objects
+        # (process groups, other loaders) whose threads exist only here, which can crash a worker.
+        if loader.num_workers:
+            gc.collect()
+        batches = iter(loader)
+        try:
+            while True:
+                with PLACE.waits.loading():
+                    batch = next(batches, _END)
+                if batch is _END:
+                    break
+                if record is not None:
+                    record(batch)
+                yield batch
+        finally:
+            if isinstance(batches, Generator):
+                batches.close()
+        if not repeats:
+            return
+        # All passes but the first are whole.
         loader.batch_sampler.consumed_samples = 0

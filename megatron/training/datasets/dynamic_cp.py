@@ -1,8 +1,9 @@
-"""Micro batches of samples of uneven length, split over as many ranks as their row needs.
+"""Dynamic context parallelism: the number of ranks per packed sequence follows its length.
 
-(`--hybrid-context-parallel`.) A `Packing` says how one global batch becomes rows: arithmetic on the
-lengths of its samples, the same on all ranks. As with other samplers all state is one number, the
-samples consumed so far, so that a run continues with the row that came next.
+The flag is `--hybrid-context-parallel`. A `Packing` packs the samples of one global batch into
+sequences. This is arithmetic on the lengths of the samples, the same on all ranks. As with other
+samplers the only state is the number of consumed samples, so a resumed run continues with the next
+sequence.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from megatron.core.datasets.packing import BalancedBatch, WorkOf, balance
 from megatron.training.run.context import StepPlan
 
 _KEPT = 8
-"""Global batches whose rows are remembered."""
+"""Global batches whose packing is cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOfPacking:
-    """Who shares samples, and what one of them can hold.
+class DpCpRank:
+    """A rank among the ranks that share samples, and the limits of each.
 
     Attributes:
-        rank, num_ranks: of the data- and context-parallel ranks together.
-        max_tokens: of a row on one rank.
-        divisor: what divides the tokens of a row on one rank; with several ranks, half of them.
-        microbatch_multiple: what divides the number of micro batches.
+        rank, num_ranks: position in, and size of, the data- and context-parallel ranks together.
+        max_tokens: tokens of a sequence that one rank can hold.
+        divisor: the local sequence length is a multiple of it (of twice it if several ranks share
+            the sequence).
+        microbatch_multiple: the number of micro batches is a multiple of it.
     """
 
     rank: int
@@ -40,37 +42,37 @@ class RankOfPacking:
     divisor: int = 1
     microbatch_multiple: int = 1
 
-    def row_length(self, num_tokens: int, num_ranks: int) -> int:
-        """Return the length of a row of `num_tokens` that `num_ranks` ranks can split."""
+    def padded_length(self, num_tokens: int, num_ranks: int) -> int:
+        """Return the length of `num_tokens` with padding, which `num_ranks` can split."""
         unit = self.divisor * (2 * num_ranks if num_ranks > 1 else 1)
         return max(1, -(-num_tokens // unit)) * unit
 
 
 class Packing:
-    """Cuts the global batches of a dataset into rows of even work.
+    """Packs the global batches of a dataset into sequences of even work per rank.
 
     Args:
         dataset: has `num_tokens(number)` and `without_padding(number)`.
-        share: see `RankOfPacking`.
-        work_of: of a sample by its tokens.
-        batch_size: samples of the global batch that begins after so many.
+        rank: see `DpCpRank`.
+        work_of: returns the work of a sample from its tokens.
+        batch_size: returns the size of the global batch that begins after so many samples.
         first_sample: number in the run of the first sample of the dataset.
     """
 
     def __init__(
         self,
         dataset: Any,
-        share: RankOfPacking,
+        rank: DpCpRank,
         work_of: WorkOf,
         batch_size: Callable[[int], int],
         first_sample: int = 0,
     ) -> None:
         self.dataset = dataset
-        self.share = share
+        self.rank = rank
         self.work_of = work_of
         self.first_sample = first_sample
         self._batch_size = batch_size
-        # The sampler is ahead of the step that is planned by what workers prepare.
+        # Workers prepare batches in advance, so the sampler is ahead of the step that is planned.
         self.lengths = functools.lru_cache(maxsize=_KEPT)(self._lengths)
         self.batch = functools.lru_cache(maxsize=_KEPT)(self._batch)
 
@@ -84,15 +86,15 @@ class Packing:
         return tuple(self.dataset.num_tokens(number) for number in self.numbers(consumed))
 
     def _batch(self, consumed: int) -> BalancedBatch:
-        """Return the rows of the global batch after `consumed` samples of the run.
+        """Return the packed sequences of the global batch after `consumed` samples of the run.
 
         Raises:
             DataError: a sample does not fit on all ranks together.
         """
-        share = self.share
-        # Rows are filled up to a length that can be split; so is what fits into one.
-        max_tokens = max(1, share.max_tokens - share.max_tokens % (2 * share.divisor))
-        ranks, multiple = share.num_ranks, share.microbatch_multiple
+        rank = self.rank
+        # Sequences are padded to a length that can be split; the limit must be such a length.
+        max_tokens = max(1, rank.max_tokens - rank.max_tokens % (2 * rank.divisor))
+        ranks, multiple = rank.num_ranks, rank.microbatch_multiple
         return balance(self.lengths(consumed), ranks, max_tokens, self.work_of, multiple)
 
     def plan(self, consumed: int) -> StepPlan:
@@ -106,77 +108,77 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class RowRequest:
-    """The row that a rank computes next: numbers of samples in the dataset, and who splits it."""
+class PackedSequenceRequest:
+    """The next packed sequence of a rank: numbers of its samples, and how many ranks split it."""
 
     numbers: tuple[int, ...]
     num_ranks: int
     places: tuple[int, ...] = ()
-    """Of these samples in the global batch."""
+    """Positions of these samples in the global batch."""
 
 
-class PackedRowSampler:
-    """Yields the row of this rank for one micro batch after the other.
+class PackedSequenceSampler:
+    """Yields the packed sequence of this rank for one micro batch after the other.
 
     Args:
-        packing: of the dataset.
-        consumed_samples: of the dataset, where to begin: the end of a global batch.
+        packing: packing of the dataset.
+        consumed_samples: samples of the dataset before the first sequence: the end of a global
+            batch.
     """
 
     def __init__(self, packing: Packing, consumed_samples: int) -> None:
         self.packing = packing
         self.consumed_samples = consumed_samples
 
-    def __iter__(self) -> Iterator[list[RowRequest]]:
-        """Yield lists of one request: a micro batch is one row."""
+    def __iter__(self) -> Iterator[list[PackedSequenceRequest]]:
+        """Yield lists of one request: a micro batch is one packed sequence."""
         packing = self.packing
         at = self.consumed_samples + packing.first_sample
         while numbers := packing.numbers(at):
-            for rows in packing.batch(at).microbatches:
-                row = rows[packing.share.rank]
-                own = tuple(numbers[i] for i in row.samples)
-                yield [RowRequest(own, row.num_ranks, row.samples)]
+            for sequences in packing.batch(at).microbatches:
+                own = sequences[packing.rank.rank]
+                samples = tuple(numbers[i] for i in own.samples)
+                yield [PackedSequenceRequest(samples, own.num_ranks, own.samples)]
             at += len(numbers)
 
 
-class PackedRows(Dataset[dict[str, Any]]):
-    """Makes the row of a `RowRequest`."""
+class PackedSequences(Dataset[dict[str, Any]]):
+    """Makes the packed sequence of a `PackedSequenceRequest`."""
 
     def __init__(self, packing: Packing) -> None:
         self.dataset = packing.dataset
-        self.share = packing.share
+        self.rank = packing.rank
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, request: RowRequest) -> dict[str, Any]:
-        """Return the samples of a request back to back, filled up to what its ranks can split.
+    def __getitem__(self, request: PackedSequenceRequest) -> dict[str, Any]:
+        """Return the samples of a request back to back, padded so that its ranks can split them.
 
         Returns:
-            the entries of the samples, [s]; document_starts, int32 [s], where the sequence of each
-            token begins in the row; padding_mask, bool [s], True where the row is only filled;
-            local_cp_size, how many ranks split the row; what `share_microbatch` reads of its
-            samples.
+            the entries of the samples, [s]; document_starts, int32 [s], where the document of each
+            token begins; padding_mask, bool [s], True on padding; local_cp_size, how many ranks
+            split the sequence; the description of its samples that `share_microbatch` reads.
         """
         samples = [self.dataset.without_padding(number) for number in request.numbers]
-        length = self.share.row_length(sum(map(_length, samples)), request.num_ranks)
+        length = self.rank.padded_length(sum(map(_length, samples)), request.num_ranks)
         if not samples:
             nothing = self.dataset.without_padding(0)
             samples = [{name: value[:0] for name, value in nothing.items()}]
-        row = {
-            name: _filled(torch.cat([sample[name] for sample in samples]), length)
+        packed = {
+            name: _padded(torch.cat([sample[name] for sample in samples]), length)
             for name, value in samples[0].items()
             if isinstance(value, Tensor) and value.dim() == 1
         }
-        row["document_starts"] = _document_starts(samples, length)
+        packed["document_starts"] = _document_starts(samples, length)
         filled = sum(map(_length, samples))
-        row["padding_mask"] = torch.arange(length) >= filled
+        packed["padding_mask"] = torch.arange(length) >= filled
         joined = zip(request.places, samples, strict=False)
         return {
-            **row,
+            **packed,
             "local_cp_size": request.num_ranks,
             "num_joined_samples": len(request.numbers),
-            "joined_samples": _filled(
+            "joined_samples": _padded(
                 torch.cat([_places(i, *one) for i, one in enumerate(joined)], 1)
                 if request.numbers
                 else torch.zeros(4, 0, dtype=torch.long),
@@ -189,16 +191,17 @@ def _length(sample: dict[str, Any]) -> int:
     return len(sample["tokens"])
 
 
-def _filled(x: Tensor, length: int) -> Tensor:
+def _padded(x: Tensor, length: int) -> Tensor:
     """Return x [..., n] with zeros after it, [..., length]."""
     return torch.nn.functional.pad(x, (0, length - x.shape[-1]))
 
 
 def _places(place: int, number: int, sample: dict[str, Any]) -> Tensor:
-    """Return what `share_microbatch` reads of a sample, int64 [4, n].
+    """Return the description of a sample that `share_microbatch` reads, int64 [4, n].
 
     Args:
-        place: of the sample in the row; number: in the global batch.
+        place: position of the sample in the packed sequence.
+        number: position in the global batch.
     """
     size, starts = _length(sample), sample.get("document_starts")
     num_sequences = 1 if starts is None else len(starts.unique())
@@ -207,7 +210,7 @@ def _places(place: int, number: int, sample: dict[str, Any]) -> Tensor:
 
 
 def _document_starts(samples: Sequence[dict[str, Any]], length: int) -> Tensor:
-    """Return where the sequence of each token of the row begins; what fills it is one, too."""
+    """Return where the document of each token begins; the padding counts as one document."""
     starts, before = torch.empty(length, dtype=torch.int32), 0
     for sample in samples:
         size = _length(sample)

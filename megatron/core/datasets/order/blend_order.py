@@ -1,51 +1,96 @@
-"""The order of a blend as something to ask, not a pair of arrays.
+"""The order of a blend: which dataset gives sample s, and which of its samples that is.
 
-`GreedyOrder` is Megatron-LM's order, bit for bit: it keeps what each dataset had given before
-every few hundred samples and walks from there. `SpacedOrder` keeps nothing but the weights.
+`GreedyOrder` is Megatron-LM's order, bit for bit. It stores how many samples each dataset has given
+before every few hundred samples, and computes the choices between from there. `SpacedOrder` stores
+only the weights.
 
 No torch import.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
-from megatron.core.datasets.blends.sampling import greedy_block, number_within_dataset
+from megatron.core.datasets import native
 
 _GOLDEN = 0.6180339887498949
 _SPACED_BLOCK = 1024
 
 
-class BlendOrder(Protocol):
-    """Which dataset gives sample s, and which of its samples that is."""
+def greedy_walk(
+    weights: np.ndarray,
+    counts: np.ndarray,
+    start: int,
+    steps: int,
+    capacities: np.ndarray | None = None,
+) -> np.ndarray:
+    """Choose the datasets of samples start .. start + steps - 1, int16 [steps].
 
-    def __len__(self) -> int: ...
+    Sample s is taken from the dataset with the largest w_d * max(s, 1) - taken_d in double
+    precision, the first one on a tie.
 
-    def __getitem__(self, idx: int) -> tuple[int, int]:
-        """Return (dataset, number within it)."""
-
-    def totals(self) -> list[int]:
-        """Return how many samples each dataset gives in all."""
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the whole order: int16 datasets and int64 numbers within them."""
+    Args:
+        weights: [D] float64, summing to 1; fewer than 32,767 datasets.
+        counts: [D] float64 (exact up to 2**53), the samples that each dataset has given before;
+            updated in place.
+        capacities: [D] float64, the samples of each dataset: a dataset that is used up is left
+            out (the exhaustive variant). None: every dataset is large enough.
+    """
+    picks = np.empty(steps, np.int16)
+    if native.compiled is not None:
+        native.compiled.walk_blend(weights, capacities, start, steps, counts, picks)
+        return picks
+    for step in range(steps):
+        deficits = weights * float(max(start + step, 1)) - counts
+        if capacities is not None:
+            deficits[counts >= capacities] = -np.inf
+        picks[step] = pick = int(deficits.argmax())
+        counts[pick] += 1
+    return picks
 
 
 def stride_of_table(num_datasets: int) -> int:
-    """Return the samples between two rows: a row of many datasets must pay for itself."""
+    """Return the samples between two lines of a table; a line of many datasets must be worth it."""
     return max(256, 4 * num_datasets)
 
 
+def greedy_counts(
+    weights: np.ndarray, size: int, every: int, *, capacities: np.ndarray | None = None
+) -> np.ndarray:
+    """Return how many samples each dataset has given before samples 0, every, 2 * every, ...
+
+    The choices of the next `every` samples follow from one line of this table.
+
+    Returns:
+        int64 [ceil(size / every) + 1, D]; the last line holds the counts after `size` samples.
+    """
+    counts = np.zeros(len(weights))
+    limits = None if capacities is None else np.asarray(capacities, np.float64)
+    lines = [counts.copy()]
+    for start in range(0, size, every):
+        greedy_walk(weights, counts, start, min(every, size - start), limits)
+        lines.append(counts.copy())
+    return np.stack(lines).astype(np.int64)
+
+
+def _number_within_dataset(picks: np.ndarray, num_datasets: int) -> np.ndarray:
+    """Count, for each sample, the earlier samples of the same dataset: int64 like `picks`."""
+    by_dataset = np.argsort(picks, kind="stable")
+    counts = np.bincount(picks, minlength=num_datasets)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = np.empty(len(picks), np.int64)
+    numbers[by_dataset] = np.arange(len(picks)) - firsts
+    return numbers
+
+
 class GreedyOrder:
-    """The greedy rule of `blends.sampling`, from a table of counts.
+    """The greedy rule, from a table of counts.
 
     Args:
         weights: [D] float64, summing to 1.
         size: samples.
-        capacities: see `greedy_blend`.
-        table: of `greedy_counts` with `stride_of_table`.
+        capacities: see `greedy_walk`.
+        table: the result of `greedy_counts` with `stride_of_table`.
     """
 
     def __init__(
@@ -56,9 +101,9 @@ class GreedyOrder:
         capacities: np.ndarray | None = None,
         table: np.ndarray,
     ) -> None:
-        self.weights = weights
+        self.weights = np.ascontiguousarray(weights, np.float64)
         self.size = size
-        self.capacities = capacities
+        self.capacities = None if capacities is None else np.asarray(capacities, np.float64)
         self._stride = stride_of_table(len(weights))
         self._table = table
         self._block: tuple[int, np.ndarray, np.ndarray] | None = None
@@ -68,17 +113,19 @@ class GreedyOrder:
 
     def __getitem__(self, idx: int) -> tuple[int, int]:
         """Return (dataset, number within it) of sample `idx`."""
-        idx = _checked(idx, self.size)
-        row, at = divmod(idx, self._stride)
-        if self._block is None or self._block[0] != row:
-            start = row * self._stride
-            steps = min(self._stride, self.size - start)
-            counts = np.asarray(self._table[row])
-            picks = greedy_block(self.weights, counts, start, steps, capacities=self.capacities)
-            numbers = counts[picks] + number_within_dataset(picks, len(self.weights))
-            self._block = row, picks, numbers
+        line, at = divmod(_checked(idx, self.size), self._stride)
+        if self._block is None or self._block[0] != line:
+            picks = self._picks(line)
+            numbers = self._table[line][picks] + _number_within_dataset(picks, len(self.weights))
+            self._block = line, picks, numbers
         _, picks, numbers = self._block
         return int(picks[at]), int(numbers[at])
+
+    def _picks(self, line: int) -> np.ndarray:
+        start = line * self._stride
+        counts = np.array(self._table[line], np.float64)
+        steps = min(self._stride, self.size - start)
+        return greedy_walk(self.weights, counts, start, steps, self.capacities)
 
     def totals(self) -> list[int]:
         """Return how many samples each dataset gives in all."""
@@ -87,28 +134,20 @@ class GreedyOrder:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the whole order: int16 datasets and int64 numbers within them."""
-        picks = [
-            greedy_block(
-                self.weights,
-                np.asarray(self._table[row]),
-                row * self._stride,
-                min(self._stride, self.size - row * self._stride),
-                capacities=self.capacities,
-            )
-            for row in range(len(self._table) - 1)
-        ]
-        full = np.concatenate(picks) if picks else np.empty(0, np.int16)
-        return full, number_within_dataset(full, len(self.weights))
+        picks = np.concatenate(
+            [np.empty(0, np.int16), *map(self._picks, range(len(self._table) - 1))]
+        )
+        return picks, _number_within_dataset(picks, len(self.weights))
 
 
 class SpacedOrder:
     """Every dataset at even distances, the phases spread out; no table at all.
 
-    Sample j of dataset d is due at (j + p_d) / w_d, and samples come in the order in which they
-    are due. This is the rank-order form of a divisor method of apportionment (Balinski and Young,
-    "Fair Representation", 1982): growing the blend never takes a sample back, and no dataset is
-    ever more than about one sample ahead of its share. The phases p_d follow the golden ratio, so
-    that thousands of small datasets do not all come due at once.
+    Sample j of dataset d is due at (j + p_d) / w_d, and samples are ordered by their due times.
+    This is the rank-order form of a divisor method of apportionment (Balinski and Young, "Fair
+    Representation", 1982): growing the blend never takes a sample back, and no dataset is ever more
+    than about one sample ahead of its share. The phases p_d follow the golden ratio, so that
+    thousands of small datasets are not all due at once.
 
     Args:
         weights: [D] float64, summing to 1.

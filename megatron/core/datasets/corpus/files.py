@@ -1,10 +1,8 @@
-"""A corpus whose tokens are in the `.bin` files of its shards: joined without copying.
+"""The files of a corpus: `PREFIX.idx`, and the tokens in `PREFIX.bin` or in the files of shards.
 
-Beside `PREFIX.idx`, an ordinary index over all sequences, stands `PREFIX.bin.parts` instead of
-`PREFIX.bin`: JSON with the shards' token files, relative to its own folder, and their sizes. The
-index is that of the concatenation, so copying the parts together gives the usual pair.
-
-No torch import.
+A corpus that was joined without copying has `PREFIX.bin.parts` in place of `PREFIX.bin`: JSON with
+the shards' token files, relative to its own folder, and their sizes. The index describes the
+concatenation, so copying the parts together gives the usual pair. No torch import.
 """
 
 from __future__ import annotations
@@ -20,9 +18,58 @@ from megatron.core.datasets.corpus.token_file import MappedTokens, PositionedTok
 from megatron.core.foundation.errors import DataError, shown
 from megatron.core.foundation.json_text import parse_json
 
+MASK_SUFFIX = "_mask"
+"""Suffix of the corpus that marks the learned tokens of conversations."""
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """Return the name of the token file of a corpus."""
+    return path_prefix + ".bin"
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """Return the name of the index file of a corpus."""
+    return path_prefix + ".idx"
+
+
+def pair_exists(path_prefix: str) -> bool:
+    """Return whether both files of a corpus are there."""
+    return os.path.exists(get_idx_path(path_prefix)) and tokens_exist(get_bin_path(path_prefix))
+
+
+def check_pair_exists(path_prefix: str) -> None:
+    """Raise `DataError` with the nearest that exists, unless both files of a corpus are there."""
+    bin_path, idx_path = get_bin_path(path_prefix), get_idx_path(path_prefix)
+    missing = [] if tokens_exist(bin_path) else [bin_path]
+    missing += [] if os.path.isfile(idx_path) else [idx_path]
+    if not missing:
+        return
+    if path_prefix.endswith((".bin", ".idx")) and pair_exists(path_prefix[:-4]):
+        fix = f"leave out the suffix: {path_prefix[:-4]}"
+    else:
+        fix = _similar_prefix(path_prefix) or "write the corpus with tools/preprocess_data.py"
+    raise DataError(
+        f"no such corpus: {' and '.join(missing)} not found.",
+        rule="a data path is the common prefix of a .bin and an .idx file",
+        flags=["--data-path"],
+        fix=fix,
+    )
+
+
+def _similar_prefix(path_prefix: str) -> str:
+    """Return a hint when the usual suffix of the preprocessing tool was forgotten."""
+    directory, name = os.path.split(path_prefix)
+    directory = directory or "."
+    if not os.path.isdir(directory):
+        return f"the directory {directory} does not exist"
+    for entry in sorted(os.listdir(directory)):
+        if entry.endswith(".idx") and entry.startswith(name):
+            return f"did you mean {os.path.join(directory, entry[:-4])}?"
+    return ""
+
 
 def parts_path(bin_path: str) -> str:
-    """Return the name of the list of parts that stands for a token file."""
+    """Return the name of the list of parts that replaces a token file."""
     return bin_path + ".parts"
 
 
@@ -87,7 +134,7 @@ def open_tokens(bin_path: str, *, mmap: bool) -> TokenReader:
     """Open the tokens of a corpus, in one file or in parts."""
     files = token_files(bin_path)
     opener = MappedTokens if mmap else PositionedTokens
-    return opener(files[0]) if len(files) == 1 else JoinedTokens(files, mmap=mmap)
+    return opener(files[0]) if len(files) == 1 else ConcatenatedTokens(files, mmap=mmap)
 
 
 def list_of_parts(bin_path: str, files: Sequence[str]) -> bytes:
@@ -99,7 +146,7 @@ def list_of_parts(bin_path: str, files: Sequence[str]) -> bytes:
     return json.dumps({"parts": parts}, indent=1).encode()
 
 
-class JoinedTokens:
+class ConcatenatedTokens:
     """Random access to several token files as if they were one."""
 
     buffer: None = None

@@ -1,1 +1,0 @@
-"""The order of a blend: which corpus gives the next sample."""
