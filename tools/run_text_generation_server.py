@@ -99,7 +99,7 @@ def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
 
 
 def guarded(app: Any, options: ServerFlags) -> Any:
-    """Return `app` behind limits, keys and accepted hosts; warn if it answers the whole network.
+    """Return `app` with limits, keys and accepted hosts; warn if it answers the whole network.
 
     Raises:
         ConfigError: a limit is not positive, or the keys cannot be read.

@@ -18,8 +18,7 @@ from megatron.core import parallel_state
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from megatron.post_training.log_probs import compute_log_probs
-from megatron.post_training.loss_functions import grpo_loss_func
-from megatron.post_training.losses import group_advantages
+from megatron.post_training.loss_functions import group_advantages, grpo_loss_func
 from megatron.training import get_args, initialize_megatron, print_rank_0
 
 PROMPTS, SAMPLES, NEW_TOKENS, UPDATES = 16, 16, 7, 2

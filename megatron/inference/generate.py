@@ -1,23 +1,37 @@
 """Continue prompts with a model in any layout.
 
-Keys and values of what was written are kept. Where the ranks of a layout share the sequence
-(sequence and context parallelism) there is no cache, and every new token runs the whole sequence
-through the model: slow for long texts, right for looking at what a run has learned.
+The engine keeps keys and values. Where the ranks of a layout share the sequence (sequence and
+context parallelism), and for models with an encoder, there is no cache: every new token runs the
+whole sequence through the model. Both ways give the same tokens, so the slow one tests the cache.
+
+Legend: b sequences, s positions, v padded vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from megatron.core.context_parallel import get_batch_on_this_cp_rank, sequence_shard_of_rank
+from megatron.core.datasets.images.grid import Grid, text_and_image_positions
+from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.pipeline_parallel.layout import loss_rank
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.utils import evaluating
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transport import backend
+from megatron.core.utils import as_list, evaluating, get_model_config, unwrap_model
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
-from megatron.inference.recompute import Images, continue_without_cache
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
+
+Images = Sequence[tuple[Tensor, Grid]]
+"""Of a prompt: the patches [p, ...] and the grid of each of its images."""
 
 
 def generate(
@@ -53,7 +67,9 @@ def generate(
         images: for a `VisionLanguageModel`, the patches and the grid of each image of each prompt,
             in the order of their tokens. There is then no cache either.
     Communication:
-        see `CachedModel.next_tokens` and `continue_without_cache`.
+        with a cache, see `CachedModel.next_tokens`; else for each new token the forward-only
+        schedule, a sum of b x v/tp logits on cp, an all-gather of b x v on tp, and a broadcast of b
+        ids on pp.
     Raises:
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
         NumericsError: the model's logits are not finite.
@@ -68,7 +84,14 @@ def generate(
     if sources is not None:
         longest = max_sequence_length + 1  # nothing is added to a source
         problems += [check_prompt(row, 1, vocab_size, longest) for row in sources]
-        problems.append(_number_of_sources(len(prompts), len(sources)))
+        if len(prompts) != len(sources):
+            problems.append(
+                ConfigError(
+                    f"{len(sources)} texts for the encoder, {len(prompts)} for the decoder.",
+                    rule="the decoder continues one prompt for each text",
+                    fix="pass the same number of both",
+                )
+            )
     for problem in problems:
         if problem is not None:
             raise problem
@@ -79,7 +102,7 @@ def generate(
         uses_cache = sources is None and images is None and has_cache(model)
     with evaluating(model):
         if not uses_cache:
-            return continue_without_cache(
+            return _continue_without_cache(
                 model,
                 prompts,
                 max_new_tokens=max_new_tokens,
@@ -98,16 +121,6 @@ def generate(
             groups=groups,
         )
         return _through_cache(cached, prompts, max_new_tokens, sampling, ends)
-
-
-def _number_of_sources(num_prompts: int, num_sources: int) -> ConfigError | None:
-    if num_prompts == num_sources:
-        return None
-    return ConfigError(
-        f"{num_sources} texts for the encoder and {num_prompts} prompts for the decoder.",
-        rule="the decoder continues one prompt for each text",
-        fix="pass as many of both",
-    )
 
 
 def _through_cache(
@@ -138,3 +151,144 @@ def _through_cache(
             if event.finish_reason != "stop":
                 row_of[event.request].append(event.token)
     return rows
+
+
+def _continue_without_cache(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    vocab_size: int,
+    sampling: Sampling,
+    ends: Collection[int],
+    groups: ProcessGroupCollection,
+    sources: Sequence[Sequence[int]] | None = None,
+    images: Sequence[Images] | None = None,
+) -> list[list[int]]:
+    chunks = as_list(model)
+    lengths = [len(prompt) for prompt in prompts]
+    longest = max(lengths)
+    # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
+    num_parts = groups.pp.size() if len(chunks) > 1 else 1
+    num_rows = -(-len(prompts) // num_parts) * num_parts
+    cp_size = groups.cp.size()
+    pieces = groups.tp.size() * (2 * cp_size if cp_size > 1 else 1)
+    tokens = _padded(prompts, num_rows, longest + max_new_tokens, pieces)
+    given = None
+    if sources is not None:
+        given = _padded(sources, num_rows, max(map(len, sources)), pieces)
+        is_token = _padded([[1] * len(row) for row in sources], num_rows, given.shape[1], pieces)
+        is_token[:, 0] = 1  # also of rows that fill up the micro batches
+        given = torch.stack((given, is_token), 1)
+    seen = None if images is None else [*images, *([()] * (num_rows - len(images)))]
+
+    ended_at = [length + max_new_tokens for length in lengths]
+    for position in range(min(lengths), longest + max_new_tokens):
+        logits = _last_logits(
+            chunks, tokens, given, position - 1, num_parts, vocab_size, groups, seen
+        )
+        chosen = torch.zeros(num_rows, dtype=torch.long, device=tokens.device)
+        if logits is not None:
+            draws = [Draw(sampling, row, position) for row in range(num_rows)]
+            chosen = choose_tokens(logits, draws)
+        if groups.pp.size() > 1:
+            backend.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunks[0])))
+        for row, token in enumerate(chosen[: len(prompts)].tolist()):
+            if lengths[row] <= position < ended_at[row]:
+                if token == NO_TOKEN:
+                    raise not_finite()
+                tokens[row, position] = token
+                if token in ends:
+                    ended_at[row] = position
+        if position + 1 >= max(ended_at):
+            break
+    return [tokens[row, : ended_at[row]].tolist() for row in range(len(prompts))]
+
+
+def _padded(rows: Sequence[Sequence[int]], num_rows: int, width: int, multiple: int) -> Tensor:
+    """Return [num_rows, s]: rows with zeros after them, s at least the width."""
+    width = -(-width // multiple) * multiple
+    padded = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = torch.tensor(row)
+    return padded
+
+
+@torch.no_grad()
+def _last_logits(
+    chunks: Sequence[Any],
+    tokens: Tensor,
+    sources: Tensor | None,
+    position: int,
+    num_parts: int,
+    vocab_size: int,
+    groups: ProcessGroupCollection,
+    images: Sequence[Images] | None = None,
+) -> Tensor | None:
+    """Return the logits [b, v] that follow `position`, on ranks of the last stage only.
+
+    Args:
+        images: of each row; None for a model that reads none.
+        sources: [b, 2, s], what an encoder reads and which of it are tokens; None without one.
+    """
+    parts = tokens.chunk(num_parts)
+    read: Sequence[Any] = [None] * num_parts if sources is None else sources.chunk(num_parts)
+    if images is not None:
+        size = len(tokens) // num_parts
+        read = [images[n * size : (n + 1) * size] for n in range(num_parts)]
+    held = sequence_shard_of_rank(tokens.shape[1] // groups.cp.size(), cp=groups.cp, sp=SINGLE_RANK)
+    index = held.index_of(position)
+
+    def collect(output: Tensor, **_options: bool) -> Tensor:
+        own = output[:, index or 0].contiguous()
+        if groups.cp.size() > 1:
+            # One context-parallel rank holds the position; the others add zeros.
+            own = own if index is not None else torch.zeros_like(own)
+            backend.all_reduce(own, groups.cp)
+        logits = gather_from_tensor_model_parallel_region(own, groups.tp)
+        return logits[:, :vocab_size]
+
+    def forward_step(iterator: Iterator[tuple[Tensor, Any]], chunk: Any) -> tuple[Tensor, Any]:
+        rows, source = next(iterator)
+        if images is not None:
+            return _with_images(chunk, rows, source), collect
+        if source is not None:
+            return chunk(source[:, 0], rows, source[:, 1]), collect
+        batch = get_batch_on_this_cp_rank({"tokens": rows}, groups.cp)
+        return chunk(batch["tokens"], held.positions(tokens.device)[None], None), collect
+
+    iterators = [zip(parts, read, strict=True) for _ in chunks]
+    length = tokens.shape[1]
+    collected = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_parts,
+        seq_length=length if sources is None else sources.shape[2],
+        decoder_seq_length=None if sources is None else length,
+        micro_batch_size=len(parts[0]),
+        forward_only=True,
+        collect_non_loss_data=True,
+        pg_collection=groups,
+    )
+    return torch.cat(collected) if collected else None
+
+
+def _with_images(chunk: Any, rows: Tensor, images: Sequence[Images]) -> Tensor:
+    """Run rows [b, s] and the images of each through a chunk of a `VisionLanguageModel`."""
+    vision = unwrap_model(chunk).vision_config
+    every = [image for row in images for image in row]
+    positions = [
+        text_and_image_positions(
+            row == vision.image_token_id, [grid for _, grid in own], vision.spatial_merge_size
+        )
+        for row, own in zip(rows.cpu(), images, strict=True)
+    ]
+    output: Tensor = chunk(
+        rows,
+        torch.stack(positions, 1).to(rows.device),
+        None,
+        patches=torch.cat([patches for patches, _ in every]).to(rows.device) if every else None,
+        image_grid_thw=[grid for _, grid in every],
+    )
+    return output

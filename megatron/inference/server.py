@@ -98,7 +98,7 @@ def _error(status: int, message: str, code: str | None = None) -> Any:
     return HTTPException(status, json.dumps(detail), headers)
 
 
-def _response_to(_request: Any, error: Exception) -> Any:
+def _response_to(_request: Any, error: Any) -> Any:
     if isinstance(error, ServiceError):
         error = _error(503, error.found, "unavailable")
     elif isinstance(error, pydantic.ValidationError):
@@ -213,33 +213,33 @@ class App:
         kinds = (HTTPException, ServiceError, pydantic.ValidationError, Exception)
         return starlette.Starlette(
             routes=[
-                routing.Route("/v1/completions", self.complete, methods=["POST"]),
-                routing.Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                routing.Route("/v1/models", self.models),
-                routing.Route("/health", self.health),
+                routing.Route("/v1/completions", self._complete, methods=["POST"]),
+                routing.Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                routing.Route("/v1/models", self._models),
+                routing.Route("/health", self._health),
             ],
             exception_handlers=dict.fromkeys(kinds, _response_to),
         )
 
-    async def health(self, _: Any) -> Any:
+    async def _health(self, _: Any) -> Any:
         """Answer 200 while the engine runs, else 503."""
         if self.service.failure is not None:
             raise self.service.failure
         return responses.JSONResponse({"status": "ok"})
 
-    async def models(self, _: Any) -> Any:
+    async def _models(self, _: Any) -> Any:
         """List the model."""
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "local"}
         return responses.JSONResponse({"object": "list", "data": [model]})
 
-    async def complete(self, request: Any) -> Any:
+    async def _complete(self, request: Any) -> Any:
         """Continue prompts."""
         body = _Completion.model_validate_json(await request.body())
         is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         prompts = [body.prompt] if is_one else body.prompt
         return await self._continue(body, prompts, self.tokenizer.tokenize, body.max_tokens)
 
-    async def chat(self, request: Any) -> Any:
+    async def _chat(self, request: Any) -> Any:
         """Continue a chat, which the template of the model turns into one prompt."""
         body = _Chat.model_validate_json(await request.body())
         if self.chat_template is None:

@@ -206,6 +206,15 @@ class RunRecord:
         }
 
     @property
+    def num_ranks(self) -> int | None:
+        """Ranks of the run; None if its settings are unknown."""
+        if not self.settings.get("data_parallel_size", "").isdigit():
+            return None
+        axes = ("data", "tensor_model", "pipeline_model", "context")
+        sizes = [self.settings.get(f"{axis}_parallel_size", "") for axis in axes]
+        return math.prod(int(size) for size in sizes if size.isdigit())
+
+    @property
     def wall_s(self) -> float:
         """Seconds from the beginning of the first step to the end of the last; nan if unknown."""
         if not self.attempts or STEP_TIME not in self.series:

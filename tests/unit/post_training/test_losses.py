@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.post_training.heads import replace_head
-from megatron.post_training.losses import (
+from megatron.post_training.loss_functions import (
     bradley_terry_loss,
     contrastive_loss,
     dpo_loss,
