@@ -37,8 +37,8 @@ from megatron.inference.server.connections import http_server
 from megatron.inference.server.limits import Limits
 from megatron.inference.server.serving import Service
 from megatron.inference.session import ModelSession, open_session
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 

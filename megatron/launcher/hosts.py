@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.foundation.failure_file import FAILURE_FILE, USELESS_TO_REPEAT, restart_delay_s
-from megatron.core.foundation.quarantine import read_quarantine
+from megatron.core.foundation.failure_file import (
+    FAILURE_FILE,
+    USELESS_TO_REPEAT,
+    read_quarantine,
+    restart_delay_s,
+)
 from megatron.launcher.job import Job
 from megatron.launcher.plan import JobFile, LaunchPlan, node_script
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.core.foundation.errors import ConfigError
 from megatron.launcher.job import Job
 
-CHECK_MODULE = "megatron.training.doctor.node_checks"
+CHECK_MODULE = "megatron.resilience.node_health"
 """Run by torchrun on all nodes for `--check`; on one node without torchrun it is a health probe."""
 _MARGIN_S = 30
 """Between the end of what torchrun waits for its ranks and the end that the scheduler makes."""

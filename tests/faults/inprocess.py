@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.inprocess.membership import PROCESS
+from megatron.resilience.restart_coordinator import PROCESS
 from tests.faults.case_run import CaseRun
 from tests.faults.checks import (
     References,
@@ -36,7 +36,7 @@ from tests.faults.promises import Kept, Promise
 from tests.faults.result import Result
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
-LAUNCHER = "megatron.training.inprocess.run"
+LAUNCHER = "megatron.resilience.inprocess_restart"
 GENERATION = re.compile(r"^launcher: generation (\d+) has (\d+) ranks: (.*)$", re.MULTILINE)
 COME_BACK_S = 120.0 * TIMEOUT_SCALE
 FINISHES = Promise(Kept.END, COME_BACK_S, "the others go on", is_success=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron.core.foundation import device
-from megatron.core.foundation.heartbeat.collective_log import CollectiveLog
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.collective_log import CollectiveLog
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.training.hooks.base import Hook
-from megatron.training.run.state import StepResult, TrainState
+from megatron.training.run.state import TakenStep, TrainState
 
 
 class CollectGarbage(Hook):
@@ -37,7 +37,7 @@ class CollectGarbage(Hook):
         gc.collect()
         return state
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Collect when it is time."""
         if self.interval and state.iteration % self.interval == 0:
             gc.collect()
@@ -86,9 +86,11 @@ class Profile(Hook):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=kinds)
         self._profiler.__enter__()
-        PLACE.log = CollectiveLog(PLACE.waits.channels, host_waits=device.device_type() == "cpu")
+        PROGRESS.log = CollectiveLog(
+            PROGRESS.waits.channels, host_waits=device.device_type() == "cpu"
+        )
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """End the mark of the step; stop after the last recorded one."""
         self._end_step()
         if state.iteration + 1 == self.last:
@@ -107,9 +109,9 @@ class Profile(Hook):
     def _stop(self) -> None:
         self._end_step()
         if self._profiler is not None:
-            if PLACE.log is not None:
-                self._profiler.add_metadata_json("collectives", json.dumps(PLACE.log.entries()))
-                PLACE.log = None
+            if PROGRESS.log is not None:
+                self._profiler.add_metadata_json("collectives", json.dumps(PROGRESS.log.entries()))
+                PROGRESS.log = None
             self._profiler.__exit__(None, None, None)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self.path))

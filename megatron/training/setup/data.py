@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.datasets.blends.report import lines_of, shares_of
 from megatron.core.foundation.errors import ConfigError, shown
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
@@ -360,7 +360,7 @@ def _timed(batches: Iterator[Any]) -> Iterator[Any]:
     """Yield the batches; the time that each takes counts as waiting for data."""
     try:
         while True:
-            with PLACE.waits.loading():
+            with PROGRESS.waits.loading():
                 batch = next(batches, _END)
             if batch is _END:
                 return

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.foundation.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.resilience.status import RunStatus
+from megatron.resilience.status import RunStatus
 from megatron.training.setup import initialize
 from pretrain_gpt import forward_step
 from tests.harness.distributed import DistributedFailure, run_distributed

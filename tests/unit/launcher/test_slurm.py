@@ -133,7 +133,7 @@ def test_the_nodes_are_checked_together_before_the_training(tmp_path, monkeypatc
     with cluster.slurm.running():
         assert cluster.slurm.wait("41")["state"] == "FAILED"
     assert "the nodes did not pass their check" in cluster.slurm.log("41")
-    assert all("-m megatron.training.doctor.node_checks" in line for line in cluster.starts())
+    assert all("-m megatron.resilience.node_health" in line for line in cluster.starts())
 
 
 SAVES_WHEN_TOLD = """

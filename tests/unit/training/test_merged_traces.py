@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core.foundation.collective_log import CollectiveLog
 from megatron.core.foundation.errors import DataError
-from megatron.core.foundation.heartbeat.collective_log import CollectiveLog
-from megatron.core.foundation.heartbeat.waits import Channel
+from megatron.core.foundation.flight_recorder import Channel
 from megatron.training.reports.trace_clocks import CollectiveTimes, clock_offsets, matched
 from megatron.training.reports.trace_merge import RankTrace, merge_traces, read_trace
 from tests.harness.trace_format import trace_problems
@@ -161,7 +161,7 @@ class InFlight:
 
 
 def test_an_operation_ends_where_its_result_is_there():
-    log = CollectiveLog({3: Channel("tp", (0, 1), 0)}, host_waits=True)
+    log = CollectiveLog({3: Channel((0, 1), 0, name="tp")}, host_waits=True)
     log.enter(1, "all_reduce", 3, 7, 64)
     log.wait_in(1)
     log.wait_in(0)
@@ -175,7 +175,7 @@ def test_an_operation_ends_where_its_result_is_there():
 
 
 def test_where_a_stream_waits_only_operations_on_objects_have_an_end():
-    log = CollectiveLog({3: Channel("tp", (0, 1), 0)}, host_waits=False)
+    log = CollectiveLog({3: Channel((0, 1), 0, name="tp")}, host_waits=False)
     for record, name in ((1, "all_reduce"), (2, "all_gather_object")):
         log.enter(record, name, 3, record, 64)
         log.wait_in(record)

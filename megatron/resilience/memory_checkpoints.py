@@ -1,0 +1,69 @@
+"""Copies of the whole state in the memory of the ranks, to continue from after a rank was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.core.dist_checkpointing.collective import print_once
+from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
+from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import ControlGroup
+from megatron.training.checkpointing.non_persistent_local import own_group
+from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
+from megatron.training.checkpointing.run_state import (
+    CheckpointContext,
+    declare_run,
+    describe_layout,
+    plain_run_state,
+)
+from megatron.training.config.checkpoint import CheckpointSettings
+from megatron.training.run.state import TrainState
+
+_ALL = {"with_optimizer": True, "with_rng": True}
+
+
+class MemoryCheckpoints:
+    """Makes and loads copies of the whole state. Every method is a collective."""
+
+    def __init__(
+        self,
+        copies: MemoryCopies,
+        settings: CheckpointSettings,
+        context: CheckpointContext,
+        peers: ControlGroup,
+        node: int,
+    ) -> None:
+        self._context, self._peers = context, peers
+        own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
+        self._restorer = Restorer(own, context, peers)
+        world = backend.world()
+        group = own_group(world).group if backend.has_peers(world) else SINGLE_RANK
+        self._copies = copies.open(group, node)
+        self._newest = self._copies.newest()
+
+    @property
+    def newest_iteration(self) -> int:
+        """Iteration of the newest copy of which nothing was lost; -1 if there is none."""
+        return -1 if self._newest is None else self._newest[0]
+
+    def find_newest(self) -> None:
+        """Look again which copy is the newest of which nothing was lost."""
+        self._newest = self._copies.newest()
+
+    def save(self, train_state: TrainState) -> None:
+        """Copy the state as it is after a step."""
+        state = declare_run(self._context, **_ALL)
+        plain = plain_run_state(self._context, train_state, **_ALL)
+        info = {"layout": describe_layout(self._context)}
+        self._copies.save(state | plain | {"extra": {}}, train_state.iteration, info)
+
+    def load(self) -> Restored:
+        """Load the newest copy, in whatever layout it was made."""
+        assert self._newest is not None
+        contents = self._copies.contents(self._newest)
+        restored = self._restorer.restore(contents, is_finetuning=False)
+        print_once(
+            self._peers, f"  successfully loaded iteration {self._newest[0]} from memory copies"
+        )
+        return restored
