@@ -172,7 +172,9 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_HERE}.functions:get_tensor_model_parallel_group_if_none check_initialized",
         f"{_HERE}.groups:get_tensor_and_expert_parallel_group check_initialized",
     ),
-    "any iterable can be iterated": (f"{_HERE}.rerun:RerunDataIterator.__init__ make_iterable",),
+    "any iterable can be iterated": (
+        "megatron.resilience.rerun:RerunDataIterator.__init__ make_iterable",
+    ),
     "slow ranks are not searched for, and the search cannot be switched on": (
         f"{_HERE}.straggler:StragglerDetector.__call__ bdata",
         f"{_HERE}.straggler:StragglerDetector.report total_flops log_interval",

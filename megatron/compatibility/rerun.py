@@ -9,67 +9,15 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron.compatibility.state import STATE
 from megatron.core.foundation.errors import ConfigError, NumericsError
+from megatron.resilience.rerun import RerunDataIterator
 from megatron.resilience.rerun_verdict import RerunDiagnostic
-
-
-class RerunDataIterator:
-    """An iterator that can give its last batches again.
-
-    `advance` forgets what was given; `rewind` makes `next` give it once more, in the same order.
-    """
-
-    def __init__(self, iterable: Iterable[object], make_iterable: bool = True) -> None:
-        self.iterable: Iterator[Any] = iter(iterable)
-        self.saved_microbatches: list[Any] = []
-        self.replaying = False
-        self.replay_pos = 0
-
-    def __iter__(self) -> RerunDataIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self.replaying and self.replay_pos < len(self.saved_microbatches):
-            self.replay_pos += 1
-            return _copied(self.saved_microbatches[self.replay_pos - 1])
-        self.replaying = False
-        batch = next(self.iterable)
-        self.saved_microbatches.append(batch)
-        return _copied(batch)
-
-    def rewind(self) -> None:
-        """Go back to the batch after the last `advance`."""
-        self.replaying, self.replay_pos = True, 0
-
-    def advance(self) -> None:
-        """Forget the batches given so far."""
-        self.replaying, self.replay_pos = False, 0
-        self.saved_microbatches = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the batches that could be given again."""
-        return {
-            "saved_microbatches": self.saved_microbatches,
-            "replaying": self.replaying,
-            "replay_pos": self.replay_pos,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the batches of `state_dict`."""
-        self.saved_microbatches = state_dict["saved_microbatches"]
-        self.replaying = state_dict["replaying"]
-        self.replay_pos = state_dict["replay_pos"]
-
-
-def _copied(batch: Any) -> Any:
-    """Return a batch whose entries a forward step may replace."""
-    return dict(batch) if type(batch) is dict else batch
 
 
 class RerunMode(enum.StrEnum):

@@ -27,23 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.save_lock import SaveLock
-from megatron.core.foundation import standard_output
-from megatron.core.foundation.errors import (
-    CheckpointError,
-    CollectiveMismatchError,
-    ConfigError,
-    DataError,
-    HardwareFaultError,
-    MegatronError,
-    MissingExtraError,
-    NumericsError,
-    PeerLostError,
-    ReplicaMismatchError,
-    ScheduleError,
-    SpikeError,
-    TopologyError,
-    WorkerLostError,
-)
+from megatron.core.foundation import errors, standard_output
+from megatron.core.foundation.errors import MegatronError
 from megatron.core.foundation.failure_file import FAILURE_FILE, UNFINISHED, write_failure
 from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.foundation.processes import exhausted_limit, limit_of_memory
@@ -64,22 +49,22 @@ class LauncherLostError(MegatronError):
 
 
 CLASSES: tuple[tuple[type[BaseException], str, int], ...] = (
-    (NumericsError, "NONFINITE", 14),
-    (DataError, "DATA", 11),
-    (CheckpointError, "CHECKPOINT", 12),
-    (MissingExtraError, "MISSING_LIBRARY", 15),
-    (PeerLostError, "PEER_LOST", 17),
-    (CollectiveMismatchError, "COLLECTIVE_MISMATCH", 22),
-    (TopologyError, "TOPOLOGY", 13),
-    (ScheduleError, "SCHEDULE", 13),
-    (ConfigError, "CONFIG", 10),
+    (errors.NumericsError, "NONFINITE", 14),
+    (errors.DataError, "DATA", 11),
+    (errors.CheckpointError, "CHECKPOINT", 12),
+    (errors.MissingExtraError, "MISSING_LIBRARY", 15),
+    (errors.PeerLostError, "PEER_LOST", 17),
+    (errors.CollectiveMismatchError, "COLLECTIVE_MISMATCH", 22),
+    (errors.TopologyError, "TOPOLOGY", 13),
+    (errors.ScheduleError, "SCHEDULE", 13),
+    (errors.ConfigError, "CONFIG", 10),
     (KeyboardInterrupt, "INTERRUPTED", 130),
     (MemoryError, "OOM", 16),
     (LauncherLostError, "LAUNCHER_LOST", 18),
-    (ReplicaMismatchError, "REPLICA_MISMATCH", 19),
-    (HardwareFaultError, "HARDWARE", 23),
-    (SpikeError, "SPIKE", 24),
-    (WorkerLostError, "WORKER_LOST", 25),
+    (errors.ReplicaMismatchError, "REPLICA_MISMATCH", 19),
+    (errors.HardwareFaultError, "HARDWARE", 23),
+    (errors.SpikeError, "SPIKE", 24),
+    (errors.WorkerLostError, "WORKER_LOST", 25),
     (standard_output.OutputClosedError, "OUTPUT_CLOSED", 141),
 )
 """Exception -> (class in the message, exit code); anything else is CRASH, 1."""
@@ -393,7 +378,7 @@ def _end_orphaned(status: RunStatus, store: Any) -> None:
 def _report_lost_peer(status: RunStatus, store: Any) -> None:
     """Report why torchrun sends SIGTERM, if a rank of this node was killed."""
     if status.peers is not None and status.peers.any_was_lost():
-        error = PeerLostError(
+        error = errors.PeerLostError(
             "another rank of this job was killed.",
             rule="a job ends with any of its ranks",
             fix="see why the rank was killed, then resume",

@@ -8,22 +8,8 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.core.foundation.flight_recorder import (
-    MESSAGE_BYTES,
-    MESSAGE_OFFSET,
-    NO_CHUNK,
-    NO_MICROBATCH,
-    NUM_BYTES,
-    NUM_RECORDS,
-    OPERATIONS,
-    RECORD,
-    RING_OFFSET,
-    TABLE_OFFSET,
-    TEXT_BYTES,
-    TEXT_OFFSET,
-    Channel,
-    Field,
-)
+from megatron.core.foundation import flight_recorder as recorder
+from megatron.core.foundation.flight_recorder import Channel, Field
 
 _FIELDS = struct.Struct(f"<{len(Field)}Q")
 
@@ -55,9 +41,11 @@ def show_instruction(code: int, names: Mapping[int, str]) -> str:
     if not code:
         return ""
     number = (code >> 48) - 1
-    chunk, microbatch = code >> 32 & NO_CHUNK, code & NO_MICROBATCH
-    of = "" if microbatch == NO_MICROBATCH else f" of micro batch {microbatch}"
-    return f"{names.get(number, number)}{of}" + ("" if chunk == NO_CHUNK else f", chunk {chunk}")
+    chunk, microbatch = code >> 32 & recorder.NO_CHUNK, code & recorder.NO_MICROBATCH
+    of = "" if microbatch == recorder.NO_MICROBATCH else f" of micro batch {microbatch}"
+    return f"{names.get(number, number)}{of}" + (
+        "" if chunk == recorder.NO_CHUNK else f", chunk {chunk}"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,7 @@ class RecorderReader:
     def __init__(self, process: int, file: int) -> None:
         descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
         try:
-            self._memory = mmap.mmap(descriptor, NUM_BYTES)
+            self._memory = mmap.mmap(descriptor, recorder.NUM_BYTES)
         finally:
             os.close(descriptor)
         self._table_length, self._table = 0, list[Channel]()
@@ -116,7 +104,9 @@ class RecorderReader:
     def snapshot(self) -> Snapshot:
         """Return the whole record."""
         fields = self.fields()
-        text = self._memory[TEXT_OFFSET : TEXT_OFFSET + TEXT_BYTES].rstrip(b"\0")
+        text = self._memory[
+            recorder.TEXT_OFFSET : recorder.TEXT_OFFSET + recorder.TEXT_BYTES
+        ].rstrip(b"\0")
         if fields[Field.TABLE_LENGTH] != self._table_length:
             self._table_length = fields[Field.TABLE_LENGTH]
             self._table = self._read_table()
@@ -124,15 +114,15 @@ class RecorderReader:
         operations: dict[int, Operation] = {}
         by_count: list[dict[int, Operation]] = [{} for _ in channels]
         last = fields[Field.NUM_RECORDS]
-        ring = self._memory[RING_OFFSET:TABLE_OFFSET]
-        oldest = last % NUM_RECORDS * RECORD.size
-        for mark, channel, operation, count, size, code in RECORD.iter_unpack(
+        ring = self._memory[recorder.RING_OFFSET : recorder.TABLE_OFFSET]
+        oldest = last % recorder.NUM_RECORDS * recorder.RECORD.size
+        for mark, channel, operation, count, size, code in recorder.RECORD.iter_unpack(
             ring[oldest:] + ring[:oldest]
         ):
             number = mark - 1
-            is_there = 0 <= number < last and number >= last - NUM_RECORDS
-            if is_there and channel < len(channels) and operation < len(OPERATIONS):
-                name = OPERATIONS[operation]
+            is_there = 0 <= number < last and number >= last - recorder.NUM_RECORDS
+            if is_there and channel < len(channels) and operation < len(recorder.OPERATIONS):
+                name = recorder.OPERATIONS[operation]
                 found = Operation(number, channels[channel], name, count, size, code)
                 operations[number] = by_count[channel][count] = found
         of_channel = dict(zip(channels, by_count, strict=True))
@@ -140,7 +130,7 @@ class RecorderReader:
 
     def _read_table(self) -> list[Channel]:
         found: list[Channel] = []
-        text = self._memory[TABLE_OFFSET : TABLE_OFFSET + self._table_length]
+        text = self._memory[recorder.TABLE_OFFSET : recorder.TABLE_OFFSET + self._table_length]
         for line in text.decode(errors="replace").splitlines():
             name, ranks, tag = line.rsplit("|", 2)
             members = tuple(map(int, ranks.split(",")))
@@ -154,6 +144,8 @@ class RecorderReader:
 
     def give_verdict(self, code: int, message: str) -> None:
         """Make the rank end with an exit code and a message."""
-        text = message.encode()[: MESSAGE_BYTES - 1].ljust(MESSAGE_BYTES, b"\0")
-        self._memory[MESSAGE_OFFSET : MESSAGE_OFFSET + MESSAGE_BYTES] = text
+        text = message.encode()[: recorder.MESSAGE_BYTES - 1].ljust(recorder.MESSAGE_BYTES, b"\0")
+        self._memory[recorder.MESSAGE_OFFSET : recorder.MESSAGE_OFFSET + recorder.MESSAGE_BYTES] = (
+            text
+        )
         self.set_field(Field.VERDICT, code)

@@ -83,13 +83,12 @@ class ReplicaCheck:
         groups: ProcessGroupCollection,
     ) -> None:
         self.chunks, self.optimizer, self.groups = chunks, optimizer, groups
-        self._names: dict[str, list[str]] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[str, tuple[list[str], Tensor]] = {}
         self._num_steps = 0
 
     @torch.no_grad()
     def before_update(self, norm: float, iteration: int) -> None:
-        """Note the digests of gradients and weights, and compare the gradient norm.
+        """Add up the digests of gradients and weights, and compare the gradient norm.
 
         A wrong bit in the reduced gradient of one replica, unless it is one of the lowest, changes
         the norm there, and by the factor of clipping all weights of that replica.
@@ -131,46 +130,45 @@ class ReplicaCheck:
         self._sums, self._num_steps = {}, 0
         _raise_if_any(differences, iteration)
 
+    def _digests(self, copies: Copies) -> dict[str, tuple[list[str], Tensor]]:
+        """Return group -> names and digests [tensors] of the tensors that other ranks hold, too."""
+        return {
+            group: (
+                [name for name, _ in copies[group]],
+                torch.stack([digest_of(tensor) for _, tensor in copies[group]]),
+            )
+            for group in _GROUPS
+            if copies.get(group) and getattr(self.groups, group).size() > 1
+        }
+
     def _add_up(self) -> None:
-        """Add the digests of what this step computes with to those of the steps before it."""
-        held: Copies = {}
-        for copies in (
-            copies_of_gradients(self.optimizer),
-            copies_of_model(self.chunks, self.groups),
-        ):
-            for name, tensors in copies.items():
-                held.setdefault(name, []).extend(tensors)
-        for group, tensors in held.items():
-            if getattr(self.groups, group).size() > 1:
-                digests = torch.stack([digest_of(tensor) for _, tensor in tensors])
-                # An odd factor: the same difference in two steps does not cancel.
-                self._sums[group] = 3 * self._sums[group] + digests if self._num_steps else digests
-                self._names[group] = [name for name, _ in tensors]
+        """Add the digests of this step's gradients and weights to those of the steps before it."""
+        held = copies_of_gradients(self.optimizer)
+        for group, tensors in copies_of_model(self.chunks, self.groups).items():
+            held.setdefault(group, []).extend(tensors)
+        for group, (names, digests) in self._digests(held).items():
+            # An odd factor: the same difference in two steps does not cancel.
+            sums = 3 * self._sums[group][1] + digests if self._num_steps else digests
+            self._sums[group] = names, sums
         self._num_steps += 1
 
     def _compare_sums(self, iteration: int) -> list[_Difference]:
-        if not self._num_steps:
-            return []
-        first = iteration - self._num_steps + 1
         when = f"in iteration {iteration}"
         if self._num_steps > 1:
-            when = f"in iterations {first} to {iteration}"
-        differences: list[_Difference] = []
-        for group in _GROUPS:
-            if group in self._sums:
-                names = [f"{name} {when}" for name in self._names[group]]
-                differences += self._differences(group, names, self._sums[group])
-        return differences
+            when = f"in iterations {iteration - self._num_steps + 1} to {iteration}"
+        return [
+            difference
+            for group, (names, sums) in self._sums.items()
+            for difference in self._differences(group, [f"{name} {when}" for name in names], sums)
+        ]
 
     def _compare(self, copies: Copies) -> list[_Difference]:
-        """Return what differs between this rank and those that hold the same tensors."""
-        differences: list[_Difference] = []
-        for group in _GROUPS:
-            held = copies.get(group, [])
-            if held and getattr(self.groups, group).size() > 1:
-                digests = torch.stack([digest_of(tensor) for _, tensor in held])
-                differences += self._differences(group, [name for name, _ in held], digests)
-        return differences
+        """Return the differences between this rank and the ranks that hold the same tensors."""
+        return [
+            difference
+            for group, (names, digests) in self._digests(copies).items()
+            for difference in self._differences(group, names, digests)
+        ]
 
     def _differences(self, name: str, names: Sequence[str], digests: Tensor) -> list[_Difference]:
         """Compare digests [tensors] over the ranks of a group."""
@@ -274,25 +272,25 @@ class CompareReplicas(Hook):
         self._iteration = 0
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Let every update be preceded by what must be noted before it."""
+        """Check before every update."""
         self.check.optimizer.norm_checks.append(self._before_update)
         return state
 
     def before_step(self, state: TrainState) -> None:
-        """Learn which step it is."""
+        """Remember the iteration."""
         self._iteration = state.iteration + 1
 
     def _before_update(self, norm: float) -> None:
         self.check.before_update(norm, self._iteration)
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Compare when it is time."""
+        """Compare at the intervals."""
         if any(state.iteration % every == 0 for every in self.intervals):
             self._compare(state.iteration)
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Compare what will be saved as the end of the run."""
+        """Compare the state that will be saved at the end of the run."""
         if state.iteration != self._last_compared:
             self._compare(state.iteration)
         return state

@@ -42,35 +42,47 @@ from megatron.training.run.step import compute_gradients
 from megatron.training.run.update import HostDecision, loss_table, skipped
 
 
-class ReplayIterator:
-    """An iterator that gives its batches again after `rewind`."""
+class RerunDataIterator:
+    """An iterator that gives its batches again after `rewind`, until `advance` forgets them."""
 
-    def __init__(self, source: Iterable[Any], batches: Iterable[Any] = ()) -> None:
-        self._source = iter(source)
-        self.batches = list(batches)
-        """The batches of the source that were given so far."""
+    def __init__(self, iterable: Iterable[Any], make_iterable: bool = True) -> None:
+        self.iterable = iter(iterable)
+        self.saved_microbatches: list[Any] = []
         self._next = 0
 
-    def __iter__(self) -> ReplayIterator:
+    def __iter__(self) -> RerunDataIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._next == len(self.batches):
-            self.batches.append(next(self._source))
-        batch = self.batches[self._next]
+        if self._next == len(self.saved_microbatches):
+            self.saved_microbatches.append(next(self.iterable))
+        batch = self.saved_microbatches[self._next]
         self._next += 1
         return dict(batch) if type(batch) is dict else batch  # a forward step may change entries
 
     def rewind(self) -> None:
-        """Begin again with the first batch."""
+        """Return to the batch after the last `advance`."""
         self._next = 0
+
+    def advance(self) -> None:
+        """Forget the batches given so far."""
+        self.saved_microbatches, self._next = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batches that can be given again."""
+        return {"saved_microbatches": self.saved_microbatches, "replay_pos": self._next}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the batches of `state_dict`."""
+        self.saved_microbatches = state_dict["saved_microbatches"]
+        self._next = state_dict["replay_pos"]
 
 
 @dataclass(frozen=True)
 class StepBatches:
     """All micro batches of one step of one replica."""
 
-    of_chunks: tuple[ReplayIterator | None, ...]
+    of_chunks: tuple[RerunDataIterator | None, ...]
     """One for each model chunk; None where a chunk reads no data."""
     is_list: bool
     """Whether the schedule takes a list of iterators."""
@@ -83,7 +95,7 @@ class StepBatches:
     @classmethod
     def of(cls, data: Any, first_sample: int, plan: BatchPlan, dp_rank: int) -> StepBatches:
         """Return the batches that will be taken from an iterator, or from one for each chunk."""
-        found = tuple(None if it is None else ReplayIterator(it) for it in as_list(data))
+        found = tuple(None if it is None else RerunDataIterator(it) for it in as_list(data))
         return cls(found, isinstance(data, list), first_sample, plan, dp_rank)
 
     def iterators(self) -> Any:
@@ -98,9 +110,9 @@ class StepBatches:
 
         Communication: one broadcast of pickles on `dp`.
         """
-        own = [None if it is None else it.batches for it in self.of_chunks]
+        own = [None if it is None else it.saved_microbatches for it in self.of_chunks]
         theirs = broadcast_object(own, source, dp)
-        found = tuple(None if each is None else ReplayIterator((), each) for each in theirs)
+        found = tuple(None if each is None else RerunDataIterator(each) for each in theirs)
         return replace(self, of_chunks=found, dp_rank=source)
 
 
@@ -190,7 +202,7 @@ class StepRerun:
             reports = self._diagnose(context, problem)
         if reports is None:
             return skipped(context, plan)
-        return HostDecision(context.loss_checks).finish(context, state, plan, reports)
+        return HostDecision().finish(context, state, plan, reports)
 
     def _record(self, context: TrainingContext, state: TrainState, plan: BatchPlan) -> None:
         """Keep the samples of the step that begins, and the values of the buffers."""

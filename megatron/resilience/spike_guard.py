@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron.core.foundation.errors import SpikeError
@@ -19,6 +19,8 @@ from megatron.core.transport.object_collectives import broadcast_object, largest
 from megatron.training.hooks.base import Hook
 from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
 
+WINDOW, LIMIT = 50, 10.0
+"""Number of recent steps, and the deviations above their median that make a value a spike."""
 _NORM = "gradient norm"
 
 
@@ -29,20 +31,19 @@ class RecentValues:
     of the window, only a much larger distance is a spike.
     """
 
-    def __init__(self, window: int, limit: float, values: Iterable[float] = ()) -> None:
-        self.window, self.limit = window, limit
-        self.values: deque[float] = deque(values, maxlen=window)
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=WINDOW)
 
     def spike(self, value: float) -> str:
         """Return how far a value is above the others if that is far; "" otherwise."""
         if len(self.values) < 3 or not math.isfinite(value):
             return ""
-        scarcity = max(1.0, self.window / 5 / len(self.values))
+        scarcity = max(1.0, WINDOW / 5 / len(self.values))
         median = statistics.median(self.values)
         spread = statistics.median(abs(v - median) for v in self.values)
         deviation = max(1.4826 * spread, 0.01 * abs(median), 1e-8)
         distance = (value - median) / deviation
-        most = self.limit * scarcity**2
+        most = LIMIT * scarcity**2
         if distance <= most:
             return ""
         return (
@@ -59,17 +60,15 @@ class RecentValues:
 class WarnOfSpikes(Hook):
     """Warns after a step whose loss is far above the recent ones."""
 
-    def __init__(
-        self, warn: Callable[[str], None], *, window: int = 50, limit: float = 10.0
-    ) -> None:
-        self.warn, self.limit, self.window = warn, limit, window
-        self._recent: dict[str, RecentValues] = {}
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.warn = warn
+        self._recent: defaultdict[str, RecentValues] = defaultdict(RecentValues)
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Compare every loss with its own past."""
         step = result.read()
         for name, value in step.losses.items():
-            recent = self._recent.setdefault(name, RecentValues(self.window, self.limit))
+            recent = self._recent[name]
             if found := recent.spike(value):
                 last = state.consumed_train_samples
                 self.warn(
@@ -94,19 +93,13 @@ class SpikeGuard(Hook):
     """
 
     def __init__(
-        self,
-        policy: str,
-        warn: Callable[[str], None],
-        norm_checks: list[NormCheck] | None,
-        *,
-        window: int = 50,
-        limit: float = 10.0,
+        self, policy: str, warn: Callable[[str], None], norm_checks: list[NormCheck] | None
     ) -> None:
         self.norm_checks, self.policy, self.warn = norm_checks, policy, warn
-        self.window, self.limit = window, limit
-        self._recent: dict[str, RecentValues] = {}
+        self._recent: defaultdict[str, RecentValues] = defaultdict(RecentValues)
         self._of_step: dict[str, float] = {}
         self._names: tuple[str, ...] | None = None
+        self._losses: dict[str, float] = {}
         self._iteration = 0
         self._spike = ""
 
@@ -122,11 +115,12 @@ class SpikeGuard(Hook):
         self._iteration = state.iteration + 1
         self._of_step, self._spike = {}, ""
 
-    def judge_losses(self, losses: Mapping[str, float]) -> str | None:
-        """Return why an update is refused, or None; equal on all ranks.
+    def share_losses(self, losses: Mapping[str, float], is_bad: bool) -> bool:
+        """Share the losses of a step with all ranks; return whether any rank has a bad one.
 
         Args:
             losses: means over the global batch on the last stage; {} elsewhere.
+            is_bad: whether a loss of this rank is not finite.
         Communication:
             one all-reduce of these numbers over all processes; at the first step of a run a
             broadcast of the names.
@@ -136,8 +130,13 @@ class SpikeGuard(Hook):
             self._names = broadcast_object(tuple(losses), world.size() - 1, world)
         mine = [losses.get(name, -math.inf) for name in self._names]
         known = [value if math.isfinite(value) else -math.inf for value in mine]
-        values = largest_across_ranks(known, world)
-        judged = [self._judge(name, v) for name, v in zip(self._names, values, strict=True)]
+        *values, bad = largest_across_ranks([*known, float(is_bad)], world)
+        self._losses = dict(zip(self._names, values, strict=True))
+        return bool(bad)
+
+    def judge_losses(self) -> str | None:
+        """Return why the update with the shared losses is refused, or None."""
+        judged = [self._judge(name, value) for name, value in self._losses.items()]
         return next((reason for reason in judged if reason is not None), None)
 
     def judge_norm(self, norm: float) -> str | None:
@@ -150,8 +149,7 @@ class SpikeGuard(Hook):
         Raises:
             SpikeError: on all ranks, with the policy "stop".
         """
-        recent = self._recent.setdefault(name, RecentValues(self.window, self.limit))
-        found = recent.spike(value)
+        found = self._recent[name].spike(value)
         if found and self.policy == "stop":
             raise SpikeError(
                 f"iteration {self._iteration}: {name} {found}.",
@@ -183,7 +181,5 @@ class SpikeGuard(Hook):
 
     def after_roll_back(self, state: TrainState) -> None:
         """Read the recent figures from the state of the run."""
-        self._recent = {
-            name: RecentValues(self.window, self.limit, values)
-            for name, values in state.recent_values.items()
-        }
+        kept = {name: RecentValues(values) for name, values in state.recent_values.items()}
+        self._recent = defaultdict(RecentValues, kept)

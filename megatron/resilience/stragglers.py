@@ -84,19 +84,15 @@ class Straggler:
     peers: tuple[int, ...] = field(compare=False, default=())
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        if self.kind == "compute":
-            return f"rank {ranks} is slow: it computes {self.excess:.2f} times as long as its peers"
-        more_ms = f"{self.excess * 1000.0:.1f} ms of a step longer"
-        if self.kind == "standstill":
-            return f"rank {ranks} is stopped or blocked {more_ms} than its peers"
-        if self.kind == "processor":
-            return f"rank {ranks} waits for a processor {more_ms} than its peers"
-        if self.kind == "loader":
-            return f"rank {ranks} has a slow loader: it waits {more_ms} than its peers"
-        return (
-            f"ranks {ranks} have a slow link: {self.kind} transfers take {more_ms} than elsewhere"
-        )
+        text = {
+            "compute": f"is slow: it computes {self.excess:.2f} times as long as its peers",
+            "standstill": "is stopped or blocked {} than its peers",
+            "processor": "waits for a processor {} than its peers",
+            "loader": "has a slow loader: it waits {} than its peers",
+        }.get(self.kind, f"have a slow link: {self.kind} transfers take {{}} than elsewhere")
+        ranks, several = ", ".join(map(str, self.ranks)), "s" * (len(self.ranks) > 1)
+        more = f"{self.excess * 1000.0:.1f} ms of a step longer"
+        return f"rank{several} {ranks} {text.format(more)}"
 
 
 class StragglerWatch:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -48,25 +48,13 @@ _progress = itemgetter(
 
 
 @dataclass(frozen=True)
-class WatchedRank:
-    """What a rank announces about itself; see `megatron.resilience.heartbeat`."""
-
-    rank: int
-    identity: str
-    """A packed `ProcessIdentity`, in hexadecimal."""
-    recorder: int
-    """Descriptor of the memory of its flight recorder."""
-    stacks: int
-    """Descriptor of the file that `faulthandler` writes."""
-    attempt: int = 0
-    """Number of its set of process groups: when the number changes, this watchdog is done."""
-
-
-@dataclass(frozen=True)
 class Settings:
     """What the first rank of the machine asks for."""
 
-    ranks: tuple[WatchedRank, ...]
+    ranks: Sequence[Mapping[str, Any]]
+    """The ranks of this machine (`heartbeat.start_heartbeat`): `rank`; `identity`, a packed
+    `ProcessIdentity` in hexadecimal; descriptors of the flight `recorder` and of the file for
+    `stacks`; `attempt`, the number of the set of process groups."""
     timeout_s: float
     num_ranks: int
     """Of the job."""
@@ -82,22 +70,21 @@ class Settings:
     def read(text: str) -> Settings:
         """Return the settings of a JSON text."""
         given = json.loads(text)
-        ranks = tuple(WatchedRank(**rank) for rank in given.pop("ranks"))
         names = {int(number): name for number, name in given.pop("instructions").items()}
         size, hosts = given.pop("ranks_of_machine"), given.pop("hosts")
         hosts = {int(r) + i: host for r, host in hosts.items() for i in range(size)}
-        return Settings(ranks=ranks, instructions=names, hosts=hosts, **given)
+        return Settings(instructions=names, hosts=hosts, **given)
 
 
 class _Rank:
     """A rank, and since when each part of it has not changed, in seconds of `Watchdog`."""
 
-    def __init__(self, given: WatchedRank) -> None:
-        identity = ProcessIdentity.unpack(bytes.fromhex(given.identity))
-        self.rank, self.process, self.start = given.rank, identity.number, identity.start
-        self.stacks = os.open(f"/proc/{self.process}/fd/{given.stacks}", os.O_RDONLY)
-        self.recorder = RecorderReader(self.process, given.recorder)
-        self.attempt = given.attempt
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        identity = ProcessIdentity.unpack(bytes.fromhex(given["identity"]))
+        self.rank, self.process, self.start = given["rank"], identity.number, identity.start
+        self.stacks = os.open(f"/proc/{self.process}/fd/{given['stacks']}", os.O_RDONLY)
+        self.recorder = RecorderReader(self.process, given["recorder"])
+        self.attempt = given["attempt"]
         self.fields: tuple[int, ...] = ()
         self.letter = "S"
         self.moved_at = self.beaten_at = self.ran_at = self.longest_s = 0.0

@@ -166,7 +166,7 @@ def _guards(context: TrainingContext, write: Callable[[str], None]) -> list[Hook
     warn = write if is_last_rank() else lambda text: None
     guard = SpikeGuard(run.schedule.on_spike, warn, checks)
     if judges_losses:
-        context.loss_checks.append(guard.judge_losses)
+        context.loss_guard = guard
     return [guard]
 
 

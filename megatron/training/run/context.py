@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
 
 if TYPE_CHECKING:
+    from megatron.resilience.spike_guard import SpikeGuard
     from megatron.training.datasets.packed_rows import Packing
 
 
@@ -99,11 +100,6 @@ class MicrobatchPlanner:
         )
 
 
-LossCheck = Callable[[Mapping[str, float]], str | None]
-"""Given the losses of a step on the last stage, {} elsewhere, returns why its update is refused;
-equal on all ranks. It may communicate over all processes."""
-
-
 def _no_rollback(state: TrainState, spike: RollbackNeeded) -> TrainState:
     raise spike
 
@@ -129,8 +125,8 @@ class TrainingContext:
     data: DataIterators = field(default_factory=DataIterators)
     process_non_loss_data: Callable[..., Any] | None = None
     non_loss_data: Callable[..., Any] | None = None
-    loss_checks: list[LossCheck] = field(default_factory=list)
-    """Called before every update, like the optimizer's `norm_checks`."""
+    loss_guard: SpikeGuard | None = None
+    """Judges the losses before every update, as the optimizer's `norm_checks` judge the norm."""
     roll_back: Callable[[TrainState, RollbackNeeded], TrainState] = _no_rollback
     """Returns the run to an earlier state than the one before the refused step: collective."""
 

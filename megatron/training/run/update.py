@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.expert_load import first_bad_router
 from megatron.training.metrics.flops import training_flops
-from megatron.training.run.context import BatchPlan, LossCheck, TrainingContext
+from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.loss_reduction import DeferredLosses, LossTable, Report
 from megatron.training.run.state import AsyncStepResult, StepResult, TakenStep, TrainState
 
@@ -64,16 +64,13 @@ class StepDecision(Protocol):
 
 def decision_of(context: TrainingContext) -> StepDecision:
     """Return which side decides. Equal on all ranks."""
-    if context.loss_checks or not getattr(context.optimizer, "decides_on_device", False):
-        return HostDecision(context.loss_checks)
-    return DeviceDecision.of(context.run)
+    if context.loss_guard is None and getattr(context.optimizer, "decides_on_device", False):
+        return DeviceDecision.of(context.run)
+    return HostDecision()
 
 
-@dataclass(frozen=True)
 class HostDecision:
     """The host reads the losses and the gradient norm, and then updates the weights."""
-
-    loss_checks: Sequence[LossCheck] = field(default_factory=tuple)
 
     def finish(
         self,
@@ -85,11 +82,13 @@ class HostDecision:
         """Check, and update."""
         losses = loss_table(context, reports)
         means = losses.means(context.groups.dp_cp)
-        was_nan = _check_losses(context, state, plan, losses)
-        for check in self.loss_checks:
-            if (refusal := check(means)) is not None:
-                context.optimizer.attention_logits.forget()
-                return replace(skipped(context, plan), losses=means, skip_reason=refusal)
+        guard, is_any_bad = context.loss_guard, None
+        if guard is not None:  # one all-reduce for both checks
+            is_any_bad = guard.share_losses(means, losses.first_not_finite() is not None)
+        was_nan = _check_losses(context, state, plan, losses, is_any_bad=is_any_bad)
+        if guard is not None and (refusal := guard.judge_losses()) is not None:
+            context.optimizer.attention_logits.forget()
+            return replace(skipped(context, plan), losses=means, skip_reason=refusal)
         if context.run.precision.empty_unused_memory_level >= 1:
             _return_cached_memory()
         rates = _learning_rates(context)
@@ -229,11 +228,13 @@ def _check_losses(
     plan: BatchPlan,
     losses: LossTable,
     *,
+    is_any_bad: bool | None = None,
     names_routers: bool = True,
 ) -> bool:
     """Return whether a loss of this rank is not finite, where that is allowed.
 
     Args:
+        is_any_bad: whether a loss of any rank is not finite, if the ranks have agreed on it.
         names_routers: whether the counts of the routers belong to this step.
     Raises:
         NumericsError: on all ranks, if a loss of any rank is not finite.
@@ -241,7 +242,9 @@ def _check_losses(
     found = losses.first_not_finite()
     if not _raises_on_nonfinite(context):
         return found is not None
-    if not any_across_ranks(found is not None, backend.world()):
+    if is_any_bad is None:
+        is_any_bad = any_across_ranks(found is not None, backend.world())
+    if not is_any_bad:
         return False
     problem, routers = None, ""
     if context.run.experts.num_moe_experts and names_routers:

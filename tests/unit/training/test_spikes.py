@@ -76,7 +76,8 @@ class Guarded:
     def step(self, norm: float, loss: float) -> tuple[str | None, str | None]:
         """Return what is said of the loss and then, if that is usual, of the norm."""
         self.guard.before_step(self.state)
-        of_loss = self.guard.judge_losses({"lm loss": loss})
+        assert not self.guard.share_losses({"lm loss": loss}, False)
+        of_loss = self.guard.judge_losses()
         of_norm = self.checks[0](norm) if of_loss is None else None
         self.state = self.guard.after_step(self.state.advanced(result()), result())
         return of_loss, of_norm
