@@ -18,11 +18,11 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup, control_group
-from megatron.resilience.memory_checkpoints import MemoryCheckpoints
 from megatron.training.checkpointing.hugging_face import (
     write_adapters_collectively,
     write_collectively,
 )
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.checkpointing.non_persistent import open_non_persistent
 from megatron.training.checkpointing.restore import Restored
 from megatron.training.checkpointing.resume import ResumeSource

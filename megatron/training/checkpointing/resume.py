@@ -12,12 +12,12 @@ from megatron.core.dist_checkpointing.object_store import StoragePath, storage_p
 from megatron.core.distributed.adapter_parameters import set_magnitudes
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup
-from megatron.resilience.memory_checkpoints import MemoryCheckpoints
 from megatron.training.checkpointing.hugging_face import (
     load_adapters_collectively,
     note_on_precision,
     open_collectively,
 )
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.checkpointing.non_persistent import NonPersistentCheckpoints
 from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
 from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
-from megatron.resilience.memory_checkpoints import MemoryCheckpoints
 from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing import Checkpointer
+from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.hooks.base import Hook
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.run.state import RanksChange, StopReason, TakenStep, TrainState
