@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.resilience.restart_coordinator import PROCESS
-from tests.faults.case_run import CaseRun
 from tests.faults.checks import (
     References,
     check_curve,
@@ -33,7 +32,7 @@ from tests.faults.job import MODEL, POLL_S, TIMEOUT_SCALE, Job
 from tests.faults.moments import MissedMomentError
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
-from tests.faults.result import Result
+from tests.faults.result import CaseRun, Result
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 LAUNCHER = "megatron.resilience.inprocess_restart"
