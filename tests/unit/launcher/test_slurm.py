@@ -125,7 +125,7 @@ def test_too_few_healthy_nodes_end_the_job_with_their_number(tmp_path, monkeypat
 
 
 def test_the_nodes_are_checked_together_before_the_training(tmp_path, monkeypatch):
-    cluster = Cluster(tmp_path, monkeypatch, 'case "$*" in *node_checks*) exit 1;; esac')
+    cluster = Cluster(tmp_path, monkeypatch, 'case "$*" in *node_health*) exit 1;; esac')
     python = cluster.slurm.bin / "python"
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)
