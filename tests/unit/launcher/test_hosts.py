@@ -130,7 +130,7 @@ def test_a_failure_that_would_come_again_is_not_repeated(
 def test_the_check_comes_first_on_each_node(cluster):
     assert launch("ssh", "--check") == 0
     lines = (cluster / "starts").read_text().splitlines()
-    assert sum("node_checks --num-gpus 8" in line for line in lines) == 2
+    assert sum("node_health --num-gpus 8" in line for line in lines) == 2
     assert len(lines) == 4
 
 
