@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.foundation.heartbeat.layout import Word
-from megatron.core.foundation.heartbeat.place import PLACE, noted
+from megatron.core.foundation.flight_recorder import PROGRESS, Field, recorded
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 
@@ -45,7 +44,7 @@ REPORT = "HEARTBEAT_REPORT"
 """Where a rank writes what it has measured; set in the ranks of a job."""
 COUNTS = "HEARTBEAT_COUNTS"
 """Set where notes are counted, which takes longer than the notes."""
-WATCHDOG = b"megatron.core.foundation.heartbeat.watchdog"
+WATCHDOG = b"megatron.resilience.watchdog"
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000"
     " --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 4 --mock-data"
@@ -105,24 +104,24 @@ class Meter:
 
 def run_rank() -> None:
     """Train with the flags of the command line, and measure."""
-    meter, note = Meter(), PLACE.note
+    meter, note = Meter(), PROGRESS.set_field
 
-    def note_and_measure(word: Word, value: int) -> None:
+    def note_and_measure(word: Field, value: int) -> None:
         note(word, value)
-        if word == Word.NUM_STEPS:
+        if word == Field.NUM_STEPS:
             meter.after_step(value)
 
     if COUNTS in os.environ:
         for name in NOTES:
-            setattr(PLACE, name, meter.counted(name, getattr(PLACE, name)))
-        note = PLACE.note
-    PLACE.note = note_and_measure  # type: ignore[method-assign]
+            setattr(PROGRESS, name, meter.counted(name, getattr(PROGRESS, name)))
+        note = PROGRESS.set_field
+    PROGRESS.set_field = note_and_measure  # type: ignore[method-assign]
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 
 
 # Notes alone -------------------------------------------------------------------------------------
 
-NOTES = ("enter", "wait_in", "wait_for", "instruct", "note", "say")
+NOTES = ("begin_op", "wait_in", "wait_for", "set_instruction", "set_field", "set_activity")
 
 
 class _Owner:
@@ -133,7 +132,7 @@ class _Owner:
     def bare(self, x: torch.Tensor) -> None:
         """Do nothing."""
 
-    with_note = noted("all_reduce")(bare)
+    with_note = recorded("all_reduce")(bare)
 
 
 def nanoseconds(function: Callable[[], object], times: int = 500) -> float:
@@ -148,35 +147,35 @@ def nanoseconds(function: Callable[[], object], times: int = 500) -> float:
 
 
 def cost_of_notes() -> dict[str, float]:
-    """Return nanoseconds by the name of a note; "noted" is what the decorator adds to the notes."""
+    """Return nanoseconds by the name of a call; "recorded" is the cost that the decorator adds."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    owner, x, place = _Owner(), torch.zeros(4), PLACE
+    owner, x, progress = _Owner(), torch.zeros(4), PROGRESS
     group = owner.group = dist.group.WORLD
-    place.share()
-    record = place.enter("all_reduce", group, 8)
+    progress.share()
+    record = progress.begin_op("all_reduce", group, 8)
     empty = nanoseconds(lambda: None)
 
     def cost(note: Callable[[], object]) -> float:
         return nanoseconds(note) - empty
 
     def wait_for() -> None:
-        place.wait_for(1)
-        place.wait_for(None)
+        progress.wait_for(1)
+        progress.wait_for(None)
 
     def wait_in() -> None:
-        place.wait_in(record)
-        place.wait_in(0)
+        progress.wait_in(record)
+        progress.wait_in(0)
 
     found = {
-        "enter": cost(lambda: place.enter("all_reduce", group, 8)),
+        "begin_op": cost(lambda: progress.begin_op("all_reduce", group, 8)),
         "wait_in": cost(wait_in) / 2,
         "wait_for": cost(wait_for) / 2,
-        "instruct": cost(lambda: place.instruct(1)),
-        "note": cost(lambda: place.note(Word.ITERATION, 1)),
-        "say": cost(lambda: place.say("training")),
+        "set_instruction": cost(lambda: progress.set_instruction(1)),
+        "set_field": cost(lambda: progress.set_field(Field.ITERATION, 1)),
+        "set_activity": cost(lambda: progress.set_activity("training")),
     }
     whole = cost(lambda: owner.with_note(x)) - cost(lambda: owner.bare(x))
-    found["noted"] = max(0.0, whole - found["enter"] - 2 * found["wait_in"])
+    found["recorded"] = max(0.0, whole - found["begin_op"] - 2 * found["wait_in"])
     dist.destroy_process_group()
     return found
 
@@ -265,7 +264,7 @@ def main() -> None:
         shown = ", ".join(f"{difference:+.2%}" for difference in differences)
         notes = sum(counted.calls.values())
         ns = sum(count * cost[name] for name, count in counted.calls.items())
-        ns += counted.calls.get("enter", 0.0) * cost["noted"]
+        ns += counted.calls.get("begin_op", 0.0) * cost["recorded"]
         print(
             f"{layout}: step {step_s * 1e3:.1f} ms, {notes:.0f} notes of {ns / 1e3:.0f} us: "
             f"{ns / 1e9 / (without / 2):.2%} of the processor time of a step; "

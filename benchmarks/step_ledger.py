@@ -269,11 +269,11 @@ def counted_step(workload: Workload) -> Launches:
         launches.is_update = True
         return start(*args, **kwargs)
 
-    start = rank_step.start_step_on_device
+    start = rank_step.DeviceDecision.finish
     with (
         as_a_gpu_computes(),
         noted_triton(launches),
-        mock.patch.object(rank_step, "start_step_on_device", updating),
+        mock.patch.object(rank_step.DeviceDecision, "finish", updating),
         imaginary_rank(0, 1, backend="nccl", repeats=True),
         Ledger() as ledger,
         contextlib.redirect_stdout(io.StringIO()),

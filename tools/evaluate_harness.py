@@ -17,9 +17,9 @@ from pathlib import Path
 from megatron.core.foundation.optional_imports import require
 from megatron.inference.harness import PURPOSE, harness_model
 from megatron.inference.session import open_session
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 from megatron.training.launch.printing import is_rank_0
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 

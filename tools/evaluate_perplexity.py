@@ -22,9 +22,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.inference.scoring import Row, score
 from megatron.inference.session import ModelSession, open_session
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 from megatron.training.launch.printing import is_rank_0
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 

@@ -25,9 +25,9 @@ from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from megatron.inference.session import ModelSession, open_session
 from megatron.inference.text import Continuation, continue_texts
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 from megatron.training.launch.printing import is_rank_0
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 

@@ -29,8 +29,8 @@ from megatron.core.transport.object_collectives import control_group, raise_on_a
 from megatron.inference.engine import Engine
 from megatron.inference.serving import Limits, Service
 from megatron.inference.session import ModelSession, open_session
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 from megatron.training.setup.distributed import shut_down
 from pretrain_gpt import model_provider
 

@@ -167,7 +167,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_HERE}.groups:get_tensor_and_expert_parallel_group check_initialized",
     ),
     "any iterable can be iterated": (
-        "megatron.training.rerun.data:RerunDataIterator.__init__ make_iterable",
+        "megatron.resilience.rerun:RerunDataIterator.__init__ make_iterable",
     ),
     "slow ranks are not searched for, and the search cannot be switched on": (
         f"{_HERE}.straggler:StragglerDetector.__call__ bdata",

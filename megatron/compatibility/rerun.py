@@ -1,7 +1,7 @@
 """Megatron's machine that runs a step again, for scripts with a loop of their own: switched off.
 
 Results are validated and never computed again; the loop of `pretrain` does that
-(`megatron.training.rerun`). A result that is not accepted ends the run if it is fatal, and is
+(`megatron.resilience.rerun`). A result that is not accepted ends the run if it is fatal, and is
 reported otherwise.
 """
 
@@ -16,8 +16,8 @@ import torch
 
 from megatron.compatibility.state import STATE
 from megatron.core.foundation.errors import ConfigError, NumericsError
-from megatron.training.rerun.data import RerunDataIterator
-from megatron.training.rerun.verdict import RerunDiagnostic
+from megatron.resilience.rerun import RerunDataIterator
+from megatron.resilience.rerun_verdict import RerunDiagnostic
 
 
 class RerunMode(enum.StrEnum):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.resilience.status import RunStatus
 from megatron.training.arguments import command_of_namespace
 from megatron.training.cli.parser import ExtraArguments, ParsedCommand, parse_command_line
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.distributed import seed_everything
 from megatron.training.setup.initialize import Session, start_session
 

@@ -12,6 +12,10 @@ from typing import Any
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.restart_loop import RestartAttempt, run_with_restarts
+from megatron.resilience.rollback import Rollback, resilient_step
+from megatron.resilience.status import RunStatus
 from megatron.training.cli.dry_run import describe_run
 from megatron.training.cli.parser import (
     DeepSpeedReader,
@@ -23,14 +27,9 @@ from megatron.training.cli.parser import (
 from megatron.training.config.run import RunConfig
 from megatron.training.datasets.iterators import build_data
 from megatron.training.hooks.standard import standard_hooks
-from megatron.training.inprocess.generation import Generation
-from megatron.training.inprocess.membership import Membership
-from megatron.training.inprocess.restart import check_launcher, run_with_restarts
 from megatron.training.launch import rank_info
 from megatron.training.launch.printing import is_rank_0, print_rank_0
 from megatron.training.metrics.prediction import StepPrediction
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
 from megatron.training.run.loop import train
 from megatron.training.run.state import StopReason
 from megatron.training.setup.assemble import assemble, load_state
@@ -38,7 +37,6 @@ from megatron.training.setup.data_order_check import with_data_order
 from megatron.training.setup.distributed import shut_down
 from megatron.training.setup.initialize import Session, start_session
 from megatron.training.setup.model import get_model
-from megatron.training.setup.roll_back import ReturnToEarlierState
 from megatron.training.setup.third_party import (
     build_train_valid_test_data_iterators,
     get_train_valid_test_num_samples,
@@ -108,22 +106,20 @@ def pretrain(*given: Any, **named: Any) -> None:
             if is_rank_0():
                 print(call.searched_layout(), flush=True)
             return
-        membership = Membership.of_this_process()
-        if membership is None:
-            check_launcher(membership, wants_restarts=call.read().config.logging.inprocess_restart)
-            _train_once(call, status, store_slot)
-        else:
-            run_with_restarts(
-                membership, status, store_slot, partial(_train_once, call, status, store_slot)
-            )
+        run_with_restarts(
+            status,
+            store_slot,
+            partial(_train_once, call, status, store_slot),
+            wants_restarts=lambda: call.read().config.logging.inprocess_restart,
+        )
 
 
 def _leave_out_imports() -> None:
-    """Take what was imported out of all garbage collections, once in a process.
+    """Freeze imported modules (`gc.freeze`), so that garbage collections do not scan them.
 
-    A collection walks through half a million objects of torch and of this package, none of which
-    is ever garbage, and so does the interpreter at its end, which also takes what was built since:
-    half a second of a short run. Objects without cycles are freed at the end as before.
+    They are half a million objects of torch and of this package, none of which is ever garbage. At
+    its end the interpreter would scan them again, and all objects built since: half a second of a
+    short run. Objects without cycles are freed at the end as before.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -134,7 +130,7 @@ def _train_once(
     call: PretrainCall,
     status: RunStatus,
     store_slot: list[Any],
-    generation: Generation | None = None,
+    attempt: RestartAttempt | None,
 ) -> None:
     """Bring up this rank's part of the run, train, and take it down."""
     status.activity = "predicting a step"
@@ -145,9 +141,9 @@ def _train_once(
         store_slot,
         get_embedding_ranks=call.options.get("get_embedding_ranks"),
         get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
-        store=call.options.get("store") if generation is None else generation.store,
+        store=call.options.get("store") if attempt is None else attempt.store,
         claims_save_directory=True,
-        generation=generation,
+        attempt=attempt,
     )
     run_session(session, call, prediction)
     shut_down()
@@ -292,11 +288,9 @@ def run_session(
         status.activity = "building data"
         context.data = build_data(run, call.dataset_provider, session.groups, state)
         state = with_data_order(run, state, context.data.train_order)
-        context.roll_back = ReturnToEarlierState(
-            context, checkpointer, call.dataset_provider, status
-        )
-    generation = session.generation
-    may_grow = generation is not None and generation.place.may_grow
+        context.roll_back = Rollback(context, checkpointer, call.dataset_provider, status)
+    attempt = session.attempt
+    may_grow = attempt is not None and attempt.assignment.may_grow
     hooks = standard_hooks(
         context,
         status,
@@ -305,7 +299,7 @@ def run_session(
         tensorboard=session.tensorboard,
         wandb=session.wandb,
         prediction=prediction,
-        waits_to_grow=generation.watch.waits_to_grow if generation and may_grow else None,
+        waits_to_grow=(lambda: attempt.waits_to_grow) if attempt and may_grow else None,
     )
     if status.watch is not None:
         status.watch.answer_term()
@@ -320,7 +314,7 @@ def run_session(
         if run.schedule.skip_train:
             hooks.evaluate.after_training(state, StopReason.FINISHED)
         else:
-            train(context, state, hooks)
+            train(context, state, hooks, resilient_step(context))
     finally:
         hooks.close()
         context.data.close()

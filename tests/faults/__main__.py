@@ -1,6 +1,6 @@
 """Send real signals to real runs and check what is left: `python -m tests.faults`.
 
-Campaigns (all of them but the soak without a name):
+Campaigns (all of them if none is named):
 
     matrix      each signal at each moment to each target, with and without loader workers
     preempt     SIGTERM to torchrun with default flags saves the last finished step, 20 times
@@ -12,10 +12,8 @@ Campaigns (all of them but the soak without a name):
     mismatches  one rank leaves a collective out, or takes another size or operation
     pauses      2,000 steps with long evaluations and saves, and ranks stopped for 5 s: no alarm
     stragglers  a rank that computes 1.3 times as long, which --log-straggler names; clean runs
-    unattended  100 failures of seven kinds in one run of two machines, which restarts by itself
     causes      faults whose first symptom is not their cause, 10 times each
     namespaces  two machines, as network namespaces (needs root, ip, unshare, nsenter)
-    soak        hours of a run that loses a rank every few minutes: nothing that it holds grows
 
 After each case: the job ends in bounded time; no process, shared memory, port or file is left; the
 newest checkpoint is as new as promised (`promises.py`); training continues from it and the whole
@@ -29,11 +27,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.core.datasets.preprocessing.flags import usable_cores
 from megatron.core.settings.command_line import read_command_line
@@ -44,27 +43,17 @@ from tests.faults.job import can_have_its_own_shared_memory, take_signals
 from tests.faults.restarts import run_restarts, run_shared_rows
 from tests.faults.result import Result
 from tests.faults.running import run_case
-from tests.faults.soak import run_soak
-from tests.faults.unattended import run_unattended
 from tests.harness import reaper
 
 Task = tuple[str, Callable[..., Result]]
 """A name, and what runs it in a folder."""
 
 
-UNNAMED = (
-    "matrix", "preempt", "restarts", "packing", "inprocess", "hangs", "mismatches", "pauses",
-    "stragglers", "unattended", "causes", "namespaces",
-)  # fmt: skip
-"""Those that run where none is named."""
-CAMPAIGNS = (*UNNAMED, "soak")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """What the command line says."""
 
-    campaigns: tuple[str, ...] = positional((), metavar="CAMPAIGN", help=", ".join(CAMPAIGNS))
+    campaigns: tuple[str, ...] = positional((), metavar="CAMPAIGN", help="All if none is named.")
     cases: str = ""
     """Only cases whose name has these words; | between alternatives."""
     list: bool = False
@@ -81,64 +70,42 @@ class Flags:
     """Of hangs."""
     random_mismatches: int = 20
     """Of mismatches."""
-    failures: int = 100
-    """Of unattended."""
-    minutes: float = 180.0
-    """Of the soak."""
-    interval_s: float = 180.0
-    """Of the soak: seconds between two failures, on average."""
     seed: str = "0"
     """Of the random moments."""
     jobs: int = usable_cores() + 1
     """Runs side by side (%(default)s)."""
 
 
-def tasks_of(campaign: str, arguments: Flags) -> list[Task]:
-    """Return the cases of a campaign that the pattern asks for."""
-    tasks: list[Task] = []
-    base = f"{arguments.seed} {campaign}"
-    if campaign in ("matrix", "preempt"):
-        cases = plan.matrix() if campaign == "matrix" else plan.preempt(arguments.times)
-        for number, case in enumerate(plan.matching(cases, arguments.cases)):
-            tasks.append((case.name, partial(run_case, case, seed=f"{base} {number}")))
-    if campaign == "restarts":
-        count = arguments.kills
-        run = partial(run_restarts, num_kills=count, seed=base)
-        tasks.append((f"restarts/{count}-kills", run))
-    if campaign == "packing":
-        run = partial(run_shared_rows, num_kills=arguments.times, seed=base)
-        tasks.append((f"packing/{arguments.times}-kills", run))
-    if campaign == "inprocess":
-        for lossy in plan.matching(inprocess.cases(arguments.losses), arguments.cases):
-            tasks.append((lossy.name, partial(inprocess.run_inprocess, lossy, seed=base)))
-    if campaign == "hangs":
-        for hang in plan.matching(hangs.cases(arguments.random_hangs), arguments.cases):
-            tasks.append((hang.name, partial(hangs.run_hang, hang, seed=base)))
-    if campaign == "mismatches":
-        drawn = mismatches.cases(arguments.random_mismatches)
-        for case in plan.matching(drawn, arguments.cases):
-            tasks.append((case.name, partial(mismatches.run_mismatch, case, seed=base)))
-    if campaign == "pauses":
-        for paused in plan.matching(pauses.CASES, arguments.cases):
-            tasks.append((paused.name, partial(pauses.run_pauses, paused, seed=base)))
-    if campaign == "stragglers":
-        for straggler in plan.matching(stragglers.cases(arguments.times), arguments.cases):
-            tasks.append((straggler.name, partial(stragglers.run_straggler, straggler)))
-    if campaign == "unattended":
-        failures = arguments.failures
-        run = partial(run_unattended, num_failures=failures, seed=base)
-        tasks.append((f"unattended/{failures}-failures", run))
-    if campaign == "causes":
-        tasks += causes.tasks(min(10, arguments.times), base, arguments.cases)
-    if campaign == "soak":
-        run = partial(
-            run_soak, minutes=arguments.minutes, interval_s=arguments.interval_s, seed=base
-        )
-        tasks.append((f"soak/{arguments.minutes:g}-minutes", run))
-    if campaign == "namespaces":
-        for case in plan.matching(namespaces.CASES, arguments.cases):
-            tasks.append((case.name, partial(namespaces.run_on_two_machines, case, seed=base)))
-    return tasks * arguments.repeat
+def campaigns(arguments: Flags) -> dict[str, Callable[[str], list[Task]]]:
+    """Return name -> (seed -> cases), with the cases that the pattern asks for."""
+
+    def of(cases: Sequence[Any], run: Callable[..., Result]) -> Callable[[str], list[Task]]:
+        chosen = plan.matching(cases, arguments.cases)
+        return lambda seed: [(case.name, partial(run, case, seed=seed)) for case in chosen]
+
+    def numbered(cases: Sequence[Any]) -> Callable[[str], list[Task]]:
+        chosen = list(enumerate(plan.matching(cases, arguments.cases)))
+        return lambda seed: [(c.name, partial(run_case, c, seed=f"{seed} {i}")) for i, c in chosen]
+
+    def kills(name: str, run: Callable[..., Result], count: int) -> Callable[[str], list[Task]]:
+        return lambda seed: [(f"{name}/{count}-kills", partial(run, num_kills=count, seed=seed))]
+
+    return {
+        "matrix": numbered(plan.matrix()),
+        "preempt": numbered(plan.preempt(arguments.times)),
+        "restarts": kills("restarts", run_restarts, arguments.kills),
+        "packing": kills("packing", run_shared_rows, arguments.times),
+        "inprocess": of(inprocess.cases(arguments.losses), inprocess.run_inprocess),
+        "hangs": of(hangs.cases(arguments.random_hangs), hangs.run_hang),
+        "mismatches": of(mismatches.cases(arguments.random_mismatches), mismatches.run_mismatch),
+        "pauses": of(pauses.CASES, pauses.run_pauses),
+        "stragglers": of(
+            stragglers.cases(arguments.times),
+            lambda case, seed, **places: stragglers.run_straggler(case, **places),  # draws nothing
+        ),
+        "causes": lambda seed: causes.tasks(min(10, arguments.times), seed, arguments.cases),
+        "namespaces": of(namespaces.CASES, namespaces.run_on_two_machines),
+    }
 
 
 def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
@@ -174,11 +141,13 @@ def run_all(tasks: list[Task], num_jobs: int, folder: Path) -> list[Result]:
 def main() -> int:
     """Run what is asked for."""
     arguments = read_command_line(Flags, prog="python -m tests.faults", description=__doc__)
-    if unknown := set(arguments.campaigns) - set(CAMPAIGNS):
-        known = ", ".join(CAMPAIGNS)
-        print(f"unknown campaigns {sorted(unknown)}; known are {known}", file=sys.stderr)
+    known = campaigns(arguments)
+    if unknown := set(arguments.campaigns) - set(known):
+        print(f"unknown campaigns {sorted(unknown)}; known are {', '.join(known)}", file=sys.stderr)
         return 2
-    tasks = [t for name in arguments.campaigns or UNNAMED for t in tasks_of(name, arguments)]
+    chosen = arguments.campaigns or tuple(known)
+    tasks = [task for name in chosen for task in known[name](f"{arguments.seed} {name}")]
+    tasks *= arguments.repeat
     if arguments.list:
         print("\n".join(name for name, _ in tasks))
         return 0

@@ -24,7 +24,7 @@ from tests.faults.moments import START_S, MissedMomentError
 from tests.faults.places import check_chain, check_place
 from tests.faults.planted import HOLD, HOLDERS
 from tests.faults.promises import Kept, Promise
-from tests.faults.result import Result
+from tests.faults.result import CaseRun, Result
 
 STOP = "stop"
 """What is done to the rank: SIGSTOP; otherwise one of its threads holds the interpreter lock."""
@@ -90,23 +90,18 @@ def words_of(case: HangCase, folder: Path) -> list[str]:
 
 def run_hang(case: HangCase, folder: Path, references: References, seed: str) -> Result:
     """Start a job, hang one of its ranks, and look at what is said of it."""
-    result, began = Result(case.name), time.monotonic()
     source = random.Random(f"{seed} {case.name}")
     folder.mkdir(parents=True)
-    job = Job(folder / "job", words_of(case, folder), num_ranks=LAYOUTS[case.layout][0])
-    try:
+    with CaseRun(case.name) as run:
+        num_ranks = LAYOUTS[case.layout][0]
+        job = run.start(folder / "job", words_of(case, folder), num_ranks=num_ranks)
         wait_for_steps(job, FIRST_STEPS[case.how])
         job.remember_sockets()
         time.sleep(source.uniform(0.0, LATER_S))
         victim = source.randrange(job.num_ranks)
         os.kill(job.ranks()[victim].pid, signal.SIGSTOP if case.how == STOP else HOLD)
-        _judge(job, victim, folder, result)
-    except (MissedMomentError, OSError) as error:
-        result.problems.append(f"{type(error).__name__}: {error}")
-    finally:
-        job.end()
-        result.seconds = time.monotonic() - began
-    return result
+        _judge(job, victim, folder, run.result)
+    return run.result
 
 
 def wait_for_steps(job: Job, number: int) -> None:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.inprocess.membership import PROCESS
-from tests.faults.case_run import CaseRun
+from megatron.resilience.restart_coordinator import PROCESS
 from tests.faults.checks import (
     References,
     check_curve,
@@ -33,10 +32,10 @@ from tests.faults.job import MODEL, POLL_S, TIMEOUT_SCALE, Job
 from tests.faults.moments import MissedMomentError
 from tests.faults.processes import Process
 from tests.faults.promises import Kept, Promise
-from tests.faults.result import Result
+from tests.faults.result import CaseRun, Result
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
-LAUNCHER = "megatron.training.inprocess.run"
+LAUNCHER = "megatron.resilience.inprocess_restart"
 GENERATION = re.compile(r"^launcher: generation (\d+) has (\d+) ranks: (.*)$", re.MULTILINE)
 COME_BACK_S = 120.0 * TIMEOUT_SCALE
 FINISHES = Promise(Kept.END, COME_BACK_S, "the others go on", is_success=True)

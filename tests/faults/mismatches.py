@@ -23,7 +23,7 @@ from tests.faults.hangs import (
 from tests.faults.job import MODEL, POLL_S, Job
 from tests.faults.moments import START_S, MissedMomentError
 from tests.faults.planted import KINDS, PLANTED
-from tests.faults.result import Result
+from tests.faults.result import CaseRun, Result
 
 NAMED_WITHIN_S = 20.0
 MOST_CALLS = 60
@@ -63,7 +63,6 @@ def cases(times: int) -> list[MismatchCase]:
 
 def run_mismatch(case: MismatchCase, folder: Path, references: References, seed: str) -> Result:
     """Start a job with a planted fault, and look at what is said of it."""
-    result, began = Result(case.name), time.monotonic()
     source = random.Random(f"{seed} {case.name}")
     folder.mkdir(parents=True)
     num_ranks, layout = LAYOUTS[case.layout]
@@ -71,16 +70,11 @@ def run_mismatch(case: MismatchCase, folder: Path, references: References, seed:
     words = [*MODEL.split(), *layout.split(), "--num-workers", "0", "--train-iters", "1000000"]
     words += ["--save", str(folder / "save"), "--save-interval", "1000000", *case.flags]
     words += ["--mismatch", case.kind, str(victim), str(after)]
-    job = Job(folder / "job", words, num_ranks=num_ranks)
-    try:
+    with CaseRun(case.name) as run:
+        job = run.start(folder / "job", words, num_ranks=num_ranks)
         _await_planted(job)
-        _judge(job, case.kind, victim, folder, result)
-    except MissedMomentError as error:
-        result.problems.append(str(error))
-    finally:
-        job.end()
-        result.seconds = time.monotonic() - began
-    return result
+        _judge(job, case.kind, victim, folder, run.result)
+    return run.result
 
 
 def _await_planted(job: Job) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tests.faults.checks import References, check_remains
 from tests.faults.hangs import LAYOUTS, wait_for_steps
-from tests.faults.job import FATAL, MODEL, Job
-from tests.faults.moments import START_S, MissedMomentError
+from tests.faults.job import FATAL, MODEL
+from tests.faults.moments import START_S
 from tests.faults.promises import Kept, Promise
-from tests.faults.result import Result
+from tests.faults.result import CaseRun, Result
 
 NUM_STEPS, NUM_PAUSES, PAUSE_S, LONG_S = 500, 5, 5.0, 9.0
 INTERVAL = 200
@@ -44,7 +44,6 @@ CASES = tuple(PausesCase(layout) for layout in ("tp2", "pp2", "ep2", "zero1"))
 
 def run_pauses(case: PausesCase, folder: Path, references: References, seed: str) -> Result:
     """Train to the end with pauses at random moments, and count what the watchdog says."""
-    result, began = Result(case.name), time.monotonic()
     source = random.Random(f"{seed} {case.name}")
     folder.mkdir(parents=True)
     num_ranks, layout = LAYOUTS[case.layout]
@@ -52,28 +51,23 @@ def run_pauses(case: PausesCase, folder: Path, references: References, seed: str
     words += ["--save", str(folder / "save"), "--save-interval", str(INTERVAL)]
     words += ["--eval-interval", str(INTERVAL), "--long-evaluation", str(LONG_S)]
     words += ["--long-save", str(LONG_S)]
-    job = Job(folder / "job", words, num_ranks=num_ranks)
-    try:
+    with CaseRun(case.name) as run:
+        job = run.start(folder / "job", words, num_ranks=num_ranks)
         for step in sorted(source.sample(range(10, NUM_STEPS - 50), NUM_PAUSES)):
             wait_for_steps(job, step)
             victim = job.ranks()[source.randrange(num_ranks)].pid
             os.kill(victim, signal.SIGSTOP)
             time.sleep(PAUSE_S)
             os.kill(victim, signal.SIGCONT)
-        left = job.wait_until_gone(START_S)
+        left, problems = job.wait_until_gone(START_S), run.result.problems
         alarms = FATAL.findall(job.text()) + ALARM.findall(job.text())
-        result.problems += [f"alarm: {alarm}" for alarm in alarms]
+        problems += [f"alarm: {alarm}" for alarm in alarms]
         if left or job.process.returncode or max(job.iterations(), default=0) != NUM_STEPS:
-            result.problems.append(f"it did not get to its end: {job.text()[-1500:]}")
-        result.problems += check_remains(job, FINISHES)
-        long_ones = job.text().count("for long")
-        result.facts = (
-            f"{NUM_STEPS} steps, {NUM_PAUSES} pauses of {PAUSE_S:g} s, {long_ones} evaluations and"
-            f" saves of {LONG_S:g} s, {len(alarms)} alarms"
+            problems.append(f"it did not get to its end: {job.text()[-1500:]}")
+        problems += check_remains(job, FINISHES)
+        run.result.facts = (
+            f"{NUM_STEPS} steps, {NUM_PAUSES} pauses of {PAUSE_S:g} s,"
+            f" {job.text().count('for long')} evaluations and saves of {LONG_S:g} s,"
+            f" {len(alarms)} alarms"
         )
-    except (MissedMomentError, OSError, KeyError) as error:
-        result.problems.append(f"{type(error).__name__}: {error}")
-    finally:
-        job.end()
-        result.seconds = time.monotonic() - began
-    return result
+    return run.result

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megatron.core.foundation.heartbeat.layout import OPERATIONS
+from megatron.core.foundation.flight_recorder import OPERATIONS
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (\S+)$', re.MULTILINE)
 _METHODS = {
@@ -19,7 +19,7 @@ _METHODS = {
 """Of the executor, where they are not called like the instruction."""
 _BLOCKING = (("shm_collectives.py", "sem_timedwait("), ("work.py", "handle.wait()"))
 """File and line in which a rank waits."""
-_NOTES = ("heartbeat/place.py", "resilience/status.py")
+_NOTES = ("foundation/flight_recorder.py", "resilience/status.py")
 
 
 class Frame(NamedTuple):

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.foundation.heartbeat.layout import Word
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS, Field
 from megatron.core.transport.shm.shm_bucket_transport import ShmBucketTransport
 from megatron.core.transport.shm.shm_transport import ShmTransport
 from megatron.core.transport.torch_transport import (
@@ -117,8 +116,8 @@ class Mismatch:
         @wraps(method)
         def replaced(transport: Any, x: Tensor, *rest: Any, **named: Any) -> Work[Tensor]:
             size = transport.group.size()
-            is_in_step = PLACE.words[Word.NUM_STEPS] >= FIRST_STEPS
-            can_be = is_in_step and PLACE.words[Word.IS_TRAINING] and x.numel() >= 2 * size > 2
+            is_in_step = PROGRESS.fields[Field.NUM_STEPS] >= FIRST_STEPS
+            can_be = is_in_step and PROGRESS.fields[Field.IS_TRAINING] and x.numel() >= 2 * size > 2
             self.left -= bool(can_be)
             if self.left != -1:
                 return method(transport, x, *rest, **named)
@@ -132,7 +131,7 @@ class Mismatch:
     ) -> Work[Tensor]:
         """Start something else, whose result has the shape that is expected."""
         size = transport.group.size()
-        number = PLACE.count(transport.group, getattr(transport, "tag", 0)) + 1
+        number = PROGRESS.count(transport.group, getattr(transport, "tag", 0)) + 1
         half = x.view(-1)[: x.numel() // 2 // size * size]
         called = {
             "skipped": "nothing",

@@ -5,7 +5,6 @@ import pytest
 from tests.faults import hangs, inprocess, plan
 from tests.faults.promises import Kept, promise_for
 from tests.faults.running import run_case
-from tests.faults.soak import Held, growth
 
 SAMPLE = (
     "TERM/launcher/step/torchrun/handler/2-workers",
@@ -31,16 +30,6 @@ def test_who_lives_goes_on_in_its_process_with_a_spare_to_the_same_bits(tmp_path
     case = inprocess.InprocessCase("zero1", 1)
     result = inprocess.run_inprocess(case, tmp_path / "case", references, seed="0")
     assert not result.problems, "\n".join(result.problems)
-
-
-def test_what_grows_over_a_long_run_is_told_and_what_breathes_is_not():
-    steady = [Held(100.0 + i % 3, 20, 5, 8 + 4 * (i % 2)) for i in range(40)]
-    assert not growth({"rank": steady})
-    leaking = [Held(100.0, 20 + i // 10, 5, 8) for i in range(40)]
-    assert growth({"rank": leaking}) == ["rank: descriptors grew from 20.0 to 23.0"]
-    swelling = [Held(100.0 + i, 20, 5, 8) for i in range(40)]
-    assert "memory_mib" in growth({"rank": swelling})[0]
-    assert "looked at 3 times" in growth({"rank": steady[:3]})[0]
 
 
 def test_random_hangs_meet_every_layout_in_every_way():

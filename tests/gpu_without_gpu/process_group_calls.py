@@ -154,7 +154,13 @@ def _tensors(arg: Any) -> list[Tensor]:
 
 
 _BETWEEN = (
-    *("/torch/", "/unittest/", "contextlib.py", "/core/transport/", "/foundation/heartbeat/"),
+    *(
+        "/torch/",
+        "/unittest/",
+        "contextlib.py",
+        "/core/transport/",
+        "/foundation/flight_recorder.py",
+    ),
     *("/process_group_calls.py", "/collective_order/", "/races/"),
 )
 

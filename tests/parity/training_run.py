@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.resilience.status import RunStatus
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
 from megatron.training.training import PretrainCall, run_session
 from pretrain_gpt import datasets_provider, forward_step, model_provider

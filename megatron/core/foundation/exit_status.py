@@ -7,7 +7,7 @@
     141  whoever read its output ended first, as in `tool | head -1`
 
 A training run, and tools that load a model as a run does, end with a code for each class of failure
-instead: `megatron/training/resilience/failure.py`.
+instead: `megatron/resilience/failure.py`.
 """
 
 from __future__ import annotations

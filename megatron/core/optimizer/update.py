@@ -12,18 +12,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
-from megatron.core.optimizer.gradient_norm import DeviceReport, GradientReader, joint_norm
+from megatron.core.optimizer.gradient_norm import DeviceReport, joint_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import all_gather_object
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides: keeps the factor finite."""
@@ -34,34 +36,6 @@ raises, on all ranks."""
 
 StepResult = tuple[bool, float | None, int | None]
 """(the weights were updated, gradient norm before clipping, zeros in the gradient if counted)."""
-
-
-class Updatable(Protocol):
-    """What a decision asks of an optimizer over shards."""
-
-    reader: GradientReader
-    attention_logits: AttentionLogits
-    norm_checks: list[NormCheck]
-    nonfinite: str | None
-    num_updates: int
-
-    @property
-    def decides_on_device(self) -> bool:
-        """Whether the host need not know the gradient."""
-        ...
-
-    def apply(
-        self,
-        factor: float | Tensor,
-        row_factors: RowFactors | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """Update the weights."""
-        ...
-
-    def nonfinite_parameters(self, bad_shards: Sequence[int]) -> list[tuple[int, int, int, str]]:
-        """Return (chunk, stage, number, name) of the parameters of local shards."""
-        ...
 
 
 class StepOutcome:
@@ -84,7 +58,7 @@ class StepOutcome:
 
 
 def start_step(
-    optimizers: Sequence[Updatable],
+    optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     is_refused: Tensor | None = None,
@@ -129,7 +103,7 @@ def _decide(
 
 
 def _start_on_device(
-    optimizers: Sequence[Updatable],
+    optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     is_refused: Tensor | None,
@@ -143,7 +117,7 @@ def _start_on_device(
 
 
 def _read(
-    optimizers: Sequence[Updatable],
+    optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     reports: Sequence[DeviceReport],
@@ -166,7 +140,7 @@ def _read(
 
 
 def _step_on_host(
-    optimizers: Sequence[Updatable],
+    optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
 ) -> StepResult:
@@ -199,7 +173,7 @@ def _step_on_host(
 
 
 def _refused(
-    optimizers: Sequence[Updatable],
+    optimizers: Sequence[MegatronOptimizer],
     config: OptimizerConfig,
     grad_scaler: ConstantGradScaler | None,
     bad_shards: Sequence[Sequence[int]],
@@ -233,7 +207,9 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
-def describe_nonfinite(optimizers: Sequence[Updatable], bad_shards: Sequence[Sequence[int]]) -> str:
+def describe_nonfinite(
+    optimizers: Sequence[MegatronOptimizer], bad_shards: Sequence[Sequence[int]]
+) -> str:
     """Name the parameter at which backward met the first gradient that is not finite.
 
     Backward goes from the last chunk of the last stage to the first one, so that is the bad

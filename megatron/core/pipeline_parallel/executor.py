@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.foundation.heartbeat.layout import instruction_code
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS, instruction_code
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
@@ -118,9 +117,9 @@ class PipelineExecutor:
         """Execute the program once."""
         with enable_wgrad_deferral() if self.splits_backward else contextlib.nullcontext():
             for code, step in zip(self.codes, self.compiled, strict=True):
-                PLACE.instruct(code)
+                PROGRESS.set_instruction(code)
                 step()
-            PLACE.instruct(0)
+            PROGRESS.set_instruction(0)
 
     def forward(self, microbatch: int, chunk: int) -> None:
         """Run a chunk forward; waits for its input."""

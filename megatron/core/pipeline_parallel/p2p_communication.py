@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import TopologyError
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.step_handshake import (
     StepHandshake,
@@ -201,7 +201,7 @@ class P2PCommunicator:
     def _note(self, operation: str, source: int, target: int, tensors: Sequence[Tensor]) -> None:
         """Note a message for the watchdog."""
         number = sum(tensor.numel() for tensor in tensors)
-        PLACE.enter(operation, self.pp_group, number, -1 - source * self.size - target)
+        PROGRESS.begin_op(operation, self.pp_group, number, -1 - source * self.size - target)
 
     def _until_done(
         self, tensors: list[Tensor], works: Sequence[Handle], peer: int, message: Message

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import PeerLostError, TopologyError
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.parameters.rng import derive_seed
 
 _PATIENCE = timedelta(seconds=5)
@@ -121,9 +121,9 @@ class StepHandshake:
         if expected is None:
             return None
         theirs, work = expected
-        PLACE.wait_for(self._global_ranks[peer])
+        PROGRESS.wait_for(self._global_ranks[peer])
         work.wait() if timeout is None else work.wait(timeout)
-        PLACE.wait_for(None)
+        PROGRESS.wait_for(None)
         return disagreement(
             self._settings, theirs.tolist(), self._name_of(self._rank), self._name_of(peer)
         )

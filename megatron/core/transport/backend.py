@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from megatron.core.foundation import device
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import SINGLE_RANK, Group, SingleRank
 from megatron.core.transport.work import Handle, Work
 
@@ -37,7 +37,7 @@ def tensor_device(group: Group) -> torch.device:
     return torch.device("cpu") if is_cpu else device.current_device()
 
 
-@noted("all_reduce", group_at=1)
+@recorded("all_reduce", group_at=1)
 def all_reduce(x: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
     """Reduce `x` of any shape [...] over `group`, in place, and return it."""
     if has_peers(group):
@@ -45,7 +45,7 @@ def all_reduce(x: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -
     return x
 
 
-@noted("broadcast", group_at=1)
+@recorded("broadcast", group_at=1)
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """Copy `x` of any shape [...] from rank `source` of `group` to the others, in place."""
     if has_peers(group):
@@ -53,7 +53,7 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     return x
 
 
-@noted("broadcast", group_at=1)
+@recorded("broadcast", group_at=1)
 def start_broadcast(x: Tensor, group: Group) -> Work[Tensor]:
     """Start to copy `x` of any shape [...] from the first rank of `group` to the others."""
     if not has_peers(group):
@@ -61,7 +61,7 @@ def start_broadcast(x: Tensor, group: Group) -> Work[Tensor]:
     return Work.of([dist.broadcast(x, global_rank(group, 0), group, async_op=True)], x)
 
 
-@noted("all_gather", group_at=1)
+@recorded("all_gather", group_at=1)
 def all_gather(x: Tensor, group: Group) -> list[Tensor]:
     """Return `x` [...] of every rank of `group`, in rank order; all have the same shape."""
     if not has_peers(group):
@@ -71,7 +71,7 @@ def all_gather(x: Tensor, group: Group) -> list[Tensor]:
     return gathered
 
 
-@noted("barrier", group_at=0)
+@recorded("barrier", group_at=0)
 def barrier(group: Group) -> None:
     """Wait until all ranks of `group` have got here."""
     if has_peers(group):

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import MegatronError
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group, SingleRank
 from megatron.core.transport import backend
 
 # Functions ----------------------------------------------------------------------------------
 
 
-@noted("all_gather_object", group_at=1)
+@recorded("all_gather_object", group_at=1)
 def all_gather_object(value: object, group: Group) -> list[Any]:
     """Return the picklable value of every rank of `group`, in rank order.
 
@@ -34,7 +34,7 @@ def all_gather_object(value: object, group: Group) -> list[Any]:
     return gathered
 
 
-@noted("broadcast_object", group_at=2)
+@recorded("broadcast_object", group_at=2)
 def broadcast_object(value: object, source: int, group: Group) -> Any:
     """Return the picklable value of rank `source` of `group`.
 
@@ -173,14 +173,14 @@ class TorchControlGroup:
         self.global_rank = dist.get_rank()
         self._coordinator = dist.get_global_rank(group, 0)
 
-    @noted("gather_object")
+    @recorded("gather_object")
     def gather(self, value: object) -> list[Any] | None:
         """See `ControlGroup`."""
         into: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, into, dst=self._coordinator, group=self.group)
         return into
 
-    @noted("scatter_object")
+    @recorded("scatter_object")
     def scatter(self, values: Sequence[object] | None) -> Any:
         """See `ControlGroup`."""
         mine: list[Any] = [None]
@@ -189,7 +189,7 @@ class TorchControlGroup:
         )
         return mine[0]
 
-    @noted("broadcast_object")
+    @recorded("broadcast_object")
     def broadcast(self, value: object) -> Any:
         """See `ControlGroup`."""
         box = [value]

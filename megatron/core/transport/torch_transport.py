@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.ordered_sum import is_half, ordered_sum, piece_of
@@ -37,13 +37,13 @@ class NativeTransport:
         self.group, self.size, self._starts = group, group.size(), not blocks
         self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
 
-    @noted("all_reduce")
+    @recorded("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
         _scale(x, scale)
         return _until(dist.all_reduce(x, self._operation, self.group, self._starts), x)
 
-    @noted("reduce_scatter")
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
@@ -55,14 +55,14 @@ class NativeTransport:
         )
         return _until(work, own)
 
-    @noted("all_gather")
+    @recorded("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """[t/tp, ...] -> [t, ...]; see `Transport`."""
         gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:])) if out is None else out
         work = _all_gather_single(gathered, x, group=self.group, async_op=self._starts)
         return _until(work, gathered)
 
-    @noted("all_to_all")
+    @recorded("all_to_all")
     def all_to_all(self, x: Tensor, out: Tensor) -> Work[Tensor]:
         """Send piece i of `x` [t, ...] to rank i; receive as much from all into `out`."""
         work = dist.all_to_all_single(out, x, group=self.group, async_op=self._starts)
@@ -72,7 +72,7 @@ class NativeTransport:
 class GlooTransport(NativeTransport):
     """The same on a CPU, where gloo makes a reduce-scatter of an all-reduce."""
 
-    @noted("reduce_scatter")
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
@@ -99,12 +99,12 @@ class MessageTransport:
         self.rank, self.size = group.rank(), group.size()
         self._others = [peer for peer in range(self.size) if peer != self.rank]
 
-    @noted("all_reduce")
+    @recorded("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
         return Work(self._all_reduce(x, scale))
 
-    @noted("reduce_scatter")
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
@@ -112,13 +112,13 @@ class MessageTransport:
         sums = x.new_empty((x.shape[0] // self.size, *x.shape[1:])) if out is None else out
         return Work(self._reduce_scatter(x, scale, sums))
 
-    @noted("all_gather")
+    @recorded("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """[t/tp, ...] -> [t, ...]; see `Transport`."""
         gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:])) if out is None else out
         return Work(self._all_gather(x, gathered))
 
-    @noted("all_to_all")
+    @recorded("all_to_all")
     def all_to_all(self, x: Tensor, out: Tensor) -> Work[Tensor]:
         """Send piece i of `x` [t, ...] to rank i; receive as much from all into `out`."""
         self._piece(out, self.rank).copy_(self._piece(x, self.rank))
@@ -172,7 +172,7 @@ class MessageTransport:
 # What is the same on all transports: pieces of different sizes, and messages to one rank.
 
 
-@noted("all_to_all", group_at=1)
+@recorded("all_to_all", group_at=1)
 def all_gather_uneven(x: Tensor, group: Group, sizes: Sequence[int]) -> Work[Tensor]:
     """Start to collect `sizes[i]` rows of each rank i: [t_i, ...] -> [t, ...]."""
     if x.is_cpu:
@@ -184,13 +184,13 @@ def all_gather_uneven(x: Tensor, group: Group, sizes: Sequence[int]) -> Work[Ten
     return Work.of([dist.all_gather(pieces, x, group, async_op=True)], gathered)
 
 
-@noted("all_to_all", group_at=1)
+@recorded("all_to_all", group_at=1)
 def reduce_scatter_uneven(x: Tensor, group: Group, sizes: Sequence[int]) -> Work[Tensor]:
     """Start to sum x [t, ...]; rank i keeps `sizes[i]` rows [t_i, ...]."""
     return _sum_of_pieces(x, sizes[group.rank()], list(sizes), group, None)
 
 
-@noted("all_to_all", group_at=1)
+@recorded("all_to_all", group_at=1)
 def all_to_all(
     x: Tensor, group: Group, output_sizes: Sizes = None, input_sizes: Sizes = None
 ) -> Work[Tensor]:
@@ -206,7 +206,7 @@ def all_to_all(
     return Work.of([work], received)
 
 
-@noted("ring_shift", group_at=1)
+@recorded("ring_shift", group_at=1)
 def ring_shift(x: Tensor, group: Group) -> Work[Tensor]:
     """Start to send `x` [...] to the next rank, and to receive as much from the one before."""
     assert isinstance(group, dist.ProcessGroup), "a ring has more than one rank"

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Work(Generic[Result]):
         self._handles: Sequence[Handle] | None
         self.num_steps_done = 0
         self._resume(lambda: next(steps))
-        self._place = PLACE.newest
+        self._place = PROGRESS.newest
 
     @staticmethod
     def of(handles: Sequence[Handle], result: Result) -> Work[Result]:
@@ -79,13 +79,13 @@ class Work(Generic[Result]):
         if self._handles is None:
             return
         problem = None
-        PLACE.wait_in(self._place)
+        PROGRESS.wait_in(self._place)
         try:
             for handle in self._handles:
                 handle.wait()
         except Exception as error:
             problem = error
-        PLACE.wait_in(0)
+        PROGRESS.wait_in(0)
         self._go_on(problem)
 
     def __iter__(self) -> Steps[Result]:
@@ -101,14 +101,14 @@ class Work(Generic[Result]):
 
     def _go_on(self, problem: Exception | None) -> None:
         """Take the next step, after what waiting raised."""
-        newest = PLACE.newest
+        newest = PROGRESS.newest
         if problem is None:
             self._resume(lambda: next(self._steps))
         else:
             self._resume(lambda: self._steps.throw(problem))
         self.num_steps_done += 1
-        if PLACE.newest != newest:
-            self._place = PLACE.newest
+        if PROGRESS.newest != newest:
+            self._place = PROGRESS.newest
 
     def _resume(self, step: Callable[[], Sequence[Handle]]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The copies of a run in the memory of its ranks, from which it goes on after a rank was lost."""
+"""Copies of the whole state in the memory of the ranks, to continue from after a rank was lost."""
 
 from __future__ import annotations
 

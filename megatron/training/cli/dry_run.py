@@ -17,6 +17,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.null_and_byte import NullTokenizer
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.resilience.status import RunStatus
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags, plain
@@ -29,7 +30,6 @@ from megatron.training.metrics.flops import (
 )
 from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.run.state import TrainState
 from megatron.training.setup.assemble import assemble

@@ -106,11 +106,11 @@ class LoggingSettings:
     enable_ft_package: bool = flag(False, refuse="use torchrun --max-restarts with --load")
     """Heartbeats to a fault-tolerance launcher."""
     ft_rank_heartbeat_timeout: float = 7.0
-    """Seconds after which a watchdog beside the ranks of a machine ends the job, with the place of
-    each rank, if a rank is stopped, locked, or waits in a circle with others. 0 watches nothing."""
+    """Watchdog timeout in seconds. If a rank is stopped, holds the GIL or is in a deadlock for this
+    long, the watchdog prints what every rank is doing and ends the job. 0: no watchdog."""
     inprocess_restart: bool = False
-    """Go on in the processes that live when a rank is lost, with a new one in its place, from
-    copies in memory. Start with `python -m megatron.training.inprocess.run` instead of torchrun."""
+    """If a rank is lost, replace its process alone, and continue from copies in memory. Start with
+    `python -m megatron.resilience.inprocess_restart` instead of torchrun."""
     inprocess_copy_interval: int = flag(1, part_of="inprocess_restart")
     """Steps between copies of the state in the memory of its rank and of a neighbour."""
     calibrate_planner: list[str] | None = flag(None, nargs="+", metavar="RUN")

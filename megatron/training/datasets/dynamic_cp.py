@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.packing import BalancedBatch, WorkOf, balance
-from megatron.training.run.context import StepPlan
+from megatron.training.run.context import BatchPlan
 
 _KEPT = 8
 """Global batches whose packing is cached."""
@@ -97,9 +97,9 @@ class Packing:
         ranks, multiple = rank.num_ranks, rank.microbatch_multiple
         return balance(self.lengths(consumed), ranks, max_tokens, self.work_of, multiple)
 
-    def plan(self, consumed: int) -> StepPlan:
+    def plan(self, consumed: int) -> BatchPlan:
         """Return how the step after `consumed` samples cuts them."""
-        return StepPlan(
+        return BatchPlan(
             num_microbatches=len(self.batch(consumed).microbatches),
             micro_batch_size=1,
             global_batch_size=len(self.numbers(consumed)),

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.datasets.blended_dataset import lines_of, shares_of
 from megatron.core.foundation.errors import ConfigError, shown
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedule import StepPlan as SchedulePlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
@@ -378,7 +378,7 @@ def _micro_batches(
         batches = iter(loader)
         try:
             while True:
-                with PLACE.waits.loading():
+                with PROGRESS.waits.loading():
                     batch = next(batches, _END)
                 if batch is _END:
                     break

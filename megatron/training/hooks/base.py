@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class Hook:
@@ -25,7 +25,7 @@ class Hook:
     def before_step(self, state: TrainState) -> None:
         """Called before each step."""
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Called after each step; `state` counts it already."""
         return state
 
@@ -65,7 +65,7 @@ class Hooks:
         for hook in self._hooks:
             hook.before_step(state)
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Call every hook."""
         for hook in self._hooks:
             state = hook.after_step(state, result)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.resilience.status import RunStatus
+from megatron.training.datasets.packed_rows import Packing
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.log_line import validation_lines
-from megatron.training.resilience.status import RunStatus
-from megatron.training.run.context import Packing, StepPlan, TrainingContext
+from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.evaluate import evaluate
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class Evaluate(Hook):
@@ -26,7 +27,7 @@ class Evaluate(Hook):
         self,
         context: TrainingContext,
         *,
-        plan: StepPlan,
+        plan: BatchPlan,
         status: RunStatus,
         scalars: Scalars,
         write: Callable[[str], None],
@@ -40,7 +41,7 @@ class Evaluate(Hook):
         self.should_exit = should_exit
         self.at_begin_and_end: Callable[[], object] = lambda: None
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Evaluate when it is time."""
         schedule = self.context.run.schedule
         interval, first = schedule.eval_interval, schedule.start_eval_at_iter or 0

@@ -25,7 +25,7 @@ from megatron.training.metrics.params_norm import params_norm
 from megatron.training.metrics.peak_flops import peak_flops
 from megatron.training.metrics.prediction import StepPrediction
 from megatron.training.run.context import TrainingContext
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TakenStep, TrainState
 
 _SLOW_LINES = 2
 """Log lines in a row after which slow steps are no accident."""
@@ -35,12 +35,12 @@ class IntervalMeans:
     """Steps since the last log line, whose figures are asked for when it is written."""
 
     def __init__(self) -> None:
-        self._steps: list[StepResult] = []
+        self._steps: list[TakenStep] = []
         self.seconds = 0.0
         self.num_tokens = 0
         self.flops = 0.0
 
-    def add(self, result: StepResult, seconds: float) -> None:
+    def add(self, result: TakenStep, seconds: float) -> None:
         """Count one step."""
         self._steps.append(result)
         self.seconds += seconds
@@ -74,7 +74,7 @@ class IntervalMeans:
         return {name: total / max(len(trained), 1) for name, total in sums.items()}
 
 
-class ReadSteps(Hook):
+class SyncStepResults(Hook):
     """Reads steps before anything is logged, evaluated or saved: a bad one ends the run there.
 
     Args:
@@ -83,9 +83,9 @@ class ReadSteps(Hook):
 
     def __init__(self, intervals: Sequence[int]) -> None:
         self.intervals = intervals
-        self._unread: list[StepResult] = []
+        self._unread: list[TakenStep] = []
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Read all steps since the last time when one of the intervals ends."""
         if not result.is_read:
             self._unread.append(result)
@@ -143,7 +143,7 @@ class LogLine(Hook):
         self._means = IntervalMeans()
         self._started_at = time.perf_counter()
         self._has_reported_memory = False
-        self._last: StepResult | None = None
+        self._last: TakenStep | None = None
         self._peak: float | None = None
 
     def before_training(self, state: TrainState) -> TrainState:
@@ -158,14 +158,15 @@ class LogLine(Hook):
         """Start the clock."""
         self._started_at = time.perf_counter()
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Stop the clock, and write a line when it is time."""
         self._means.add(result, time.perf_counter() - self._started_at)
         self._last = result
-        if result.skip_reason is not None and is_last_rank():
+        read = result.read() if result.is_read else None
+        if read is not None and read.skip_reason is not None and is_last_rank():
             # Not averaged away: the first parameter to overflow is what one wants to know.
-            self.write(f" iteration {state.iteration:8d} | step skipped: {result.skip_reason}"
-                       f" | next loss scale: {result.loss_scale:.1f} |")  # fmt: skip
+            self.write(f" iteration {state.iteration:8d} | step skipped: {read.skip_reason}"
+                       f" | next loss scale: {read.loss_scale:.1f} |")  # fmt: skip
         if state.iteration % self.interval == 0:
             self._report(state, result)
         return state
@@ -179,8 +180,8 @@ class LogLine(Hook):
         )
         return state
 
-    def _report(self, state: TrainState, result: StepResult) -> None:
-        context, means, result = self.context, self._means, result.read()
+    def _report(self, state: TrainState, taken: TakenStep) -> None:
+        context, means, result = self.context, self._means, taken.read()
         norm = (
             params_norm(context.model, context.groups)
             if context.run.logging.log_params_norm
@@ -268,7 +269,7 @@ class LinesForFirstRank(Hook):
         """Keep a line until all ranks meet."""
         self._lines.append(text)
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Meet where lines are due."""
         if any(state.iteration % interval == 0 for interval in self.intervals):
             self._pass_on()

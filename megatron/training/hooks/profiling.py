@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.foundation import device
 from megatron.training.hooks.base import Hook
-from megatron.training.run.state import StepResult, TrainState
+from megatron.training.run.state import TakenStep, TrainState
 
 
 class CollectGarbage(Hook):
@@ -34,7 +34,7 @@ class CollectGarbage(Hook):
         gc.collect()
         return state
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Collect when it is time."""
         if self.interval and state.iteration % self.interval == 0:
             gc.collect()
@@ -80,7 +80,7 @@ class Profile(Hook):
         self._profiler = torch.profiler.profile(activities=kinds)
         self._profiler.__enter__()
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """End the mark of the step; stop after the last recorded one."""
         self._end_step()
         if state.iteration + 1 == self.last:

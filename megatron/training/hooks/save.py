@@ -8,12 +8,12 @@ from pathlib import Path
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
+from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.checkpointing.memory import MemoryCheckpoints
 from megatron.training.hooks.base import Hook
 from megatron.training.launch.printing import print_rank_0
-from megatron.training.resilience.status import RunStatus
-from megatron.training.run.state import RanksChange, StepResult, StopReason, TrainState
+from megatron.training.run.state import RanksChange, StopReason, TakenStep, TrainState
 
 
 class SaveCheckpoints(Hook):
@@ -49,7 +49,7 @@ class SaveCheckpoints(Hook):
         self._began_at = self._last_saved = state.iteration
         return state
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Commit what the background has written, and save when it is time."""
         self._attempt("committing a checkpoint", self.checkpointer.after_step)
         if self._last_saved is not None and not self.checkpointer.has_save_in_flight:
@@ -140,7 +140,7 @@ class CopyState(Hook):
             self.memory.save(state)
         return state
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Copy, and leave if any rank has heard that others wait.
 
         Raises:

@@ -18,7 +18,7 @@ from megatron.training.metrics.expert_load import collect_loads, load_scalars
 from megatron.training.metrics.indexer_loss import indexer_loss
 from megatron.training.metrics.log_line import perplexity
 from megatron.training.run.context import TrainingContext
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StepResult, StopReason, TakenStep, TrainState
 
 
 class ScalarSink(Protocol):
@@ -130,7 +130,7 @@ class Scalars(Hook):
         """Start the clock."""
         self._started_at = time.perf_counter()
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Send the numbers of this step, if it is one of every `interval`."""
         seconds = time.perf_counter() - self._started_at
         if state.iteration % self.interval:
@@ -226,7 +226,7 @@ class ProgressBar(Hook):
         )
         return state
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Move the bar, and show the losses."""
         self._bar.update(1)
         if result.is_read and (losses := result.read().losses):

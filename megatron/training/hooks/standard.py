@@ -8,24 +8,27 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.foundation import device, optional_imports
-from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
+from megatron.resilience.replica_check import CompareReplicas, ReplicaCheck
+from megatron.resilience.signals import SignalFlag
+from megatron.resilience.spike_guard import SpikeGuard, WarnOfSpikes
+from megatron.resilience.status import RunStatus
+from megatron.resilience.stragglers import LookForStragglers
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.phases import transitions_of
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.checks import CompareReplicas, GuardAgainstSpikes, WatchForSpikes
-from megatron.training.hooks.counters import ProgressFile, PublishCounters
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import (
     LinesForFirstRank,
     LogLine,
-    ReadSteps,
+    SyncStepResults,
     reading_intervals,
 )
 from megatron.training.hooks.monitoring import monitoring_sinks
 from megatron.training.hooks.profiling import CollectGarbage, MemoryHistory, Profile
+from megatron.training.hooks.progress_file import ProgressFile, PublishCounters
 from megatron.training.hooks.save import CopyState, Export, SaveCheckpoints
 from megatron.training.hooks.scalars import (
     ProgressBar,
@@ -41,13 +44,10 @@ from megatron.training.hooks.stop import (
     PhaseEnd,
     StepBudget,
 )
-from megatron.training.hooks.stragglers import LookForStragglers
 from megatron.training.hooks.times import MeasureTimes
 from megatron.training.launch.printing import is_last_rank, is_rank_0
 from megatron.training.metrics.prediction import StepPrediction
-from megatron.training.resilience.signals import SignalFlag
-from megatron.training.resilience.status import RunStatus
-from megatron.training.run.context import StepPlan, TrainingContext
+from megatron.training.run.context import BatchPlan, TrainingContext
 
 
 class StandardHooks(Hooks):
@@ -97,7 +97,7 @@ def standard_hooks(
         should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
     )
     hooks: list[Hook] = _guards(context, write)
-    hooks += [ReadSteps(reading_intervals(run)), PublishCounters(status), times]
+    hooks += [SyncStepResults(reading_intervals(run)), PublishCounters(status), times]
     hooks += [bar] if bar is not None else []
     hooks += [LogLine(context, times, write, run.schedule.train_iters, prediction), scalars]
     if run.logging.log_straggler:
@@ -112,7 +112,7 @@ def standard_hooks(
             )
         )
     if run.schedule.check_for_spiky_loss and run.schedule.on_spike == "warn":
-        hooks.append(WatchForSpikes(write))
+        hooks.append(WarnOfSpikes(write))
     hooks += _profilers(context)
     if run.schedule.manual_gc:
         garbage = CollectGarbage(
@@ -157,14 +157,14 @@ def standard_hooks(
 
 
 def _guards(context: TrainingContext, write: Callable[[str], None]) -> list[Hook]:
-    """Return what judges steps before the update, and let the step ask it about losses."""
+    """Return the hooks that judge steps before the update, and make the step call them."""
     run, optimizer = context.run, context.optimizer
     judges_losses = run.schedule.check_for_spiky_loss and run.schedule.on_spike != "warn"
     if optimizer is None or not (judges_losses or run.ddp.check_for_large_grads):
         return []
     checks = optimizer.norm_checks if run.ddp.check_for_large_grads else None
     warn = write if is_last_rank() else lambda text: None
-    guard = GuardAgainstSpikes(run.schedule.on_spike, warn, checks)
+    guard = SpikeGuard(run.schedule.on_spike, warn, checks)
     if judges_losses:
         context.loss_guard = guard
     return [guard]
@@ -177,10 +177,10 @@ def local_save_directory(run: ResolvedRun) -> str | None:
     )
 
 
-def evaluation_plan(context: TrainingContext) -> StepPlan:
+def evaluation_plan(context: TrainingContext) -> BatchPlan:
     """Evaluate on full batches, also while the training batch still grows."""
     samples, micro = context.run.schedule.eval_batch
-    return StepPlan(
+    return BatchPlan(
         num_microbatches=samples // (micro * context.run.topology.data_parallel_size),
         micro_batch_size=micro,
         global_batch_size=samples,

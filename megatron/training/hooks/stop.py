@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
+from megatron.resilience.signals import SignalFlag
 from megatron.training.hooks.base import Hook
-from megatron.training.resilience.signals import SignalFlag
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class StepBudget(Hook):
@@ -30,7 +30,7 @@ class ExitInterval(Hook):
         self.interval = interval
         self._has_stepped = False
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Remember that this run did something."""
         self._has_stepped = True
         return state
@@ -52,7 +52,7 @@ class PhaseEnd(Hook):
         self._transitions = frozenset(transitions)
         self._has_stepped = False
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """Remember that this run did something."""
         self._has_stepped = True
         return state

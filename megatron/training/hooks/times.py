@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.training.hooks.base import Hook
@@ -13,7 +13,7 @@ from megatron.training.metrics.time_account import (
     shares_of,
 )
 from megatron.training.run.context import TrainingContext
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class MeasureTimes(Hook):
@@ -31,19 +31,19 @@ class MeasureTimes(Hook):
         """Of the last interval: part -> share. Empty before its end; a new object after it."""
         self.last: StepTimes | None = None
         """Of this rank's last step."""
-        self._clock = StepClock(PLACE.waits, context.groups.ranks.get("pp", ()))
-        self._sums = IntervalTimes(PLACE.waits)
+        self._clock = StepClock(PROGRESS.waits, context.groups.ranks.get("pp", ()))
+        self._sums = IntervalTimes(PROGRESS.waits)
 
     def before_training(self, state: TrainState) -> TrainState:
         """Begin the first interval."""
-        self._sums = IntervalTimes(PLACE.waits)
+        self._sums = IntervalTimes(PROGRESS.waits)
         return state
 
     def before_step(self, state: TrainState) -> None:
         """Begin a step."""
         self._clock.start()
 
-    def after_step(self, state: TrainState, result: StepResult) -> TrainState:
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
         """End the step, and the interval where a log line is due."""
         self.last = self._clock.stop()
         self._sums.add(self.last)
@@ -63,4 +63,4 @@ class MeasureTimes(Hook):
 
     def _end_interval(self) -> None:
         self.shares = shares_of(sum_across_ranks(self._sums.seconds(), backend.world()))
-        self._sums = IntervalTimes(PLACE.waits)
+        self._sums = IntervalTimes(PROGRESS.waits)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from megatron.core.foundation.heartbeat.waits import DATA, PEERS, Channel, Waits
+from megatron.core.foundation.flight_recorder import DATA, PEERS, Channel, Waits
 
 PARTS = ("compute", "exposed communication", "bubble", "data", "checkpoint", "evaluation", "other")
 """What an interval is divided into; the names in the log line."""

@@ -1,21 +1,23 @@
-"""What a step works with, gathered in one value by `setup`."""
+"""The inputs of a step, gathered in one value by `setup`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from megatron.core import num_microbatches_calculator as calculator
-from megatron.core.foundation.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.loss_reduction import LossTable
-from megatron.training.run.state import RollBack, TrainState
+from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
+
+if TYPE_CHECKING:
+    from megatron.resilience.spike_guard import SpikeGuard
+    from megatron.training.datasets.packed_rows import Packing
 
 
 @dataclass
@@ -57,8 +59,8 @@ class DataIterators:
     def close(self) -> None:
         """End the loaders' worker processes now.
 
-        Left to the garbage collector they would not hear of it, because the queues that tell them
-        are collected first, and each would never come.
+        Close them explicitly: if the garbage collector destroys the queues first, the workers never
+        receive the stop message.
         """
         for held in (self.train, self.test, *(each.data for each in self.valid)):
             for iterator in held if isinstance(held, list) else [held]:
@@ -67,8 +69,8 @@ class DataIterators:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """How one step cuts its samples."""
+class BatchPlan:
+    """How a global batch is cut into micro batches."""
 
     num_microbatches: int
     micro_batch_size: int
@@ -82,59 +84,23 @@ class StepPlan:
         return self.global_batch_size // self.num_microbatches
 
 
-class Packing(Protocol):
-    """How global batches of samples of uneven length become micro batches."""
-
-    def plan(self, consumed: int) -> StepPlan:
-        """Return how the step after `consumed` samples cuts them."""
-        ...
-
-
 class MicrobatchPlanner:
-    """Asks the (global, third parties read it too) microbatch calculator before each step."""
+    """Plans each step by the microbatch calculator, which third parties read, too."""
 
     def __init__(self, micro_batch_size: int) -> None:
         self.micro_batch_size = micro_batch_size
 
-    def plan(self, consumed_samples: int) -> StepPlan:
+    def plan(self, consumed_samples: int) -> BatchPlan:
         """Return the plan of the step that begins after `consumed_samples`."""
         calculator.update_num_microbatches(consumed_samples, consistency_check=True, verbose=True)
-        return StepPlan(
+        return BatchPlan(
             num_microbatches=calculator.get_num_microbatches(),
             micro_batch_size=self.micro_batch_size,
             global_batch_size=calculator.get_current_running_global_batch_size(),
         )
 
 
-class Rerun(Protocol):
-    """What a step does about losses and gradients that are not finite."""
-
-    def record(self, context: TrainingContext, state: TrainState, plan: StepPlan) -> Any:
-        """Return iterators over the samples of a step, which remember what was taken."""
-        ...
-
-    def diagnose(self, context: TrainingContext, problem: NumericsError) -> LossTable | None:
-        """Find the cause. Returns the losses of a run whose gradients are right, or None: skip.
-
-        Raises:
-            MegatronError: on all ranks; the run shall end.
-        """
-        ...
-
-
-class LossGuard(Protocol):
-    """What judges the losses of a step before the update."""
-
-    def share_losses(self, losses: Mapping[str, float], is_bad: bool) -> tuple[list[float], bool]:
-        """Give all ranks the losses of the last stage, and whether any rank has a bad one."""
-        ...
-
-    def judge_losses(self, values: list[float]) -> str | None:
-        """Return why a step is refused; None: take it."""
-        ...
-
-
-def _no_roll_back(state: TrainState, spike: RollBack) -> TrainState:
+def _no_rollback(state: TrainState, spike: RollbackNeeded) -> TrainState:
     raise spike
 
 
@@ -159,17 +125,13 @@ class TrainingContext:
     data: DataIterators = field(default_factory=DataIterators)
     process_non_loss_data: Callable[..., Any] | None = None
     non_loss_data: Callable[..., Any] | None = None
-    iterations_to_skip: frozenset[int] = frozenset()
-    """Iterations (1-based) whose samples are passed over."""
-    rerun: Rerun | None = None
-    """Runs a step again that is not finite; None: such a step ends the run."""
-    loss_guard: LossGuard | None = None
-    """Asked before every update; None: losses are not judged, or after the update."""
-    roll_back: Callable[[TrainState, RollBack], TrainState] = _no_roll_back
+    loss_guard: SpikeGuard | None = None
+    """Judges the losses before every update, as the optimizer's `norm_checks` judge the norm."""
+    roll_back: Callable[[TrainState, RollbackNeeded], TrainState] = _no_rollback
     """Returns the run to an earlier state than the one before the refused step: collective."""
 
-    def plan_step(self, consumed_samples: int) -> StepPlan:
-        """Return how the step after `consumed_samples` cuts its samples."""
+    def plan_step(self, consumed_samples: int) -> BatchPlan:
+        """Return how the step after `consumed_samples` cuts its global batch."""
         plan = self.microbatches.plan(consumed_samples)
         packing, lengths = self.data.train_packing, self.data.train_lengths
         if packing is not None:
@@ -177,21 +139,6 @@ class TrainingContext:
         if lengths is None:
             return plan
         return replace(plan, sample_lengths=lengths(consumed_samples, plan.global_batch_size))
-
-    @property
-    def reads_steps_later(self) -> bool:
-        """Whether losses and norm are read when they are logged, and not at the end of each step.
-
-        Not where the next step depends on them: a loss scale, a step that may be run again, a
-        schedule that stands still when an update is refused, a judgement of losses.
-        """
-        return (
-            self.run.schedule.rerun_mode == "disabled"
-            and self.run.schedule.check_for_nan_in_loss_and_grad
-            and not self.run.precision.fp16
-            and self.loss_guard is None
-            and getattr(self.optimizer, "decides_on_device", False)
-        )
 
     @classmethod
     def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:
@@ -202,3 +149,7 @@ class TrainingContext:
             size=ModelSize.from_settings(run),
             **parts,
         )
+
+
+TrainStep = Callable[[TrainingContext, TrainState, BatchPlan], TakenStep]
+"""Takes one optimizer step: `train_step`, or a wrapper around it."""

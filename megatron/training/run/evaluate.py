@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron.training.run.context import Packing, StepPlan, TrainingContext
+from megatron.training.datasets.packed_rows import Packing
+from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.loss_reduction import Report
-from megatron.training.run.step import forward_backward, loss_table
+from megatron.training.run.step import forward_backward
+from megatron.training.run.update import loss_table
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ def evaluate(
     context: TrainingContext,
     data: object,
     num_rows: int,
-    plan: StepPlan,
+    plan: BatchPlan,
     *,
     packing: Packing | None = None,
     consumed_samples: int = 0,
@@ -78,7 +80,7 @@ def evaluate(
     )
 
 
-def _non_loss_data(context: TrainingContext, data: Any, plan: StepPlan) -> Any:
+def _non_loss_data(context: TrainingContext, data: Any, plan: BatchPlan) -> Any:
     """Run once more and collect what `loss_func(output, non_loss_data=True)` returns."""
     if context.non_loss_data is not None:
         return context.non_loss_data(context.model)

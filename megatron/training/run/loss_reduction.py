@@ -28,7 +28,7 @@ Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class UnreadLosses:
+class DeferredLosses:
     """The reports of one rank where they were computed.
 
     names: in the order of the reports; flat: fp32 [micro batches * names, 2] of (sum, count), or
@@ -40,7 +40,7 @@ class UnreadLosses:
     flat: Tensor | None
 
     @staticmethod
-    def of(reports: Sequence[Report]) -> UnreadLosses:
+    def of(reports: Sequence[Report]) -> DeferredLosses:
         """Join reports, one per micro batch on the last pipeline stage, [] elsewhere.
 
         A report that is no mapping is the figure "loss".
@@ -49,7 +49,7 @@ class UnreadLosses:
             ConfigError: micro batches report different names, or a figure is no number or pair.
         """
         if not reports:
-            return UnreadLosses(0, (), None)
+            return DeferredLosses(0, (), None)
         named = [r if isinstance(r, Mapping) else {"loss": r} for r in reports]
         names = tuple(named[0])
         for report in named:
@@ -61,7 +61,7 @@ class UnreadLosses:
                     fix="report a pair (sum 0, count 0) of what a micro batch lacks",
                 )
         rows = [_pair(name, report[name]) for report in named for name in names]
-        return UnreadLosses(len(reports), names, torch.stack(rows))
+        return DeferredLosses(len(reports), names, torch.stack(rows))
 
     def read(self) -> LossTable:
         """Copy them to the host in one piece: every copy by itself would wait for the device."""
@@ -80,11 +80,6 @@ class LossTable:
 
     names: tuple[str, ...]
     pairs: Tensor
-
-    @staticmethod
-    def of(reports: Sequence[Report]) -> LossTable:
-        """Return reports, one per micro batch on the last pipeline stage, [] elsewhere."""
-        return UnreadLosses.of(reports).read()
 
     def first_not_finite(self) -> tuple[int, str, float] | None:
         """Return (micro batch, name, value) of the first loss that is not a finite number."""

@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint must bring back besides weights and optimizer."""
+"""The result of a step, and the state of a run besides weights and optimizer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class RanksChange(Exception):
-    """All ranks leave after a step, because others wait to train with them."""
+    """All ranks leave after a step, because other ranks wait to join."""
 
 
-class RollBack(Exception):
-    """All ranks leave a step that was not taken, and return to an earlier state; it says why."""
+class RollbackNeeded(Exception):
+    """All ranks refuse a step, for the reason given, and return to an earlier state."""
 
 
 class StopReason(Enum):
@@ -58,37 +58,36 @@ class StepResult:
     flops: float = 0.0
     """Of all ranks together."""
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the host knows what the device found."""
-        return True
+    is_read: ClassVar[bool] = True
 
     def read(self) -> StepResult:
-        """Return the result with everything known, see `UnreadStep`."""
+        """Return the result itself; see `AsyncStepResult.read`."""
         return self
 
 
-class UnreadStep(StepResult):
-    """A step whose losses, norm and success are on the device still.
+class AsyncStepResult:
+    """A future of `StepResult`: losses, norm and success of the step are still on the device.
 
-    Nothing but `read` brings them; all ranks read together, because figures are summed over ranks.
+    All ranks call `read` together, because figures are summed over ranks.
+
+    Args:
+        read: reads the device.
+        num_samples, num_tokens, flops: of the step, see `StepResult`.
     """
 
-    def __init__(self, finish: Callable[[], StepResult], **known: Any) -> None:
-        """
-        Args:
-            finish: reads the device.
-            known: the fields that the host knows.
-        """
-        unread: dict[str, Any] = {"losses": {}, "grad_norm": None, "num_zeros": None}
-        unread["was_skipped"] = False
-        super().__init__(**unread, **known)
-        self.__dict__["_finish"], self.__dict__["_result"] = finish, None
+    was_passed_over: ClassVar[bool] = False
+
+    def __init__(
+        self, read: Callable[[], StepResult], *, num_samples: int, num_tokens: int, flops: float
+    ) -> None:
+        self.num_samples, self.num_tokens, self.flops = num_samples, num_tokens, flops
+        self._read = read
+        self._result: StepResult | None = None
 
     @property
     def is_read(self) -> bool:
         """Whether `read` was called."""
-        return self.__dict__["_result"] is not None
+        return self._result is not None
 
     def read(self) -> StepResult:
         """Return what the step did.
@@ -96,10 +95,13 @@ class UnreadStep(StepResult):
         Raises:
             NumericsError: on all ranks; a loss or a gradient of this step was not finite.
         """
-        if not self.is_read:
-            self.__dict__["_result"] = self.__dict__["_finish"]()
-        result: StepResult = self.__dict__["_result"]
-        return result
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+
+TakenStep = StepResult | AsyncStepResult
+"""What `train_step` returns: a value, or a future of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ class TrainState:
     """(first, last) iteration that is passed over, for every time that the run returned to an
     earlier state; in this order."""
 
-    def advanced(self, result: StepResult) -> TrainState:
+    def advanced(self, result: TakenStep) -> TrainState:
         """Return the state after one more step."""
         return dataclasses.replace(
             self,
@@ -130,8 +132,8 @@ class TrainState:
             flops_so_far=self.flops_so_far + result.flops,
         )
 
-    def passes_over(self, iteration: int) -> bool:
-        """Return whether nothing is computed in an iteration because of an earlier spike."""
+    def skips_iteration(self, iteration: int) -> bool:
+        """Return whether an earlier roll-back skips the samples of an iteration."""
         return any(first <= iteration <= last for first, last in self.rolled_back)
 
     def evaluated(self, num_samples: int) -> TrainState:

@@ -9,13 +9,12 @@ from torch import nn
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.settings.flags import FlagSpec, flag_specs
+from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing import CheckpointContext, Checkpointer
 from megatron.training.config.optimizer import OptimizerSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import all_flags
 from megatron.training.launch.printing import print_rank_0
-from megatron.training.rerun.step_rerun import rerun_of
-from megatron.training.resilience.status import RunStatus
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.setup.callbacks import install_callbacks
@@ -45,7 +44,6 @@ def assemble(
         forward_step=forward_step,
         forward_backward=get_forward_backward_func(),
         timers=session.timers,
-        iterations_to_skip=frozenset(run.schedule.iterations_to_skip),
     )
     saved = CheckpointContext(
         model=model,
@@ -55,12 +53,8 @@ def assemble(
         weights="all" if run.lora.lora_rank is None else "adapters",
         args={**run.values, **run.extra},
     )
-    if not run.schedule.skip_train:
-        context.rerun = rerun = rerun_of(run, groups.dp.rank(), groups.dp.size())
-        if rerun is not None:
-            context.forward_step = rerun.injector.around(forward_step)
-    generation = session.generation
-    memory = None if generation is None else (generation.copies, generation.place.node)
+    attempt = session.attempt
+    memory = None if attempt is None else (attempt.copies, attempt.assignment.node)
     return context, Checkpointer(run.checkpoint, saved, memory=memory)
 
 

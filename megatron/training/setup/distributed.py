@@ -20,10 +20,10 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.resilience.failure import is_lost_peer
 from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.rank_info import RankInfo
-from megatron.training.resilience.failure import is_lost_peer
 
 
 def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:

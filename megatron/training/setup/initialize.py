@@ -17,21 +17,21 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group
+from megatron.resilience.failure import end_by_verdict, set_earlier_failure_aside
+from megatron.resilience.heartbeat import start_heartbeat
+from megatron.resilience.process_watch import LocalPeers
+from megatron.resilience.restart_loop import RestartAttempt
+from megatron.resilience.signals import SignalFlag
+from megatron.resilience.status import RunStatus
 from megatron.training import global_vars
 from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, plain
 from megatron.training.config.vocabulary import resolve_vocabulary
-from megatron.training.inprocess.generation import Generation
 from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
 from megatron.training.launch.printing import is_last_rank, print_rank_0
-from megatron.training.resilience.failure import end_by_verdict, set_earlier_failure_aside
-from megatron.training.resilience.hangs import start_heart
-from megatron.training.resilience.peers import LocalPeers
-from megatron.training.resilience.signals import SignalFlag
-from megatron.training.resilience.status import RunStatus
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.settings_agreement import agree_on_settings, comparable
 from megatron.training.setup.distributed import (
@@ -54,8 +54,8 @@ class Session:
     signal: SignalFlag | None = None
     tensorboard: Any = None
     wandb: Any = None
-    generation: Generation | None = None
-    """What a launcher that restarts inside the job gives."""
+    attempt: RestartAttempt | None = None
+    """Of a run that an in-process restart may begin again."""
 
 
 ReadCommand = Callable[[], ParsedCommand]
@@ -88,7 +88,7 @@ def start_session(
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
     store: object = None,
     claims_save_directory: bool = False,
-    generation: Generation | None = None,
+    attempt: RestartAttempt | None = None,
 ) -> Session:
     """Bring up this rank's part of the run.
 
@@ -96,7 +96,7 @@ def start_session(
         status: told what is being done, for the failure report.
         store_slot: receives the rendezvous store as soon as it exists.
         store: one that exists already.
-        generation: the ranks of this attempt, and what the process has kept of earlier ones.
+        attempt: the ranks of this attempt, and the copies that the process kept of earlier ones.
         claims_save_directory: refuse now, before anything is built, what another run saves into.
     Communication:
         comparison of settings through the store; creation of the process groups.
@@ -122,13 +122,13 @@ def start_session(
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
-        status.heart = start_heart(
+        status.heartbeat = start_heartbeat(
             store,
             info,
             timeout_s=run.logging.ft_rank_heartbeat_timeout,
             save_directory=status.save_directory,
             on_verdict=lambda code, text: end_by_verdict(code, text, store),
-            restarts=generation is not None,
+            restarts=attempt is not None,
         )
 
     status.activity = "connecting the ranks"
@@ -157,8 +157,8 @@ def start_session(
         if derived.name.endswith("vocab_size"):
             print_rank_0(f" > {derived}")
     timers = Timers(run.logging.timing_log_level, run.logging.timing_log_option)
-    session = Session(run, groups, timers, tokenizer, status, generation=generation)
-    status.activity = "opening what is written beside the log"
+    session = Session(run, groups, timers, tokenizer, status, attempt=attempt)
+    status.activity = "opening TensorBoard and W&B writers"
     session.signal = (
         SignalFlag("SIGTERM", run.schedule.exit_signal)
         if run.schedule.exit_signal_handler

@@ -20,7 +20,7 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.datasets.iterators import build_data, sample_counts
-from megatron.training.run.context import StepPlan, TrainingContext
+from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.state import TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
@@ -84,7 +84,7 @@ def train_step(
         iteration=args.iteration if iteration is None else iteration,
         consumed_train_samples=args.consumed_train_samples,
     )
-    plan = StepPlan(
+    plan = BatchPlan(
         num_microbatches=calculator.get_num_microbatches(),
         micro_batch_size=run.schedule.micro_batch_size,
         global_batch_size=calculator.get_current_running_global_batch_size(),

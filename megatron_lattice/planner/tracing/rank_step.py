@@ -27,9 +27,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.context import StepPlan, TrainingContext
+from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.state import TrainState
-from megatron.training.run.step import forward_backward, start_step_on_device
+from megatron.training.run.step import forward_backward
+from megatron.training.run.update import DeviceDecision
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
 from megatron.training.setup.initialize import configure_num_microbatches
@@ -246,7 +247,7 @@ class RankUnderTest:
         context, ledger = self.context, self._ledger
         plan = context.microbatches.plan(0)
         if num_microbatches is not None:
-            plan = StepPlan(num_microbatches, plan.micro_batch_size, plan.global_batch_size)
+            plan = BatchPlan(num_microbatches, plan.micro_batch_size, plan.global_batch_size)
         recorder = LedgerRecorder(ledger, trace or RankTrace(0))
         for chunk in context.model:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
@@ -259,9 +260,7 @@ class RankUnderTest:
             trace.reduction = ledger.peak
         ledger.restart()
         if context.optimizer.decides_on_device:
-            step = start_step_on_device(context, TrainState(), plan, reports)
-            if not context.reads_steps_later:
-                step.read()
+            DeviceDecision.of(context.run).finish(context, TrainState(), plan, reports)
         else:
             context.optimizer.step()
         del reports

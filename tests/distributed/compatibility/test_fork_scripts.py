@@ -25,10 +25,10 @@ from megatron.core.utils import (
     check_param_hashes_across_dp_replicas,
     get_batch_on_this_cp_rank,
 )
+from megatron.resilience.status import RunStatus
 from megatron.training import get_args, get_timers, get_tokenizer, inprocess_restart, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
 from megatron.training.training import PretrainCall, run_session
 from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split

@@ -16,8 +16,8 @@ import pytest
 from examples.fine_tuning import make_inputs
 from megatron.core.settings.command_line import flags_provider
 from megatron.inference.session import defaults_beside
+from megatron.resilience.status import RunStatus
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import read_settings
 from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY

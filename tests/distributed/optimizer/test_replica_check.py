@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.foundation.errors import ReplicaMismatchError
-from megatron.core.optimizer.replica_check import ReplicaCheck
+from megatron.resilience.replica_check import ReplicaCheck
 from tests.distributed.checkpointing.gpt_run import Layout, Model, Run
 from tests.faults.wrong_numbers import bit_flips
 from tests.harness.distributed import run_distributed

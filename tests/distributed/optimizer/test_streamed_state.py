@@ -15,8 +15,8 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, chunked_state_builder, get_megatron_optimizer
-from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.resilience.replica_check import ReplicaCheck
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,

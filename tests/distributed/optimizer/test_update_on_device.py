@@ -25,7 +25,7 @@ WORDS = (
 )
 
 
-READS = state.UnreadStep.read
+READS = state.AsyncStepResult.read
 
 
 @contextlib.contextmanager
@@ -38,7 +38,7 @@ def deciding(on_device, reads):
 
     with (
         mock.patch.object(GradientReader, "is_on_host", not on_device),
-        mock.patch.object(state.UnreadStep, "read", noted),
+        mock.patch.object(state.AsyncStepResult, "read", noted),
     ):
         yield
 

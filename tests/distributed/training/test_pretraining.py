@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.foundation.errors import NumericsError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.resilience.status import RunStatus
+from megatron.resilience.status import RunStatus
 from megatron.training.setup import initialize
 from pretrain_gpt import forward_step
 from tests.harness.distributed import DistributedFailure, run_distributed
@@ -221,4 +221,4 @@ def _no_writer(run: object) -> None:
 
 def test_a_writer_that_fails_is_not_said_to_be_the_tokenizer():
     (where,) = run_distributed(_where_it_ends, 1, SMALL.split())
-    assert where == "opening what is written beside the log"
+    assert where == "opening TensorBoard and W&B writers"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.rerun.verdict import Cause
+from megatron.resilience.rerun_verdict import Cause
 from tests.faults.wrong_numbers import causes
 
 

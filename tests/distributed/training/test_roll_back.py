@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import SpikeError
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from pretrain_gpt import forward_step
@@ -49,7 +49,7 @@ def train_with_spikes(
     begun: dict[int, int] = {}
 
     def spiky(data_iterator, model):
-        begun.setdefault(rng_state().first_sample // 8, PLACE.newest)
+        begun.setdefault(rng_state().first_sample // 8, PROGRESS.newest)
         output, loss_func = forward_step(data_iterator, model)
         factor = spikes.get(rng_state().first_sample, 1.0)
         return (_GradientTimes.apply(output, factor) if of_grads else output * factor), loss_func

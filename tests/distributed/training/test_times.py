@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import PROGRESS
 from megatron.core.transport import backend
 from megatron.core.transport.collectives import all_reduce
 from megatron.training.metrics.time_account import StepClock
@@ -16,7 +16,7 @@ LATE_S = 0.5
 @distributed(world_size=4, tp=2, pp=2)
 def test_a_late_rank_computes_and_the_others_wait_for_it(groups):
     pipeline = groups.ranks["pp"]
-    clock = StepClock(PLACE.waits, pipeline)
+    clock = StepClock(PROGRESS.waits, pipeline)
     all_reduce(torch.ones(8), groups.tp)  # opens the connections
     backend.barrier(groups.pp)
     backend.barrier(backend.world())

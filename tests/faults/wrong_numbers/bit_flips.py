@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import ReplicaMismatchError
-from megatron.core.optimizer.replica_check import ReplicaCheck
-from megatron.core.optimizer.replica_copies import (
+from megatron.resilience.replica_check import (
+    ReplicaCheck,
     copies_of_gradients,
     copies_of_model,
     copies_of_state,

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.foundation.errors import HardwareFaultError, NumericsError
-from megatron.training.rerun.verdict import Cause
+from megatron.resilience.rerun_verdict import Cause
 from pretrain_gpt import forward_step
 from tests.harness.distributed import run_distributed
 from tests.parity.training_run import read_metrics, train_with_flags

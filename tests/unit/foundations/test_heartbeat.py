@@ -1,15 +1,14 @@
-"""From notes of ranks to who holds up the others."""
+"""From the records of ranks to the ranks that hold up the others."""
 
 import os
 from dataclasses import replace
 
 import pytest
 
-from megatron.core.foundation.heartbeat import place
-from megatron.core.foundation.heartbeat.diagnosis import RankView, diagnose
-from megatron.core.foundation.heartbeat.layout import NUM_RECORDS, Word
-from megatron.core.foundation.heartbeat.place import Place
-from megatron.core.foundation.heartbeat.reading import Channel, Heartbeat, Notes, Record
+from megatron.core.foundation import flight_recorder
+from megatron.core.foundation.flight_recorder import NUM_RECORDS, Channel, Field, RankProgress
+from megatron.resilience.diagnosis import Diagnosis, RankView, StuckRanks
+from megatron.resilience.recorder_reader import Operation, RecorderReader, Snapshot
 
 TP, DP = Channel((0, 1), 0, name="tp"), Channel((0, 1), 7, name="dp")
 RECV = Channel((0, 1), -1 - 0 * 2 - 1, name="pp")  # from rank 0 to rank 1
@@ -22,20 +21,30 @@ def rank(number, *operations, waits=False, letter="S", quiet=0.0, activity="trai
     of_channel, records = {}, {}
     for at, (channel, operation, size) in enumerate(operations):
         same = of_channel.setdefault(channel, {})
-        records[at] = Record(at, channel, operation, len(same) + 1, size, 0)
+        records[at] = Operation(at, channel, operation, len(same) + 1, size, 0)
         same[len(same) + 1] = records[at]
-    words = [0] * len(Word)
-    words[Word.NUM_RECORDS] = len(records)
-    words[Word.WAITS_IN] = len(records) if waits else 0
-    words[Word.IS_TRAINING], words[Word.NUM_STEPS] = int(activity == "training"), 3
+    fields = [0] * len(Field)
+    fields[Field.NUM_RECORDS] = len(records)
+    fields[Field.WAITS_IN] = len(records) if waits else 0
+    fields[Field.IS_TRAINING], fields[Field.NUM_STEPS] = int(activity == "training"), 3
     return RankView(
-        number, Notes(tuple(words), activity, records, of_channel), letter, quiet, **seen
+        number, Snapshot(tuple(fields), activity, records, of_channel), letter, quiet, **seen
     )
+
+
+def stuck(*views, sees_all=True, **options) -> StuckRanks | None:
+    return Diagnosis(
+        views={view.rank: view for view in views},
+        timeout_s=SECONDS,
+        instructions=NAMES,
+        sees_all=sees_all,
+        **options,
+    ).find()
 
 
 def found(*views, sees_all=True):
     """Return (kind, ranks) of the finding, None without one."""
-    finding = diagnose(views, SECONDS, NAMES, sees_all=sees_all)
+    finding = stuck(*views, sees_all=sees_all)
     return finding and (finding.kind, finding.ranks)
 
 
@@ -85,9 +94,9 @@ def test_the_cause_is_told_from_those_who_wait(views, expected):
 
 def blocked_on(view, peer):
     """Return a view of a rank that waits for another one within an operation."""
-    words = list(view.notes.words)
-    words[Word.BLOCKED_ON] = peer + 1
-    return replace(view, notes=replace(view.notes, words=tuple(words)))
+    fields = list(view.snapshot.fields)
+    fields[Field.BLOCKED_ON] = peer + 1
+    return replace(view, snapshot=replace(view.snapshot, fields=tuple(fields)))
 
 
 def test_a_rank_that_has_gone_on_to_a_later_operation_is_no_part_of_a_circle():
@@ -124,7 +133,7 @@ def test_a_wait_for_another_machine_far_beyond_the_usual_names_global_rank_and_h
     quiet, longest, expected
 ):
     view = rank(0, REDUCE, waits=True, quiet=quiet, longest_s=longest)
-    finding = diagnose([view], SECONDS, NAMES, sees_all=False, hosts={0: "node-a", 1: "node-b"})
+    finding = stuck(view, sees_all=False, hosts={0: "node-a", 1: "node-b"})
     assert (finding is not None) == expected
     if finding is not None:
         assert (finding.kind, finding.ranks) == ("WAITING", (1,))
@@ -133,18 +142,17 @@ def test_a_wait_for_another_machine_far_beyond_the_usual_names_global_rank_and_h
 
 
 def test_an_evaluation_is_watched_for_a_held_lock_from_the_second_one_on():
-    place, seen = Place(), []
+    progress, seen = RankProgress(), []
     for activity in ("training", "evaluating", "training", "evaluating", "saving a checkpoint"):
-        place.say(activity)
-        seen.append(place.words[Word.IS_TRAINING])
+        progress.set_activity(activity)
+        seen.append(progress.fields[Field.IS_TRAINING])
     assert seen == [1, 0, 1, 1, 0]
 
 
 def test_who_waits_in_what_all_have_entered_waits_for_the_rank_that_hangs():
-    finding = diagnose(
-        [rank(0, REDUCE, **WAITING), rank(1, REDUCE, quiet=9.0, letter="T", stopped_s=9.0)],
-        SECONDS, NAMES, sees_all=True,
-    )  # fmt: skip
+    finding = stuck(
+        rank(0, REDUCE, **WAITING), rank(1, REDUCE, quiet=9.0, letter="T", stopped_s=9.0)
+    )
     assert finding.waiting[0].endswith("for rank 1")
 
 
@@ -154,7 +162,7 @@ def test_a_circle_is_only_seen_by_who_sees_all_ranks():
 
 
 def test_both_sides_of_a_mismatch_are_named():
-    finding = diagnose([rank(0, REDUCE), rank(1, GATHER)], SECONDS, NAMES, sees_all=True)
+    finding = stuck(rank(0, REDUCE), rank(1, GATHER))
     assert "rank 0 is in all_reduce of 8 elements, number 1 on tp [0, 1]" in finding.text
     assert "rank 1 is in all_gather of 8 elements, number 1 on tp [0, 1]" in finding.text
 
@@ -165,18 +173,18 @@ class Group:
 
 @pytest.mark.parametrize("num_operations", [0, 5, NUM_RECORDS, 3 * NUM_RECORDS + 7])
 def test_the_newest_operations_are_read_in_their_order(num_operations, monkeypatch):
-    monkeypatch.setattr(place, "describe_group", lambda group: ((0, 1), "tp"))
-    here, groups = Place(), [Group(), Group()]
-    reader = Heartbeat(os.getpid(), here.share())
+    monkeypatch.setattr(flight_recorder, "describe_group", lambda group: ((0, 1), "tp"))
+    here, groups = RankProgress(), [Group(), Group()]
+    reader = RecorderReader(os.getpid(), here.share())
     for number in range(num_operations):
         if number == num_operations // 2:
-            reader.notes()  # a table that grows later
-        here.enter("all_reduce", groups[number % 2 if number > 2 else 0], number)
-    notes = reader.notes()
-    assert list(notes.records) == list(range(num_operations))[-NUM_RECORDS:]
-    assert all(record.num_elements == number for number, record in notes.records.items())
+            reader.snapshot()  # a table that grows later
+        here.begin_op("all_reduce", groups[number % 2 if number > 2 else 0], number)
+    shot = reader.snapshot()
+    assert list(shot.operations) == list(range(num_operations))[-NUM_RECORDS:]
+    assert all(record.num_elements == number for number, record in shot.operations.items())
     channels = [Channel((0, 1), 0), Channel((0, 1), 0, occurrence=1)]
     for channel, group in zip(channels, groups, strict=True):
-        assert notes.count(channel) == here.count(group)
-        same = [r for r in notes.records.values() if r.channel == channel]
-        assert list(notes.of_channel.get(channel, {}).values()) == same
+        assert shot.count(channel) == here.count(group)
+        same = [r for r in shot.operations.values() if r.channel == channel]
+        assert list(shot.of_channel.get(channel, {}).values()) == same

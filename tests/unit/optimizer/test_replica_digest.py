@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.replica_copies import digest_of
+from megatron.resilience.replica_check import digest_of
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 

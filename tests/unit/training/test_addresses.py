@@ -10,9 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.foundation.errors import TopologyError
-from megatron.training.doctor.findings import State, network_findings
+from megatron.resilience.node_health import State
 from megatron.training.launch import addresses
 from megatron.training.launch.addresses import Announced, address_of, check_addresses, problem_with
+from tools.doctor import network_findings
 
 
 def announced(host: str, address: str, *interfaces: str) -> Announced:

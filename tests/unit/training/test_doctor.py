@@ -4,9 +4,7 @@ import json
 import socket
 
 from megatron.core.foundation import optional_imports
-from megatron.training.doctor import findings
-from megatron.training.doctor.findings import Finding, State
-from megatron.training.doctor.self_test import python_of, self_test
+from megatron.resilience.node_health import CheckResult, State
 from tools import doctor
 
 
@@ -16,7 +14,7 @@ def by_name(found):
 
 def test_installed_libraries_have_versions_and_missing_ones_a_source(monkeypatch):
     monkeypatch.setitem(optional_imports.EXTRA_OF, "no_such_library", "hf")
-    found = by_name(findings.library_findings(imports=False))
+    found = by_name(doctor.library_findings(imports=False))
     assert found["tokenizers"].state is State.FINE and found["tokenizers"].text[0].isdigit()
     missing = found["no_such_library"]
     assert missing.state is State.ABSENT and "megatron-lattice[hf]" in missing.text
@@ -27,7 +25,7 @@ def test_a_library_that_does_not_import_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(optional_imports, "EXTRA_OF", {"broken_library": "hf"})
     monkeypatch.setattr(optional_imports, "BUILT_FROM_SOURCE", {})
-    (found,) = findings.library_findings(imports=True)
+    (found,) = doctor.library_findings(imports=True)
     assert found.state is State.PROBLEM and "libfoo.so" in found.text
 
 
@@ -37,21 +35,21 @@ def test_a_host_without_a_reachable_name_is_a_problem(monkeypatch):
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    found = by_name(findings.network_findings())
+    found = by_name(doctor.network_findings())
     assert found["this host"].state is State.PROBLEM
     assert "GLOO_SOCKET_IFNAME=lo" in found["this host"].text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
-    found = by_name(findings.network_findings())
+    found = by_name(doctor.network_findings())
     assert found["this host"].state is State.ABSENT
     assert found["GLOO_SOCKET_IFNAME"].state is State.PROBLEM
 
 
 def test_the_report_and_its_exit_status_follow_the_problems(monkeypatch, capsys):
-    good = Finding("a", "b", "c")
+    good = CheckResult("a", "b", "c")
     monkeypatch.setattr(doctor, "examine", lambda options: [good])
     assert doctor.main([]) == 0
     assert "no problems" in capsys.readouterr().out
-    bad = Finding("a", "d", "e", State.PROBLEM)
+    bad = CheckResult("a", "d", "e", State.PROBLEM)
     monkeypatch.setattr(doctor, "examine", lambda options: [good, bad])
     assert doctor.main(["--json"]) == 1
     assert json.loads(capsys.readouterr().out)[1]["state"] == "problem"
@@ -60,12 +58,12 @@ def test_the_report_and_its_exit_status_follow_the_problems(monkeypatch, capsys)
 def test_ranks_that_fail_are_reported_with_what_they_said(tmp_path):
     file = tmp_path / "rank.py"
     file.write_text("raise SystemExit('no route')")
-    found = self_test(python_of(str(file)))
+    found = doctor.self_test(doctor.python_of(str(file)))
     assert found.state is State.PROBLEM
     assert "rank 0 failed: no route" in found.text
 
 
 def test_two_ranks_agree_with_one():
-    found = self_test(python_of(doctor.__file__, "--self-test-rank"))
+    found = doctor.self_test(doctor.python_of(doctor.__file__, "--self-test-rank"))
     assert found.state is State.FINE, found.text
     assert "tensor parallel 2 over gloo" in found.text

@@ -11,8 +11,8 @@ import pytest
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.foundation.errors import CheckpointError
+from megatron.resilience.status import RunStatus
 from megatron.training.hooks.save import SaveCheckpoints
-from megatron.training.resilience.status import RunStatus
 from megatron.training.run.state import StepResult, StopReason, TrainState
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer
 

@@ -35,18 +35,17 @@ from megatron.core.foundation.errors import (
 from megatron.core.foundation.failure_file import UNFINISHED
 from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
 from megatron.core.pipeline_parallel.step_handshake import lost_neighbour
-from megatron.training.launch import rank_info
-from megatron.training.launch.rank_info import RankInfo
-from megatron.training.resilience import failure, signals
-from megatron.training.resilience.failure import (
+from megatron.resilience import failure, signals
+from megatron.resilience.failure import (
     LauncherLostError,
     classify,
     failures_reported,
     set_earlier_failure_aside,
 )
-from megatron.training.resilience.peers import LocalPeers, Peer
-from megatron.training.resilience.status import RunStatus
-from megatron.training.resilience.watch import Watch
+from megatron.resilience.process_watch import LocalPeers, Peer, ProcessWatch
+from megatron.resilience.status import RunStatus
+from megatron.training.launch import rank_info
+from megatron.training.launch.rank_info import RankInfo
 from tests.harness.save_lock_holder import held_by_another_run
 from tests.harness.unread_stdout import unread_stdout
 
@@ -140,8 +139,8 @@ def test_a_second_interrupt_does_not_break_into_the_report_of_the_first(gap_s):
     """The body cleans up for a while, as loader workers are joined; then the report is written."""
     code = """
 import contextlib, sys, time
-from megatron.training.resilience.failure import failures_reported
-from megatron.training.resilience.status import RunStatus
+from megatron.resilience.failure import failures_reported
+from megatron.resilience.status import RunStatus
 with failures_reported(RunStatus(activity="training"), []):
     try:
         print("ready", flush=True)
@@ -364,7 +363,7 @@ def rank_that_waits(launcher: int, told: int) -> int:
     rank = os.fork()
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        watch = Watch(launcher, lambda: os._exit(18), lambda: os.write(told, b"1")).open()
+        watch = ProcessWatch(launcher, lambda: os._exit(18), lambda: os.write(told, b"1"))
         watch.answer_term()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(60)
@@ -383,7 +382,7 @@ def test_peers_of_new_groups_take_the_place_of_the_former_ones():
 
     others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     before = num_open()
-    watch = Watch(None, lambda: None, lambda: None).open()
+    watch = ProcessWatch(None, lambda: None, lambda: None)
     try:
         for _ in range(3):
             watch.follow([Peer(rank, identity_of(p.pid)) for rank, p in enumerate(others)])

@@ -16,20 +16,20 @@ import megatron.training.run.evaluate as evaluation
 import megatron.training.run.loop as loop
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import SINGLE_RANK, ProcessGroupCollection
+from megatron.resilience.replica_check import CompareReplicas
+from megatron.resilience.signals import SignalFlag
+from megatron.resilience.status import RunStatus
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.iterators import build_data, sample_counts
 from megatron.training.hooks.base import Hook, Hooks
-from megatron.training.hooks.checks import CompareReplicas
-from megatron.training.hooks.counters import ProgressFile
 from megatron.training.hooks.log import IntervalMeans, LinesForFirstRank, LogLine
 from megatron.training.hooks.profiling import CollectGarbage, Profile
+from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.standard import evaluation_plan
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
-from megatron.training.resilience.signals import SignalFlag
-from megatron.training.resilience.status import RunStatus
-from megatron.training.run.context import StepPlan, ValidationSet
-from megatron.training.run.loss_reduction import LossTable
+from megatron.training.run.context import BatchPlan, ValidationSet
+from megatron.training.run.loss_reduction import DeferredLosses
 from megatron.training.run.state import StepResult, StopReason, TrainState
 from megatron.training.setup.model import build_model
 from tests.harness.resolved_run import run_of
@@ -67,11 +67,12 @@ class Recorder(Hook):
 
 
 @pytest.fixture
-def run(monkeypatch):
+def run():
     """Return a function that runs the loop with hooks, on a step that does nothing."""
-    monkeypatch.setattr(loop, "train_step", lambda parts, state, plan: result())
     parts = SimpleNamespace(plan_step=lambda consumed: None)
-    return lambda *hooks, state=None: loop.train(parts, state or TrainState(), Hooks(hooks))
+    return lambda *hooks, state=None: loop.train(
+        parts, state or TrainState(), Hooks(hooks), lambda parts, state, plan: result()
+    )
 
 
 def test_hooks_surround_each_step(run):
@@ -146,7 +147,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
             data=SimpleNamespace(valid=sets),
             model=[],
         ),
-        plan=StepPlan(num_microbatches=2, micro_batch_size=1, global_batch_size=8),
+        plan=BatchPlan(num_microbatches=2, micro_batch_size=1, global_batch_size=8),
         status=RunStatus(),
         scalars=None,
         write=lines.append,
@@ -239,16 +240,16 @@ def test_losses_are_token_means_over_micro_batches():
         {"lm loss": torch.tensor([10.0, 4.0]), "mtp": (1.0, 2.0)},
         {"lm loss": torch.tensor([2.0, 2.0]), "mtp": (3.0, 2.0)},
     ]
-    assert LossTable.of(reports).means(SINGLE_RANK) == {"lm loss": 2.0, "mtp": 1.0}
+    assert DeferredLosses.of(reports).read().means(SINGLE_RANK) == {"lm loss": 2.0, "mtp": 1.0}
 
 
 def test_plain_means_are_averaged():
     reports = [{"lm loss": torch.tensor(1.0)}, {"lm loss": 3.0}]
-    assert LossTable.of(reports).means(SINGLE_RANK) == {"lm loss": 2.0}
+    assert DeferredLosses.of(reports).read().means(SINGLE_RANK) == {"lm loss": 2.0}
 
 
 def test_a_report_of_one_number_is_the_loss():
-    assert LossTable.of([torch.tensor(1.0), 3.0]).means(SINGLE_RANK) == {"loss": 2.0}
+    assert DeferredLosses.of([torch.tensor(1.0), 3.0]).read().means(SINGLE_RANK) == {"loss": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -266,18 +267,18 @@ def test_a_report_of_one_number_is_the_loss():
 )
 def test_a_report_that_is_no_mean_is_refused(reports, found):
     with pytest.raises(ConfigError, match=found):
-        LossTable.of(reports)
+        DeferredLosses.of(reports)
 
 
 def test_a_rank_without_losses_reports_none():
-    assert LossTable.of([]).means(SINGLE_RANK) == {}
-    assert LossTable.of([]).first_not_finite() is None
+    assert DeferredLosses.of([]).read().means(SINGLE_RANK) == {}
+    assert DeferredLosses.of([]).read().first_not_finite() is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_the_first_loss_that_is_not_finite_is_named(bad):
     reports = [{"lm loss": torch.tensor([x, 2.0])} for x in (1.0, bad, bad)]
-    microbatch, name, _ = LossTable.of(reports).first_not_finite()
+    microbatch, name, _ = DeferredLosses.of(reports).read().first_not_finite()
     assert (microbatch, name) == (1, "lm loss")
 
 

@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.training.doctor import node_checks
-from megatron.training.doctor.findings import State
-from megatron.training.doctor.node_checks import CheckFlags, NodeReport, compare
-from megatron.training.doctor.self_test import time_all_reduce
+from megatron.resilience import node_health
+from megatron.resilience.node_health import (
+    CheckFlags,
+    NodeReport,
+    State,
+    compare,
+    time_all_reduce,
+)
 from tests.harness.distributed import distributed
 
 A = NodeReport("a", 0, 100.0, {"torch": "2.13", "NCCL": "2.27"}, (), 2e9)
@@ -46,14 +50,14 @@ def test_a_directory_that_cannot_be_written_or_is_full_is_told(tmp_path):
         (CheckFlags(directory=(str(tmp_path),), min_free_gib=1e9), "less than"),
         (CheckFlags(min_shared_memory_gib=1e9), "less than"),
     ):
-        wrong = [one for one in node_checks.examine_node(flags) if one.state is State.PROBLEM]
+        wrong = [one for one in node_health.examine_node(flags) if one.state is State.PROBLEM]
         assert [found in one.text for one in wrong] == [True], found
     assert not list(tmp_path.glob("tmp*"))
 
 
 def test_missing_gpus_are_told(monkeypatch, capsys):
     monkeypatch.setenv("LATTICE_DEVICE", "cpu")
-    assert node_checks.main(["--num-gpus", "8"]) == 1
+    assert node_health.main(["--num-gpus", "8"]) == 1
     assert "GPUs: 0, and 8 are needed" in capsys.readouterr().out
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.foundation.quarantine import add_to_quarantine, read_quarantine
-from megatron.training.rerun.data import Batches
-from megatron.training.rerun.injection import ErrorInjector
-from megatron.training.rerun.verdict import (
+from megatron.core.foundation.failure_file import add_to_quarantine, read_quarantine
+from megatron.resilience.rerun import ErrorInjector, StepBatches
+from megatron.resilience.rerun_verdict import (
     EARLIER,
     OWN,
     Cause,
@@ -14,7 +13,7 @@ from megatron.training.rerun.verdict import (
     RerunDiagnostic,
     find_cause,
 )
-from megatron.training.run.context import StepPlan
+from megatron.training.run.context import BatchPlan
 
 
 def bad(*replicas: int) -> Observation:
@@ -58,11 +57,12 @@ def test_weights_that_are_not_finite_anywhere_are_the_models_fault():
 
 def test_samples_are_given_again_as_they_were():
     source = iter([{"tokens": 1}, {"tokens": 2}, {"tokens": 3}])
-    batches = Batches.of(source, 0, StepPlan(2, 1, 2), 0)
-    first = [next(batches.iterators()) for _ in range(2)]
+    batches = StepBatches.of(source, 0, BatchPlan(2, 1, 2), 0)
+    given = batches.iterators()
+    first = [next(given) for _ in range(2)]
     first[0].clear()  # what a forward step does to its batch is its own affair
-    batches.rewind()
-    assert [next(batches.iterators()) for _ in range(2)] == [{"tokens": 1}, {"tokens": 2}]
+    again = batches.iterators()
+    assert [next(again) for _ in range(2)] == [{"tokens": 1}, {"tokens": 2}]
     assert next(source) == {"tokens": 3}
 
 

@@ -7,10 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
+import megatron.resilience.rollback as rollback
 import megatron.training.run.loop as loop
-import megatron.training.setup.roll_back as roll_back
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.foundation.errors import SpikeError
+from megatron.resilience.rollback import (
+    Rollback,
+    next_skipped,
+    num_rollbacks_at,
+)
+from megatron.resilience.spike_guard import SpikeGuard, WarnOfSpikes
+from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     plain_run_state,
@@ -18,16 +25,9 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hooks
-from megatron.training.hooks.checks import GuardAgainstSpikes, WatchForSpikes
 from megatron.training.hooks.stop import ExitInterval, StepBudget
-from megatron.training.resilience.status import RunStatus
 from megatron.training.rules.run_control import spikes_are_looked_for_and_answered
-from megatron.training.run.state import RollBack, StepResult, TrainState
-from megatron.training.setup.roll_back import (
-    ReturnToEarlierState,
-    next_skipped,
-    num_rollbacks_at,
-)
+from megatron.training.run.state import RollbackNeeded, StepResult, TrainState
 
 
 def result(loss: float = 1.0, **changes) -> StepResult:
@@ -41,7 +41,7 @@ def result(loss: float = 1.0, **changes) -> StepResult:
 
 def test_a_spike_is_told_and_slow_drift_is_not():
     said: list[str] = []
-    watch = WatchForSpikes(said.append)
+    watch = WarnOfSpikes(said.append)
     for step in range(60):
         watch.after_step(TrainState(iteration=step), result(10 - 0.05 * step + 0.02 * (step % 3)))
     assert said == []
@@ -52,7 +52,7 @@ def test_a_spike_is_told_and_slow_drift_is_not():
 
 def test_a_jump_in_the_first_steps_is_told_and_their_fall_is_not():
     said: list[str] = []
-    watch = WatchForSpikes(said.append)
+    watch = WarnOfSpikes(said.append)
     for step, loss in enumerate((10.8, 10.7, 10.9, 10.2, 9.6, 9.9)):
         watch.after_step(TrainState(iteration=step), result(loss))
     assert said == []
@@ -67,7 +67,7 @@ class Guarded:
     def __init__(self, policy: str) -> None:
         self.said: list[str] = []
         self.checks: list = []
-        self.guard = GuardAgainstSpikes(policy, self.said.append, self.checks)
+        self.guard = SpikeGuard(policy, self.said.append, self.checks)
         self.guard.before_training(TrainState())
         self.state = TrainState()
         for step in range(20):
@@ -76,9 +76,8 @@ class Guarded:
     def step(self, norm: float, loss: float) -> tuple[str | None, str | None]:
         """Return what is said of the loss and then, if that is usual, of the norm."""
         self.guard.before_step(self.state)
-        values, is_bad = self.guard.share_losses({"lm loss": loss}, False)
-        assert not is_bad
-        of_loss = self.guard.judge_losses(values)
+        assert not self.guard.share_losses({"lm loss": loss}, False)
+        of_loss = self.guard.judge_losses()
         of_norm = self.checks[0](norm) if of_loss is None else None
         self.state = self.guard.after_step(self.state.advanced(result()), result())
         return of_loss, of_norm
@@ -99,7 +98,7 @@ def test_a_spike_is_answered_before_the_update_as_the_policy_says(norm, loss, na
     assert skipped.step(1.1, 2.0) == (None, None)
     with pytest.raises(SpikeError, match=rf"iteration 21: {name} .* \(threshold "):
         Guarded("stop").step(norm, loss)
-    with pytest.raises(RollBack, match=f"{name} "):
+    with pytest.raises(RollbackNeeded, match=f"{name} "):
         Guarded("rollback").step(norm, loss)
 
 
@@ -111,7 +110,7 @@ def test_a_run_remembers_recent_figures_over_a_checkpoint():
     after = train_state_of(typed_json.decode(typed_json.encode(plain)))
     assert after == before
     checks: list = []
-    guard = GuardAgainstSpikes("skip", print, checks)
+    guard = SpikeGuard("skip", print, checks)
     guard.before_training(after)
     assert checks[0](30.0) is not None
     assert train_state_of({"iteration": 3}) == TrainState(iteration=3)
@@ -159,16 +158,15 @@ class Run:
             run=SimpleNamespace(schedule=SimpleNamespace(**names)),
             data=SimpleNamespace(close=lambda: None), groups=None, plan_step=lambda consumed: plan,
         )  # fmt: skip
-        monkeypatch.setattr(loop, "train_step", self.step)
         monkeypatch.setattr(
-            roll_back, "build_data", lambda run, provider, groups, state: self.open(state)
+            rollback, "build_data", lambda run, provider, groups, state: self.open(state)
         )
         loaded = None
         if kept is not None:
             state = TrainState(iteration=kept, consumed_train_samples=4 * kept)
             loaded = SimpleNamespace(train_state=state)
         checkpointer = SimpleNamespace(load_newest=lambda not_after: loaded)
-        self.context.roll_back = ReturnToEarlierState(self.context, checkpointer, None, RunStatus())
+        self.context.roll_back = Rollback(self.context, checkpointer, None, RunStatus())
 
     def open(self, state: TrainState):
         self.opened.append(state.consumed_train_samples)
@@ -176,20 +174,22 @@ class Run:
 
     def step(self, context, state, plan) -> StepResult:
         iteration = state.iteration + 1
-        if state.passes_over(iteration):
+        if state.skips_iteration(iteration):
             return result(was_skipped=True, was_passed_over=True)
         self.trained.append(iteration)
         return result()
 
     def train(self, spikes: set[int], last: int, *hooks) -> TrainState:
-        class Spikes(GuardAgainstSpikes):
+        class Spikes(SpikeGuard):
             def after_step(self, state, result):
                 if state.iteration in spikes and not result.was_passed_over:
-                    raise RollBack("lm loss 9.0E+00 is far above")
+                    raise RollbackNeeded("lm loss 9.0E+00 is far above")
                 return state
 
         guard = Spikes("rollback", print, None)
-        state, _ = loop.train(self.context, TrainState(), Hooks([guard, *hooks, StepBudget(last)]))
+        state, _ = loop.train(
+            self.context, TrainState(), Hooks([guard, *hooks, StepBudget(last)]), self.step
+        )
         return state
 
 

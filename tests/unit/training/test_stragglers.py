@@ -4,7 +4,6 @@ import json
 import socket
 import statistics
 import urllib.request
-from functools import reduce
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,15 +11,15 @@ import pytest
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.rank_grid import RankGrid
-from megatron.training.config.resolved import ResolvedRun
-from megatron.training.hooks.stragglers import LookForStragglers, groups_by_stage
-from megatron.training.metrics.stragglers import (
-    Finding,
-    RankTimes,
+from megatron.resilience.stragglers import (
+    LookForStragglers,
+    Straggler,
     StragglerWatch,
+    groups_by_stage,
     median_of_others,
     slowest_and_fastest,
 )
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.time_account import StepTimes
 from megatron.training.run.state import TrainState
 from tests.harness.machine import free_port
@@ -50,14 +49,12 @@ def times(source, num_steps=BLOCK, *, slow=None, by=1.0, kind=COMPUTE, noise=0.0
         ranks = list(slow)
         changed[:, ranks] = changed[:, ranks] * by if kind == COMPUTE else changed[:, ranks] + by
     step = np.full(shape, sum(by_kind.values()).max())
-    return RankTimes(
-        step_s=step,
-        work_s=work,
-        stalled_s=stalled,
-        queued_s=queued,
-        data_s=data,
-        group_s={"tp": waits},
-    )
+    return dict(step=step, work=work, stalled=stalled, queued=queued, data=data, tp=waits)
+
+
+def joined(*blocks):
+    """Return the steps of several blocks as one."""
+    return {part: np.concatenate([block[part] for block in blocks]) for part in blocks[0]}
 
 
 def named(watch, blocks):
@@ -110,7 +107,7 @@ def test_where_all_ranks_wait_for_processors_the_longest_wait_is_no_finding():
     watch = StragglerWatch(STAGES, REPLICAS, LINKS)
     everybody = [times(source, slow=range(8), by=0.2, kind=QUEUED) for _ in range(6)]
     for block in everybody:
-        block.queued_s[:, 6] += 0.4
+        block["queued"][:, 6] += 0.4
     assert named(watch, everybody) == {}
 
 
@@ -119,12 +116,12 @@ def test_one_slow_step_names_nobody_and_recovery_is_told():
     watch = StragglerWatch(STAGES, REPLICAS, LINKS)
     for _ in range(6):
         hiccup = times(source, 1, slow=[1], by=20.0)
-        assert watch.add(times(source, BLOCK - 1).then(hiccup)) == ([], [])
+        assert watch.add(joined(times(source, BLOCK - 1), hiccup)) == ([], [])
     for _ in range(4):
         watch.add(times(source, slow=[1], by=1.5))
     assert [finding.ranks for finding in watch.named] == [(1,)]
     ends = [end for _ in range(4) for end in watch.add(times(source))[1]]
-    assert ends == [Finding("compute", (1,), 0.0)]
+    assert ends == [Straggler("compute", (1,), 0.0)]
     assert watch.named == []
 
 
@@ -134,7 +131,7 @@ def test_eight_slow_steps_name_nobody_wherever_they_begin(first):
     watch = StragglerWatch(STAGES, REPLICAS, LINKS)
     steps = [times(source, 1) for _ in range(30)]
     steps[9 + first : 17 + first] = [times(source, 1, slow=[1], by=1.3) for _ in range(8)]
-    blocks = [reduce(RankTimes.then, steps[at : at + BLOCK]) for at in range(0, 30, BLOCK)]
+    blocks = [joined(*steps[at : at + BLOCK]) for at in range(0, 30, BLOCK)]
     assert named(watch, blocks) == {}
 
 

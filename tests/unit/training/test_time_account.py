@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megatron.core.foundation.heartbeat.waits import PEERS, Channel, Waits
+from megatron.core.foundation.flight_recorder import PEERS, Channel, Waits
 from megatron.training.metrics.time_account import PARTS, IntervalTimes, StepClock, shares_of
 
 
@@ -38,9 +38,9 @@ DP, WORLD, MESSAGE = 0, 1, 2
 def waits(clock):
     """Rank 0 of 4, in a pipeline with rank 2."""
     found = Waits()
-    found.add_channel(DP, Channel("dp", (0, 1), 0))
-    found.add_channel(WORLD, Channel("", (0, 1, 2, 3), 0))
-    found.add_channel(MESSAGE, Channel("pp", (0, 2), -3))
+    found.channels[DP], found.seconds[DP] = Channel((0, 1), 0, name="dp"), 0.0
+    found.channels[WORLD], found.seconds[WORLD] = Channel((0, 1, 2, 3), 0, name=""), 0.0
+    found.channels[MESSAGE], found.seconds[MESSAGE] = Channel((0, 2), -3, name="pp"), 0.0
     return found
 
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.training.run.loss_reduction import LossTable
+from megatron.training.run.loss_reduction import DeferredLosses
 
 SAMPLES, LENGTH, VOCABULARY = 4, 8, 19
 SEEDS = range(6)
@@ -117,4 +117,4 @@ def train_step(
         pg_collection=groups,
     )
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return gradients, LossTable.of(reports).means(SINGLE_RANK)
+    return gradients, DeferredLosses.of(reports).read().means(SINGLE_RANK)

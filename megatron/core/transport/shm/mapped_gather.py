@@ -28,7 +28,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
 from megatron.core.transport.shm.shm_collectives import all_ranks_can
@@ -98,7 +98,7 @@ class MappedGather:
             self._memory.publish_progress(_WORD, self._base + 1)
         return Work.of([self._peers.progress_of_others(_WORD, self._base + 1)], None)
 
-    @noted("barrier")
+    @recorded("barrier")
     def wait_for_readers(self) -> None:
         """Sleep until no rank looks at the values any more; this one does not from now on.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group
 from megatron.core.transport.ordered_sum import STRETCH, ordered_sum, piece_of
 from megatron.core.transport.shm.shared_buffer import PeerBuffers, SharedBuffer
@@ -44,12 +44,12 @@ class ShmBucketTransport:
         self._base = slot.memory.begin(slot.index)
         self._keeps_pages = slot.keeps_pages
 
-    @noted("all_reduce")
+    @recorded("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
         return Work(self._all_reduce(x, scale))
 
-    @noted("reduce_scatter")
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:
@@ -58,7 +58,7 @@ class ShmBucketTransport:
         sums = x.new_empty((x.shape[0] // size, *x.shape[1:])) if out is None else out
         return Work(self._reduce_scatter(x, scale, sums))
 
-    @noted("all_gather")
+    @recorded("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """[t/tp, ...] -> [t, ...]; see `Transport`. The others may read `x` afterwards still."""
         size = self._peers.size

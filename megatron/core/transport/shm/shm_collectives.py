@@ -41,8 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.foundation.errors import CollectiveMismatchError, PeerLostError
-from megatron.core.foundation.heartbeat.layout import OPERATIONS
-from megatron.core.foundation.heartbeat.place import PLACE
+from megatron.core.foundation.flight_recorder import OPERATIONS, PROGRESS
 from megatron.core.foundation.process_identity import SIZE, ProcessIdentity
 from megatron.core.topology.group import keep_for_group
 from megatron.core.transport import backend
@@ -214,19 +213,19 @@ class ShmGroup:
     def _block(self, semaphore: ctypes.c_void_p, peer: int, is_reached: Callable[[], bool]) -> None:
         """Return when `semaphore` has been taken, or `is_reached` after the end of `peer`."""
         end = time.monotonic() + self.timeout
-        PLACE.wait_for(self._global_ranks[peer])
+        PROGRESS.wait_for(self._global_ranks[peer])
         while True:
             wake = time.time() + LIVENESS_SECONDS
             until = _TimeSpec(int(wake), int(wake % 1 * 1e9))
             if self._libc.sem_timedwait(semaphore, ctypes.byref(until)) == 0:
-                PLACE.wait_for(None)
+                PROGRESS.wait_for(None)
                 return
-            if PLACE.is_aborted:
+            if PROGRESS.is_aborted:
                 raise _lost(peer, "the ranks give up their process groups")
             # Test again after finding a dead rank: it may have made the condition true before.
             if self._is_dead(peer):
                 if is_reached():
-                    PLACE.wait_for(None)
+                    PROGRESS.wait_for(None)
                     return
                 raise _lost(peer, "its process has ended")
             if time.monotonic() > end:

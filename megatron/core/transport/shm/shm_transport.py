@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.heartbeat.place import noted
+from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group
 from megatron.core.transport.shm.shm_collectives import ShmGroup
 from megatron.core.transport.work import Work
@@ -19,7 +19,7 @@ class ShmTransport:
     def __init__(self, group: Group, shm: ShmGroup) -> None:
         self.group, self.size, self._shm = group, group.size(), shm
 
-    @noted("all_reduce")
+    @recorded("all_reduce")
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
         """[t, ...] in place; see `Transport`."""
         flat = x.view(-1)
@@ -29,7 +29,7 @@ class ShmTransport:
 
         return self._shm.exchange("all_reduce", x, add, x)
 
-    @noted("all_gather")
+    @recorded("all_gather")
     def all_gather(self, x: Tensor, *, out: Tensor | None = None) -> Work[Tensor]:
         """[t/tp, ...] -> [t, ...]; see `Transport`."""
         gathered = x.new_empty((x.shape[0] * self.size, *x.shape[1:])) if out is None else out
@@ -41,7 +41,7 @@ class ShmTransport:
 
         return self._shm.exchange("all_gather", x, copy, gathered)
 
-    @noted("reduce_scatter")
+    @recorded("reduce_scatter")
     def reduce_scatter(
         self, x: Tensor, scale: float = 1.0, *, out: Tensor | None = None
     ) -> Work[Tensor]:

@@ -81,7 +81,7 @@ refused: use torchrun --max-restarts with --load
 --adlr-autoresume on
 of adlr_autoresume
 --adlr-autoresume-interval int = 1000
-refused: give --max-restarts, --spares and --nproc-per-node to megatron.training.inprocess.run
+refused: give --max-restarts, --spares and --nproc-per-node to megatron.resilience.inprocess_restart
 --inprocess-max-iterations int
 --inprocess-active-world-size int
 no effect: the launcher sees which process has ended, and a watchdog which one is stuck

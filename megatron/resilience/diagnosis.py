@@ -1,0 +1,301 @@
+"""Find the ranks that hold up the others, and the reason. Pure: no clock, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from megatron.core.foundation.flight_recorder import Channel, Field
+from megatron.resilience.recorder_reader import Operation, Snapshot, show_instruction
+
+_SAME_SIZE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+"""Operations to which all ranks of a group bring as many elements."""
+_PATIENCE = 4
+_LONG_WAIT_S = 5.0
+"""A shorter wait for another machine is no warning, whatever is usual."""
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank as the watchdog sees it."""
+
+    rank: int
+    snapshot: Snapshot
+    letter: str = "S"
+    """State of the process: T is stopped, t in a debugger, X has ended without a report."""
+    quiet_s: float = 0.0
+    """Time since the training thread last continued."""
+    beatless_s: float = 0.0
+    """Time since the other threads last ran."""
+    stopped_s: float = 0.0
+    longest_s: float = 0.0
+    """The longest wait of the training thread in training so far."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
+        return self.letter in "Tt"
+
+    @property
+    def is_in_training(self) -> bool:
+        """Whether the rank does what takes about as long each time, and has done it before."""
+        fields = self.snapshot.fields
+        return bool(fields[Field.IS_TRAINING] and fields[Field.NUM_STEPS])
+
+    def is_locked(self, timeout_s: float) -> bool:
+        """Return whether a thread has held the GIL for the timeout."""
+        is_late = min(self.beatless_s, self.quiet_s) >= timeout_s
+        return is_late and not self.is_stopped and self.is_in_training
+
+    def holds_up(self, timeout_s: float) -> bool:
+        """Return whether a rank that others wait for is late enough for a warning.
+
+        A first step, a save or an evaluation may take long: it has `_PATIENCE` times as long.
+        """
+        usual = self.is_in_training and self.snapshot.activity != "evaluating"
+        is_stuck = not self.snapshot.waits or self.beatless_s >= timeout_s
+        is_late = self.quiet_s >= (timeout_s if usual else _PATIENCE * timeout_s)
+        return is_stuck and is_late and not self.is_stopped
+
+
+@dataclass(frozen=True)
+class StuckRanks:
+    """Why the ranks do not continue."""
+
+    kind: str
+    """HANG, COLLECTIVE_MISMATCH or DEADLOCK end the job; WAITING is a warning."""
+    ranks: tuple[int, ...]
+    """The ranks that are the cause, or both sides."""
+    text: str
+    waiting: tuple[str, ...] = ()
+    """Which rank waits for which."""
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the ranks cannot continue any more."""
+        return self.kind != "WAITING"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What can be concluded from one look at all ranks of a machine."""
+
+    views: Mapping[int, RankView]
+    """By global rank."""
+    timeout_s: float
+    instructions: Mapping[int, str]
+    """Number of an instruction of the schedule -> name."""
+    sees_all: bool
+    """Whether `views` are all ranks of the job."""
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Global rank -> host, for messages."""
+
+    def find(self) -> StuckRanks | None:
+        """Return the ranks that hold up the others, or None."""
+        found = self.mismatch()
+        if any(view.letter == "X" for view in self.views.values()):
+            return found  # the lost connections end the other ranks
+        if found is None:
+            found = self._stopped_or_locked()
+        if found is None and self.sees_all:
+            found = self._deadlock()
+        if found is None:
+            found = self._slow()
+        if found is None and not self.sees_all:
+            found = self._slow_link()
+        return found
+
+    def describe(self, rank: int) -> str:
+        """Return the place of a rank in the program, in words."""
+        shot = self.views[rank].snapshot
+        parts = [shot.activity or "starting", f"iteration {shot.fields[Field.ITERATION]}"]
+        if during := show_instruction(shot.fields[Field.INSTRUCTION], self.instructions):
+            parts.append(during)
+        if shot.waits_in is not None:
+            parts.append(f"waits in {self._show(shot.waits_in)}")
+        if shot.blocked_on is not None:
+            parts.append(f"waits for rank {shot.blocked_on}")
+        if not shot.waits and shot.operations:
+            parts.append(f"after {self._show(shot.operations[max(shot.operations)])}")
+        return ", ".join(parts)
+
+    def mismatch(self) -> StuckRanks | None:
+        """Return two ranks whose operations of one channel are not the same, with both sides."""
+        found = None
+        for one, two in combinations(self.views.values(), 2):
+            pair = _first_pair(one.snapshot, two.snapshot, _do_not_match)
+            if pair is not None and (found is None or pair[0].count < found[0]):
+                found = (pair[0].count, one.rank, pair[0], two.rank, pair[1])
+        if found is None:
+            return None
+        _, first, mine, second, theirs = found
+        text = f"rank {first} is in {self._show(mine)}; rank {second} is in {self._show(theirs)}"
+        return StuckRanks("COLLECTIVE_MISMATCH", (first, second), text)
+
+    def _show(self, operation: Operation) -> str:
+        return operation.describe(self.instructions)
+
+    def _stopped_or_locked(self) -> StuckRanks | None:
+        views = self.views.values()
+        stuck = [v for v in views if v.letter == "T" and v.stopped_s >= self.timeout_s]
+        why = "is stopped (SIGSTOP)"
+        if not stuck or all(v.is_stopped for v in views):
+            stuck = [v for v in views if v.is_locked(self.timeout_s)]
+            why = "runs, but no other thread of it gets Python's interpreter lock"
+        if not stuck:
+            return None
+        ranks = tuple(v.rank for v in stuck)
+        text = "; ".join(f"rank {rank} {why}: {self.describe(rank)}" for rank in ranks)
+        return StuckRanks("HANG", ranks, text, self._waiting_chain(ranks))
+
+    def _awaited(self, view: RankView) -> list[int]:
+        """Return the ranks without which the operation that a rank waits in cannot end.
+
+        A rank that has entered a later operation of the channel has done its part of this one.
+        """
+        operation, peer = view.snapshot.waits_in, view.snapshot.blocked_on
+        if peer is not None:
+            is_ahead = (
+                operation is not None
+                and peer in self.views
+                and operation.count < self._count(peer, operation.channel)
+            )
+            return [] if is_ahead else [peer]
+        if operation is None:
+            return []
+        ranks = operation.channel.ends() or operation.channel.ranks
+        return [
+            rank
+            for rank in ranks
+            if rank != view.rank and self._count(rank, operation.channel) < operation.count
+        ]
+
+    def _count(self, rank: int, channel: Channel) -> float:
+        """Return how many operations of a channel a rank has entered; an unknown rank: enough."""
+        view = self.views.get(rank)
+        return float("inf") if view is None else view.snapshot.count(channel)
+
+    def _waiting_chain(self, stuck: Sequence[int] = ()) -> tuple[str, ...]:
+        """Return which rank waits for which.
+
+        Args:
+            stuck: ranks that do nothing any more. If all ranks have entered the operation in which
+                a rank waits, it waits for these.
+        """
+        lines = []
+        for view in self.views.values():
+            if not view.snapshot.waits or view.is_stopped or view.rank in stuck:
+                continue
+            operation, targets = view.snapshot.waits_in, self._awaited(view)
+            if not targets and operation is not None:
+                targets = [rank for rank in stuck if rank in operation.channel.ranks]
+            where = "" if operation is None else f" in {self._show(operation)}"
+            ranks = f" for rank {', '.join(map(str, targets))}" if targets else ""
+            lines.append(f"rank {view.rank} waits{where}{ranks}")
+        return tuple(lines)
+
+    def _deadlock(self) -> StuckRanks | None:
+        """Return a cycle of ranks that wait for each other.
+
+        A rank without recent heartbeats may be about to be found locked: it is no proof.
+        """
+        views = self.views.values()
+        if not all(view.snapshot.waits and view.quiet_s >= self.timeout_s for view in views):
+            return None
+        if any(view.beatless_s >= self.timeout_s / 2 for view in views):
+            return None
+        cycle = _cycle({view.rank: self._awaited(view) for view in views})
+        if not cycle:
+            return None
+        sides = "; ".join(f"rank {rank}: {self.describe(rank)}" for rank in cycle)
+        differing = self._first_difference(cycle)
+        text = f"ranks {list(cycle)} wait for each other in a circle: {sides}{differing}"
+        return StuckRanks("DEADLOCK", cycle, text, self._waiting_chain())
+
+    def _first_difference(self, ranks: Sequence[int]) -> str:
+        """Return the first operation that ranks began in different instructions: one left out an
+        operation before."""
+        for one, two in combinations((self.views[rank] for rank in ranks), 2):
+            pair = _first_pair(
+                one.snapshot, two.snapshot, lambda a, b: a.instruction != b.instruction
+            )
+            if pair is not None:
+                return (
+                    f"; they part at rank {one.rank}: {self._show(pair[0])}, "
+                    f"rank {two.rank}: {self._show(pair[1])}"
+                )
+        return ""
+
+    def _slow_link(self) -> StuckRanks | None:
+        """Return a rank that waits far longer than ever before for ranks of other machines."""
+        for view in self.views.values():
+            operation = view.snapshot.waits_in
+            is_late = view.quiet_s >= max(_LONG_WAIT_S, _PATIENCE * view.longest_s)
+            if operation is None or not is_late or not view.is_in_training:
+                continue
+            remote = tuple(rank for rank in operation.channel.ranks if rank not in self.views)
+            if not remote or self._awaited(view):
+                continue
+            hosts = self.hosts
+            shown = ", ".join(f"{r} ({hosts[r]})" if r in hosts else str(r) for r in remote[:8])
+            more = f" and {len(remote) - 8} more" if remote[8:] else ""
+            text = (
+                f"rank {view.rank} has waited {view.quiet_s:.0f} s in {self._show(operation)} "
+                f"for ranks on other machines: {shown}{more}. The longest wait so far was "
+                f"{view.longest_s:.1f} s: one of these ranks or the link to it is slow or down"
+            )
+            return StuckRanks("WAITING", remote, text)
+        return None
+
+    def _slow(self) -> StuckRanks | None:
+        """Return the ranks that compute while others have waited for the timeout."""
+        late = sorted(
+            {
+                rank
+                for view in self.views.values()
+                if view.snapshot.waits and view.quiet_s >= self.timeout_s
+                for rank in self._awaited(view)
+                if rank in self.views and self.views[rank].holds_up(self.timeout_s)
+            }
+        )
+        if not late:
+            return None
+        text = "; ".join(
+            f"rank {r} has not gone on for {self.views[r].quiet_s:.0f} s: {self.describe(r)}"
+            for r in late
+        )
+        return StuckRanks("WAITING", tuple(late), text, self._waiting_chain())
+
+
+def _do_not_match(mine: Operation, theirs: Operation) -> bool:
+    """Return whether a collective cannot be both operations."""
+    is_size = mine.name in _SAME_SIZE and mine.num_elements != theirs.num_elements
+    return is_size or mine.name != theirs.name
+
+
+def _first_pair(
+    one: Snapshot, two: Snapshot, differ: Callable[[Operation, Operation], bool]
+) -> tuple[Operation, Operation] | None:
+    """Return the first operation of a rank that differs from another's of the same collective."""
+    pairs = []
+    for channel, operations in one.of_channel.items():
+        if channel.tag >= 0 and (theirs := two.of_channel.get(channel)):
+            for count, mine in operations.items():
+                other = theirs.get(count)
+                if other is not None and differ(mine, other):
+                    pairs.append((mine, other))
+                    break
+    return min(pairs, default=None, key=lambda pair: pair[0].number)
+
+
+def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks of a cycle, () without one."""
+    for start in edges:
+        path, rank = [start], start
+        while edges.get(rank):
+            rank = edges[rank][0]
+            if rank in path:
+                return tuple(path[path.index(rank) :])
+            path.append(rank)
+    return ()

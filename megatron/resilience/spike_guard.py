@@ -1,0 +1,185 @@
+"""Losses and gradient norms far above the recent ones: warn, or refuse the update.
+
+The yardstick is the median of the last steps and their median absolute deviation, which one earlier
+spike does not move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+
+from megatron.core.foundation.errors import SpikeError
+from megatron.core.optimizer.update import NormCheck
+from megatron.core.transport import backend
+from megatron.core.transport.object_collectives import broadcast_object, largest_across_ranks
+from megatron.training.hooks.base import Hook
+from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
+
+WINDOW, LIMIT = 50, 10.0
+"""Number of recent steps, and the deviations above their median that make a value a spike."""
+_NORM = "gradient norm"
+
+
+class RecentValues:
+    """The last values of one figure.
+
+    The first losses of a run fall fast and are few: as long as there are fewer values than a fifth
+    of the window, only a much larger distance is a spike.
+    """
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=WINDOW)
+
+    def spike(self, value: float) -> str:
+        """Return how far a value is above the others if that is far; "" otherwise."""
+        if len(self.values) < 3 or not math.isfinite(value):
+            return ""
+        scarcity = max(1.0, WINDOW / 5 / len(self.values))
+        median = statistics.median(self.values)
+        spread = statistics.median(abs(v - median) for v in self.values)
+        deviation = max(1.4826 * spread, 0.01 * abs(median), 1e-8)
+        distance = (value - median) / deviation
+        most = LIMIT * scarcity**2
+        if distance <= most:
+            return ""
+        return (
+            f"{value:.6E} is {distance:.1f} deviations above the median {median:.6E} of the last"
+            f" {len(self.values)} steps (threshold {median + most * deviation:.6E})"
+        )
+
+    def add(self, value: float) -> None:
+        """Remember a value, if it is finite."""
+        if math.isfinite(value):
+            self.values.append(value)
+
+
+class WarnOfSpikes(Hook):
+    """Warns after a step whose loss is far above the recent ones."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.warn = warn
+        self._recent: defaultdict[str, RecentValues] = defaultdict(RecentValues)
+
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
+        """Compare every loss with its own past."""
+        step = result.read()
+        for name, value in step.losses.items():
+            recent = self._recent[name]
+            if found := recent.spike(value):
+                last = state.consumed_train_samples
+                self.warn(
+                    f" WARNING: iteration {state.iteration}: {name} {found}; grad norm"
+                    f" {step.grad_norm}, samples {last - step.num_samples} to {last - 1}."
+                )
+            recent.add(value)
+        return state
+
+
+class SpikeGuard(Hook):
+    """Refuses an update whose loss or gradient norm is far above the recent ones.
+
+    All ranks judge the same figures, so their decisions are equal. Refused figures do not count as
+    recent. The recent figures are part of the state of the run, so that a resumed run decides like
+    a run that was not stopped. The guard precedes all hooks that count or keep a step.
+
+    Args:
+        policy: "warn" (of norms), "skip" the step, "rollback" to an earlier state, or "stop".
+        warn: prints a line on the rank that logs.
+        norm_checks: of the optimizer; None if norms are not judged.
+    """
+
+    def __init__(
+        self, policy: str, warn: Callable[[str], None], norm_checks: list[NormCheck] | None
+    ) -> None:
+        self.norm_checks, self.policy, self.warn = norm_checks, policy, warn
+        self._recent: defaultdict[str, RecentValues] = defaultdict(RecentValues)
+        self._of_step: dict[str, float] = {}
+        self._names: tuple[str, ...] | None = None
+        self._losses: dict[str, float] = {}
+        self._iteration = 0
+        self._spike = ""
+
+    def before_training(self, state: TrainState) -> TrainState:
+        """Make the optimizer call the guard before every update."""
+        if self.norm_checks is not None:
+            self.norm_checks.append(self.judge_norm)
+        self.after_roll_back(state)
+        return state
+
+    def before_step(self, state: TrainState) -> None:
+        """Forget the figures of the step before."""
+        self._iteration = state.iteration + 1
+        self._of_step, self._spike = {}, ""
+
+    def share_losses(self, losses: Mapping[str, float], is_bad: bool) -> bool:
+        """Share the losses of a step with all ranks; return whether any rank has a bad one.
+
+        Args:
+            losses: means over the global batch on the last stage; {} elsewhere.
+            is_bad: whether a loss of this rank is not finite.
+        Communication:
+            one all-reduce of these numbers over all processes; at the first step of a run a
+            broadcast of the names.
+        """
+        world = backend.world()
+        if self._names is None:
+            self._names = broadcast_object(tuple(losses), world.size() - 1, world)
+        mine = [losses.get(name, -math.inf) for name in self._names]
+        known = [value if math.isfinite(value) else -math.inf for value in mine]
+        *values, bad = largest_across_ranks([*known, float(is_bad)], world)
+        self._losses = dict(zip(self._names, values, strict=True))
+        return bool(bad)
+
+    def judge_losses(self) -> str | None:
+        """Return why the update with the shared losses is refused, or None."""
+        judged = [self._judge(name, value) for name, value in self._losses.items()]
+        return next((reason for reason in judged if reason is not None), None)
+
+    def judge_norm(self, norm: float) -> str | None:
+        """Return why an update is refused, or None."""
+        return self._judge(_NORM, norm)
+
+    def _judge(self, name: str, value: float) -> str | None:
+        """Compare a figure with its own past.
+
+        Raises:
+            SpikeError: on all ranks, with the policy "stop".
+        """
+        found = self._recent[name].spike(value)
+        if found and self.policy == "stop":
+            raise SpikeError(
+                f"iteration {self._iteration}: {name} {found}.",
+                rule="with --on-spike stop such a step does not reach the weights",
+                flags=["--check-for-spiky-loss", "--check-for-large-grads", "--on-spike"],
+                fix="no weight was changed by this step: look at its samples, lower --lr, or use"
+                " --on-spike skip or rollback",
+            )
+        if found and self.policy == "warn":
+            self.warn(f" WARNING: iteration {self._iteration}: {name} {found}.")
+        elif found:
+            self._spike = f"{name} {found}"
+            return self._spike
+        self._of_step[name] = value
+        return None
+
+    def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
+        """Remember the figures of the step, or return to an earlier state.
+
+        Raises:
+            RollbackNeeded: on all ranks, with the policy "rollback".
+        """
+        if self._spike and self.policy == "rollback":
+            raise RollbackNeeded(self._spike)
+        for name, value in self._of_step.items():
+            self._recent[name].add(value)
+        values = {name: tuple(recent.values) for name, recent in self._recent.items()}
+        return dataclasses.replace(state, recent_values=values)
+
+    def after_roll_back(self, state: TrainState) -> None:
+        """Read the recent figures from the state of the run."""
+        kept = {name: RecentValues(values) for name, values in state.recent_values.items()}
+        self._recent = defaultdict(RecentValues, kept)
