@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from megatron.training.metrics.memory import gibibytes
+from megatron.training.metrics.prediction import gibibytes
 from megatron.training.reports.page import card_html, table_html
 from megatron.training.reports.run_record import Attempt, RunRecord
 

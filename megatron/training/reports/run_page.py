@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import num_compute_steps, validated_orders
 from megatron.core.pipeline_parallel.trace import planned_trace
 from megatron.training.metrics.log_line import duration
-from megatron.training.metrics.memory import gibibytes
+from megatron.training.metrics.prediction import gibibytes
 from megatron.training.reports.attempts_section import operation_html, steps_taken_again
 from megatron.training.reports.experts_section import experts_html
 from megatron.training.reports.line_chart import quantity
