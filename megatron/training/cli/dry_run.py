@@ -279,11 +279,17 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
         return []
     if run.encoders.architecture != "gpt":
         return ["not traced: the synthetic samples of a traced step are those of pretrain_gpt.py"]
-    if run.ddp.use_torch_fsdp2:
-        return ["not traced: torch's FSDP2 needs tensors with values"]
     # torch's tensors without memory take seconds to import, which a run does not need.
     from megatron.training.setup.traced_memory import memory_of_stages
     from megatron.training.setup.traced_rank import ModelScript
 
     script = ModelScript(call.model_provider, call.forward_step)
-    return [each.describe() for each in memory_of_stages(run.overlaid(_WITHOUT_FILES), script)]
+    try:
+        stages = memory_of_stages(run.overlaid(_WITHOUT_FILES), script)
+    except MegatronError:
+        raise
+    except Exception as error:
+        # Some operations need values (torch's FSDP2, the linear cross entropy), and fail on fake
+        # tensors with exceptions of any type. The rest of the plan does not depend on the trace.
+        return [f"not traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    return [stage.describe() for stage in stages]
