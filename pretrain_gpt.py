@@ -138,8 +138,8 @@ def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
 
 def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> Any:
     """Return what the planner says of a step of this run; the log line shows it."""
+    from megatron.training.setup.traced_rank import ModelScript
     from megatron_lattice.planner.step_command import prediction_for_log
-    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     script = ModelScript(model_provider, forward_step)
     return prediction_for_log(command, num_ranks, script, is_shown=is_shown)

@@ -243,16 +243,16 @@ def noted_triton(launches: Launches) -> Iterator[None]:
 
 def counted_step(workload: Workload) -> Launches:
     """Return what a step after the first launches. The process has the imaginary accelerator."""
-    from megatron.training.setup.imaginary import imaginary_rank
-    from megatron_lattice.planner.tracing import rank_step
-    from megatron_lattice.planner.tracing.ledger import StorageLedger
+    from megatron.training.metrics.memory_timeline import MemoryTimeline
+    from megatron.training.setup import traced_rank as rank_step
+    from megatron.training.setup.fake_device import fake_rank
     from pretrain_gpt import forward_step, model_provider
     from tests.gpu_without_gpu.imaginary_accelerator.accelerator import as_a_gpu_computes
     from tests.harness.resolved_run import run_of
 
     launches = Launches()
 
-    class Ledger(StorageLedger):
+    class Ledger(MemoryTimeline):
         is_counting = False
 
         def __torch_dispatch__(
@@ -274,7 +274,7 @@ def counted_step(workload: Workload) -> Launches:
         as_a_gpu_computes(),
         noted_triton(launches),
         mock.patch.object(rank_step.DeviceDecision, "finish", updating),
-        imaginary_rank(0, 1, backend="nccl", repeats=True),
+        fake_rank(0, 1, backend="nccl", repeats=True),
         Ledger() as ledger,
         contextlib.redirect_stdout(io.StringIO()),
     ):

@@ -5,7 +5,8 @@
     python tools/memory_report.py --world-size 64 --all-layouts --fits 80 ...
 
 Takes the flags of pretrain_gpt.py, starts nothing, and needs no accelerator. A row is the rank of
-the pipeline stage that needs most. What torch, its allocator and its kernels use is not in it.
+the pipeline stage that needs most, at its peak, from a traced step: about a second for each. The
+workspaces of kernels and the losses of the allocator are not in it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from typing import Any
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus, tool
-from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.settings.command_line import flags_provider, settings_of
 from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
+from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.config.vocabulary import resolve_vocabulary
-from megatron.training.metrics.memory import MemoryEstimate
-from megatron.training.metrics.model_size import ModelSize
+from megatron.training.metrics.memory_timeline import Kind
 from megatron.training.rules import resolve_and_check
+from megatron.training.setup.traced_memory import StageMemory, memory_of_stages
+from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice import read_deepspeed_config
+from pretrain_gpt import forward_step, model_provider
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
 """What a run must be told, and a report need not be."""
@@ -43,9 +45,9 @@ class Row:
     layout: tuple[int, int, int, int]
     """tensor, pipeline, context, data."""
     stage: int
-    estimate: MemoryEstimate | None
+    memory: StageMemory | None
     reason: str = ""
-    """Why there is no estimate: this combination does not run."""
+    """Why there is none: this combination does not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +75,8 @@ def layouts(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterato
                     yield dict(zip(SIZES, (tp, pp, cp), strict=True))
 
 
-def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
-    """Return the bytes of the rank that needs most.
+def traced(values: dict[str, Any], world_size: int) -> StageMemory:
+    """Return the memory of the pipeline stage that needs most.
 
     Raises:
         ConfigError: the settings do not go together.
@@ -82,11 +84,8 @@ def estimate(values: dict[str, Any], world_size: int) -> MemoryEstimate:
     command = ParsedCommand(config=RunConfig.from_values(values))
     run = resolve_and_check(lambda: command, lambda config: world_size)
     run = resolve_vocabulary(run, build_tokenizer(run.namespace()).vocab_size)
-    size = ModelSize.from_settings(run)
-    return max(
-        memory_of_stages(run, size, pipeline_layout(run.transformer_config)),
-        key=lambda found: found.total,
-    )
+    stages = memory_of_stages(run, ModelScript(model_provider, forward_step))
+    return max(stages, key=lambda found: found.peak_bytes)
 
 
 def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[Row]:
@@ -102,7 +101,7 @@ def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[R
                 "use_distributed_optimizer": stage > 0,
             }
             try:
-                yield Row(layout, stage, estimate(asked, world_size))
+                yield Row(layout, stage, traced(asked, world_size))
             except ConfigError as problem:
                 first = problem.problems[0] if problem.problems else problem
                 yield Row(layout, stage, None, first.found)
@@ -110,15 +109,14 @@ def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[R
 
 def table(found: Sequence[Row], fits: float | None) -> list[str]:
     """Return the lines of the report, in GiB."""
-    names = list(next((row.estimate.parts for row in found if row.estimate), {}))
-    titles = "".join(f"{name:>14}" for name in (*names, "total"))
+    titles = "".join(f"{name:>14}" for name in (*(kind.value for kind in Kind), "total"))
     lines = [f"{'tp x pp x cp x dp':<20}{'stage':>5}{titles}  (GiB)"]
     refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
     for row in found:
-        if row.estimate is None:
+        if row.memory is None:
             refused.setdefault((row.layout, row.reason), []).append(row.stage)
-        elif fits is None or row.estimate.total <= fits * 2**30:
-            amounts = (*row.estimate.parts.values(), row.estimate.total)
+        elif fits is None or row.memory.peak_bytes <= fits * 2**30:
+            amounts = (*row.memory.kinds.values(), row.memory.peak_bytes)
             shown = "".join(f"{amount / 2**30:>14.3f}" for amount in amounts)
             lines.append(f"{' x '.join(map(str, row.layout)):<20}{row.stage:>5}{shown}")
     if len(lines) == 1 and fits is not None:
@@ -143,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = settings_of(ReportFlags, command.extra)
     world_size = flags.world_size or planned_world_size(command.config)
     found = list(rows(command.config.changed(), world_size, is_all=flags.all_layouts))
-    if not any(row.estimate for row in found):
+    if not any(row.memory for row in found):
         print(found[0].reason, file=sys.stderr)
         return ExitStatus.WRONG_USAGE
     print("\n".join(table(found, flags.fits)))

@@ -28,10 +28,14 @@ from megatron.core.settings.command_line import Subcommand, run_subcommand
 from megatron.core.settings.flags import flag, positional, unknown_words
 from megatron_lattice.planner.figures import TITLES, figures
 from megatron_lattice.planner.hardware import load_hardware, save_constants
-from megatron_lattice.planner.pictures.write import prepare_pictures
-from megatron_lattice.planner.predictor import fit_predictor, load_predictor
+from megatron_lattice.planner.pictures import prepare_pictures
+from megatron_lattice.planner.predictor import (
+    fit_predictor,
+    load_predictor,
+    score_rows,
+    write_scores,
+)
 from megatron_lattice.planner.scaling import ScalingFlags
-from megatron_lattice.planner.score import score_rows, write_scores
 from megatron_lattice.planner.validation import (
     choice_figures,
     cross_validated,
@@ -82,7 +86,7 @@ class SearchFlags:
     """Directories of runs that were measured on this cluster, each with --metrics-jsonl and
     --save in it."""
     pictures: Path | None = flag(None, metavar="DIR")
-    """Write search.png, step.png, roofline.png, and search.html that opens offline."""
+    """Write search.png, step.png and roofline.png."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -109,7 +113,7 @@ class MemoryFlags:
 
     num_gpus: int
     pictures: Path | None = flag(None, metavar="DIR")
-    """Write memory.png, and memory.html that opens offline."""
+    """Write memory.png."""
     flags_of_training: tuple[str, ...] = unknown_words()
 
 
@@ -176,7 +180,7 @@ def search(flags: SearchFlags) -> int:
     searched = search_command(flags.flags_of_training, cluster, script="pretrain_gpt.py")
     print(searched.text)
     if flags.pictures is not None:
-        from megatron_lattice.planner.pictures.commands import draw_search
+        from megatron_lattice.planner.pictures import draw_search
 
         draw_search(searched, flags.pictures)
     return ExitStatus.DONE
@@ -185,9 +189,9 @@ def search(flags: SearchFlags) -> int:
 def step(flags: StepFlags) -> int:
     """Print the seconds of a step, its parts, and the memory of a rank."""
     import pretrain_gpt
+    from megatron.training.setup.traced_rank import ModelScript
     from megatron_lattice.planner.search_command import Cluster
     from megatron_lattice.planner.step_command import step_text
-    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     cluster = None
@@ -201,9 +205,9 @@ def step(flags: StepFlags) -> int:
 def memory(flags: MemoryFlags) -> int:
     """Print the memory of each pipeline stage."""
     import pretrain_gpt
+    from megatron.training.setup.traced_memory import memory_of_stages, memory_table
+    from megatron.training.setup.traced_rank import ModelScript
     from megatron_lattice.planner.search_command import run_of_words
-    from megatron_lattice.planner.stage_memory import memory_of_stages, memory_table
-    from megatron_lattice.planner.tracing.rank_step import ModelScript
 
     prepare_pictures(flags.pictures)
     run = run_of_words(flags.flags_of_training, flags.num_gpus)
@@ -212,9 +216,9 @@ def memory(flags: MemoryFlags) -> int:
     table = memory_table(stages)
     print(table)
     if flags.pictures is not None:
-        from megatron_lattice.planner.pictures.commands import draw_memory
+        from megatron_lattice.planner.pictures import draw_memory
 
-        draw_memory(stages, flags.pictures, table)
+        draw_memory(stages, flags.pictures)
     return ExitStatus.DONE
 
 
@@ -234,9 +238,9 @@ def scaling(flags: ScalingFlags) -> int:
     if flags.output is not None:
         write_rows(scaling_rows(curves), flags.output)
     if flags.pictures is not None:
-        from megatron_lattice.planner.pictures.commands import draw_scaling
+        from megatron_lattice.planner.pictures import draw_scaling
 
-        draw_scaling(curves, flags.pictures, text)
+        draw_scaling(curves, flags.pictures)
     return ExitStatus.DONE
 
 

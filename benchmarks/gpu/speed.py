@@ -18,12 +18,11 @@ from pathlib import Path
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
-from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.settings.command_line import read_command_line
-from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.metrics.model_size import ModelSize
 from megatron.training.reports import STEP_TIME, read_run
+from megatron.training.setup.traced_memory import memory_of_stages
+from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice.planner.memory import GIB
 from megatron_lattice.planner.search_command import run_of_words
 
@@ -63,10 +62,10 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
     Raises:
         RuntimeError: the run failed; it has printed why, and its exception is the cause.
     """
-    import pretrain_gpt
-
     metrics = folder / "metrics.jsonl"
     more = ["--log-throughput", "--metrics-jsonl", str(metrics)]
+    import pretrain_gpt
+
     sys.argv = ["pretrain_gpt.py", *words, *more]
     try:
         pretrain_gpt.main()
@@ -78,9 +77,11 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
 
 
 def estimated_bytes(run: ResolvedRun) -> float:
-    """Return the dry run's estimate of a rank's peak memory."""
-    layout = pipeline_layout(run.transformer_config)
-    return max(s.total for s in memory_of_stages(run, ModelSize.from_settings(run), layout))
+    """Return a rank's peak memory from the traced step, as `--dry-run` prints it."""
+    import pretrain_gpt
+
+    script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+    return max(stage.peak_bytes for stage in memory_of_stages(run, script))
 
 
 def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:

@@ -34,9 +34,8 @@ from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
 from megatron_lattice.planner.hardware import Gpu
-from megatron_lattice.planner.measured_run import MeasuredRun
+from megatron_lattice.planner.measured_run import MeasuredRun, row_of_run
 from megatron_lattice.planner.predictor import load_predictor
-from megatron_lattice.planner.run_layout import row_of_run
 from megatron_lattice.planner.search_command import run_of_words
 from megatron_lattice.planner.step_command import predicted_step
 

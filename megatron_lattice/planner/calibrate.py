@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lattice.planner.blanks import fill_blanks
+from megatron_lattice.planner.autofill import autofill
 from megatron_lattice.planner.hardware import Hardware
 from megatron_lattice.planner.step_time import predict_step
 from megatron_lattice.planner.workload import FloatArray, Workloads
@@ -57,7 +57,7 @@ def fit(measured: Measured, hardware: Hardware) -> Hardware:
         return hardware.with_constants(dict(zip(names, np.exp(values).tolist(), strict=True)))
 
     for _ in range(NUM_ROUNDS):
-        filled = fill_blanks(measured.workloads, with_theta(theta))
+        filled = autofill(measured.workloads, with_theta(theta))
 
         def residuals(values: FloatArray, filled: Workloads = filled) -> FloatArray:
             seconds = predict_step(filled, with_theta(values)).total

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice.planner.calibrate import Measured, fit
 from megatron_lattice.planner.hardware import Gpu, Prior
 from megatron_lattice.planner.machine_time import MachineTime, fit_machine_time, work_of_step
-from megatron_lattice.planner.measured_run import MeasuredRun
+from megatron_lattice.planner.measured_run import MeasuredRun, row_of_run
 from megatron_lattice.planner.predictor import NINE_TENTHS, Predictor
-from megatron_lattice.planner.program_memory import work_of_ranks
-from megatron_lattice.planner.run_layout import row_of_run
-from megatron_lattice.planner.tracing.operation_time import OperationTimes
-from megatron_lattice.planner.tracing.rank_step import ModelScript
+from megatron_lattice.planner.work import OperationTimes, work_of_ranks
 from megatron_lattice.planner.workload import FloatArray, joined
 
 _LESS_WIDE = 0.5

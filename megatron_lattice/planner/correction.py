@@ -51,7 +51,7 @@ class Correction:
         """Return what to multiply predicted seconds with; rows must have no blanks."""
         return np.exp(_kernel(features_of(workloads, hardware), self.features) @ self.weights)
 
-    def likeness(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
+    def similarity(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
         """Return how like the nearest measured row each row is: 1 the same, 0 unlike all."""
         kernel = _kernel(features_of(workloads, hardware), self.features)
         return np.asarray(kernel.max(axis=1, initial=0.0))

@@ -8,8 +8,12 @@ import numpy as np
 
 from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.operators import OperatorCosts
-from megatron_lattice.planner.parameters import parameters_of_layer
-from megatron_lattice.planner.workload import RECOMPUTE_KINDS, FloatArray, Workloads
+from megatron_lattice.planner.workload import (
+    RECOMPUTE_KINDS,
+    FloatArray,
+    Workloads,
+    parameters_of_layer,
+)
 
 Product = tuple[FloatArray, FloatArray, FloatArray]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lattice.planner.blanks import USABLE_SHARE
+from megatron_lattice.planner.autofill import USABLE_SHARE
 from megatron_lattice.planner.hardware import Gpu, Hardware, rows_hardware
 from megatron_lattice.planner.layout_space import Choices, layout_space
 from megatron_lattice.planner.memory import predict_memory

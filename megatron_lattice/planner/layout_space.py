@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_lattice.planner.blanks import MICRO_BATCH_SIZES
+from megatron_lattice.planner.autofill import MICRO_BATCH_SIZES
 from megatron_lattice.planner.workload import Workloads
 
 RECOMPUTE_QUARTERS = (1, 2, 3, 4)

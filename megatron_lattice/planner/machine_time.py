@@ -19,8 +19,7 @@ from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import plan_report
 from megatron.training.config.resolved import ResolvedRun
 from megatron_lattice.planner.predictor import NINE_TENTHS
-from megatron_lattice.planner.tracing.operation_time import OperationTimes
-from megatron_lattice.planner.tracing.work import WorkOfRank
+from megatron_lattice.planner.work import OperationTimes, WorkOfRank
 from megatron_lattice.planner.workload import FloatArray
 
 _NUM_ROUNDS = 400

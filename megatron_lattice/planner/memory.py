@@ -1,4 +1,8 @@
-"""Bytes of the rank that needs most, in closed form: fast enough for a search.
+"""Bytes of the rank that needs most, in closed form.
+
+A search compares tens of thousands of layouts; tracing one takes about a second
+(`megatron.training.setup.traced_memory`, which every report uses). So this closed form stays for
+the search alone.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
 arXiv 2205.05198, section 4; Rajbhandari et al., "ZeRO", arXiv 1910.02054. States, activations of
@@ -12,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_lattice.planner.hardware import Hardware
-from megatron_lattice.planner.parameters import (
+from megatron_lattice.planner.workload import (
+    RECOMPUTE_KINDS,
+    FloatArray,
+    Workloads,
     embedding_parameters,
     parameters_of_layer,
     parameters_of_rank,
 )
-from megatron_lattice.planner.workload import RECOMPUTE_KINDS, FloatArray, Workloads
 
 GIB = 2.0**30
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megatron_lattice.planner.blanks import fill_blanks
+from megatron_lattice.planner.autofill import autofill, fits
 from megatron_lattice.planner.calibrate import Measured, fit
 from megatron_lattice.planner.correction import Correction, fit_correction, load_correction
 from megatron_lattice.planner.hardware import Hardware, load_hardware
+from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.step_time import predict_step
-from megatron_lattice.planner.workload import FloatArray, Workloads
+from megatron_lattice.planner.workload import FloatArray, Workloads, from_rows
 
 NINE_TENTHS = 1.645
 """Standard deviations on either side that hold nine tenths of a normal distribution."""
@@ -28,11 +32,11 @@ class Predictor:
 
     def modelled_seconds(self, workloads: Workloads) -> FloatArray:
         """Return what the terms of the time model add up to."""
-        return predict_step(fill_blanks(workloads, self.hardware), self.hardware).total
+        return predict_step(autofill(workloads, self.hardware), self.hardware).total
 
     def seconds(self, workloads: Workloads) -> FloatArray:
         """Return the same, corrected by measured steps like these."""
-        filled = fill_blanks(workloads, self.hardware)
+        filled = autofill(workloads, self.hardware)
         factor = self.correction.factor(filled, self.hardware)
         return factor * predict_step(filled, self.hardware).total
 
@@ -44,16 +48,16 @@ class Predictor:
         """
         if self.deviation is not None:
             return np.full(len(workloads), np.exp(NINE_TENTHS * self.deviation))
-        filled = fill_blanks(workloads, self.hardware)
+        filled = autofill(workloads, self.hardware)
         near, far = (self.hardware.constant(f"interval.{name}") for name in ("near", "far"))
-        like = self.correction.likeness(filled, self.hardware)
+        like = self.correction.similarity(filled, self.hardware)
         return np.asarray(np.exp(like * near + (1 - like) * far))
 
 
 def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:
     """Fit the constants, then the correction to the errors that are left."""
     fitted = fit(measured, hardware)
-    filled = fill_blanks(measured.workloads, fitted)
+    filled = autofill(measured.workloads, fitted)
     predicted = predict_step(filled, fitted).total
     return Predictor(fitted, fit_correction(filled, fitted, measured.step_s, predicted))
 
@@ -61,3 +65,38 @@ def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:
 def load_predictor() -> Predictor:
     """Return the predictor of the last calibration."""
     return Predictor(load_hardware(), load_correction())
+
+
+COLUMNS = ("id", "predicted_step_s", "predicted_mem_GB", "fits", "low_step_s", "high_step_s")
+
+
+def score_rows(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> list[dict[str, str]]:
+    """Predict each row; a row that does not fit into memory is predicted all the same.
+
+    The memory is in GiB, as tools that watch GPUs print it. Nine of ten measured steps are between
+    the low and the high time.
+    """
+    workloads = autofill(from_rows(rows), predictor.hardware)
+    seconds = predictor.seconds(workloads)
+    memory = predict_memory(workloads, predictor.hardware).total / GIB
+    off = predictor.interval(workloads)
+    enough = fits(workloads, predictor.hardware)
+    return [
+        {
+            "id": row.get("id") or str(index + 1),
+            "predicted_step_s": f"{seconds[index]:.6g}",
+            "predicted_mem_GB": f"{memory[index]:.4g}",
+            "fits": "yes" if enough[index] else "no",
+            "low_step_s": f"{seconds[index] / off[index]:.6g}",
+            "high_step_s": f"{seconds[index] * off[index]:.6g}",
+        }
+        for index, row in enumerate(rows)
+    ]
+
+
+def write_scores(scores: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Write the predictions as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(scores)

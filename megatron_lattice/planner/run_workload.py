@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.model_parallel_config import HalfPrecision
+from megatron.core.optimizer.definitions import OPTIMIZERS
+from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.transformer.config.layer_kinds import ATTENTION
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
-from megatron.training.metrics.memory import state_bytes
 from megatron.training.metrics.model_size import ModelSize
 from megatron_lattice.planner.hardware import Gpu
 from megatron_lattice.planner.layout_space import Choices, counted_layers
@@ -51,6 +55,37 @@ _DECIDED_OTHERWISE = (
     "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
     "use_torch_fsdp2", "use_megatron_fsdp",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter on the device, before sharding divides them."""
+
+    weight: float
+    gradient: float
+    main: float
+    moments: float
+
+
+def state_bytes(
+    optimizer: OptimizerFlags, precision: HalfPrecision, *, grads_in_fp32: bool
+) -> StateBytes:
+    """Return the bytes that a parameter needs between steps."""
+    item = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2 + 4 / 128,
+            torch.uint8: 1 + 4 / 128}  # fmt: skip
+    is_half = precision.bf16 or precision.fp16
+    first, second = item[optimizer.exp_avg_dtype], item[optimizer.exp_avg_sq_dtype]
+    main = item[optimizer.main_params_dtype] if is_half else 0.0
+    if optimizer.use_precision_aware_optimizer and precision.bf16 and main == 4.0:
+        main = 2.0  # what the weights lack of fp32
+    # The parameters of Muon that another rule updates are few.
+    names = OPTIMIZERS[optimizer.optimizer].state_names
+    moments = sum(second if name == "exp_avg_sq" else first for name in names)
+    kept = 1.0
+    if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path:
+        kept -= optimizer.optimizer_offload_fraction
+    gradient = 4.0 if not is_half or grads_in_fp32 else 2.0
+    return StateBytes(2.0 if is_half else 4.0, gradient, main * kept, moments * kept)
 
 
 def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:

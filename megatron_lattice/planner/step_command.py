@@ -14,19 +14,17 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.prediction import StepPrediction
+from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice import read_deepspeed_config
 from megatron_lattice.planner.cluster_calibration import calibrate_to_machine, calibrate_to_runs
 from megatron_lattice.planner.hardware import Gpu, gpu_named
 from megatron_lattice.planner.machine_time import work_of_step
-from megatron_lattice.planner.measured_run import MeasuredRun, measured_runs
+from megatron_lattice.planner.measured_run import MeasuredRun, measured_runs, row_of_run
 from megatron_lattice.planner.memory import predict_memory
 from megatron_lattice.planner.predictor import load_predictor
-from megatron_lattice.planner.program_memory import work_of_ranks
-from megatron_lattice.planner.run_layout import row_of_run
 from megatron_lattice.planner.search_command import WITHOUT_A_RUN, Cluster, resolved_for
 from megatron_lattice.planner.step_time import Parts, predict_step
-from megatron_lattice.planner.tracing.operation_time import OperationTimes
-from megatron_lattice.planner.tracing.rank_step import ModelScript
+from megatron_lattice.planner.work import OperationTimes, work_of_ranks
 
 
 def step_text(

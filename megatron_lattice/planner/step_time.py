@@ -11,8 +11,12 @@ from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.hardware import Hardware, rows_hardware
 from megatron_lattice.planner.layer_time import PassTime, layer_time, output_layer_time
 from megatron_lattice.planner.operators import OperatorCosts
-from megatron_lattice.planner.parameters import parameters_of_layer, parameters_of_rank
-from megatron_lattice.planner.workload import FloatArray, Workloads
+from megatron_lattice.planner.workload import (
+    FloatArray,
+    Workloads,
+    parameters_of_layer,
+    parameters_of_rank,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ def predict_step(workloads: Workloads, hardware: Hardware) -> StepTime:
     """Predict the time of a step of each row.
 
     Args:
-        workloads: without blanks, see `blanks.fill_blanks`.
+        workloads: complete; see `autofill.autofill`.
     """
     rows = rows_hardware(workloads, hardware)
     operators = OperatorCosts(workloads, rows, hardware)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lattice.planner.blanks import fill_blanks, fits
+from megatron_lattice.planner.autofill import autofill, fits
 from megatron_lattice.planner.calibrate import Measured, balanced_weights
 from megatron_lattice.planner.figures import DISTINGUISHABLE, rows_that_compete
 from megatron_lattice.planner.hardware import Hardware
@@ -90,7 +90,7 @@ def memory_figures(
 ) -> tuple[float, FloatArray]:
     """Return the share of rows that fit, and the errors where the memory was published, in GiB."""
     hardware = predictor.hardware
-    filled = fill_blanks(from_rows(rows), hardware)
+    filled = autofill(from_rows(rows), hardware)
     published = np.array([float(row.get("mem_GB_per_gpu") or "nan") for row in rows])
     errors = np.abs(predict_memory(filled, hardware).total / GIB / published - 1)
     return float(np.mean(fits(filled, hardware))), errors[~np.isnan(errors)]

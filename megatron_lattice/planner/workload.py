@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 TextArray = NDArray[np.str_]
 
 UNKNOWN = math.nan
-"""A number that the source of a row does not say; `blanks.fill_blanks` replaces it."""
+"""A number that the source of a row does not say; `autofill.autofill` replaces it."""
 
 RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
 """Recomputation: nothing; the attention core; the norms; the feed-forward, with its experts; every
@@ -317,3 +317,37 @@ def _recompute(text: str) -> str:
         if kind.startswith(known):
             return known
     return "selective" if kind else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParameters:
+    """Parameters that one rank computes with, before sharding over data parallelism."""
+
+    dense: FloatArray
+    expert: FloatArray
+
+
+def embedding_parameters(workloads: Workloads) -> FloatArray:
+    """Return the weights of the embedding, or of the output layer."""
+    return workloads.vocab_size * workloads.hidden_size
+
+
+def parameters_of_layer(workloads: Workloads) -> FloatArray:
+    """Return the weights of one layer on one tensor-parallel rank."""
+    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
+    return workloads.dense_params / workloads.tensor_size + workloads.expert_params / expert_ranks
+
+
+def parameters_of_rank(workloads: Workloads) -> RankParameters:
+    """Return the weights of a rank of the first stage: its layers and the embedding.
+
+    Without a pipeline the rank has the output layer as well.
+    """
+    layers = workloads.num_layers / workloads.pipeline_size
+    tables = np.where(workloads.pipeline_size == 1, workloads.num_tables, 1.0)
+    tables = tables * embedding_parameters(workloads)
+    expert_ranks = workloads.expert_size * workloads.expert_tensor_size
+    return RankParameters(
+        dense=(layers * workloads.dense_params + tables) / workloads.tensor_size,
+        expert=layers * workloads.expert_params / expert_ranks,
+    )

@@ -92,9 +92,9 @@ MIXED = """
 import torch
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import NAME, register
 register()
-from megatron.training.setup.imaginary import imaginary_rank
+from megatron.training.setup.fake_device import fake_rank
 from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger
-with imaginary_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger.watching():
+with fake_rank(0, 8, backend="nccl"), AcceleratorLedger() as ledger, ledger.watching():
     x = torch.ones(4, device=NAME)
     x.sum().item(), x.cpu(), x.tolist(), x.nonzero(), torch.ones(4).to(NAME)
     torch.ones(4).to(NAME, non_blocking=True)

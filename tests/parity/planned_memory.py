@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.command_line import read_command_line
-from megatron_lattice.planner.program_memory import trace_rank
+from megatron.training.setup.traced_memory import trace_rank
 from tests.harness.distributed import run_distributed
 from tests.harness.resolved_run import run_of
 from tests.parity.planned_memory_case import SCRIPT, measure

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entr
 from megatron.core.transport import comm_buffer, transport
 from megatron.core.transport.shm import page_pool
 from megatron.core.transport.work import Work
-from megatron_lattice.planner.tracing.rank_step import ModelScript, RankUnderTest
+from megatron.training.setup.traced_rank import ModelScript, RankUnderTest
 from pretrain_gpt import forward_step, model_provider
 from tests.harness.resolved_run import run_of
 

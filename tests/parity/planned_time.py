@@ -24,10 +24,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
+from megatron.training.setup.traced_rank import RankUnderTest
 from megatron_lattice.planner.machine_time import fit_machine_time, work_of_step
-from megatron_lattice.planner.program_memory import work_of_ranks
-from megatron_lattice.planner.tracing.operation_time import OperationTimes
-from megatron_lattice.planner.tracing.rank_step import RankUnderTest
+from megatron_lattice.planner.work import OperationTimes, work_of_ranks
 from tests.harness.distributed import run_distributed
 from tests.harness.resolved_run import run_of
 from tests.parity.planned_memory import drawn

@@ -26,7 +26,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.foundation.device import is_imaginary
+from megatron.core.foundation.device import is_fake
 from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
@@ -115,7 +115,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         # torch 2.7 moves a shard that it pads to new memory when it first gathers it, and an update
         # of the old memory would be lost without a word: it gathers before the shards are read.
         # Shards of a dry run have no memory.
-        if not is_imaginary() and any(
+        if not is_fake() and any(
             p.shape[0] % p.device_mesh.size()
             for p in self.module.parameters()
             if isinstance(p, DTensor)

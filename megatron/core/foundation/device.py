@@ -138,7 +138,7 @@ def new_graph(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
     )
 
 
-def is_imaginary() -> bool:
+def is_fake() -> bool:
     """Return whether tensors have shapes and no values here (torch's FakeTensorMode)."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
@@ -149,7 +149,7 @@ def value_on_host(claim: Tensor) -> bool | None:
     Args:
         claim: bool, [].
     """
-    return bool(claim) if claim.device.type == "cpu" and not is_imaginary() else None
+    return bool(claim) if claim.device.type == "cpu" and not is_fake() else None
 
 
 def check(claim: Tensor, message: str) -> bool:
@@ -181,7 +181,7 @@ def maps_pages(device: torch.device) -> bool:
     Such pages can move from one tensor to another, and other processes of the machine can read
     them. Tensors elsewhere have what torch's allocator gives them.
     """
-    return device.type == "cpu" and not is_imaginary()
+    return device.type == "cpu" and not is_fake()
 
 
 def computes_in_kernels(device: torch.device) -> bool:

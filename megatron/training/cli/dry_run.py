@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.foundation.errors import MegatronError, MissingInputError, raise_together
-from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.pipeline_parallel.step_plan import plan_report
@@ -28,7 +28,6 @@ from megatron.training.metrics.flops import (
     training_flops,
     training_flops_per_token,
 )
-from megatron.training.metrics.memory import ChunkSize, MemoryEstimate, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.run.state import TrainState
@@ -92,7 +91,7 @@ def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = 
         ("model", _model(run, size)),
         ("kernels of a training step on CPU", _kernels(run, config, "cpu")),
         (f"and on a GPU, with {run.model.transformer_impl} layers", _kernels(run, config, "cuda")),
-        ("memory of one rank, estimated", _memory(run, size, layout)),
+        ("memory of one rank at its peak", _memory(run, call)),
     ]
     return "\n".join(
         line
@@ -137,7 +136,8 @@ def _build(
         has_data: whether the inputs of the run are here, so that datasets can be opened.
     """
     # torch's tensors without memory take seconds to import, which a run does not need.
-    from megatron.training.setup.imaginary import imaginary_place, imaginary_rank
+    from megatron.training.setup.fake_device import fake_place, fake_rank
+    from megatron.training.setup.traced_memory import contents_of_rank
 
     run = run.overlaid(_WITHOUT_FILES)
 
@@ -159,15 +159,15 @@ def _build(
     def open_data(session: Session) -> None:
         build_data(run, call.dataset_provider, session.groups, TrainState()).close()
 
-    size, layout = ModelSize.from_settings(run), pipeline_layout(run.transformer_config)
-    built: list[list[ChunkSize]] = []
+    layout = pipeline_layout(run.transformer_config)
+    built: set[Hashable] = set()
     for stage, rank in enumerate(first_rank_of_stages(run)):
-        chunks = _chunks(size, layout, stage)
-        if chunks not in built or run.model.spec:
-            attempt(imaginary_rank, rank, build_parts)
-        built.append(chunks)
+        contents = contents_of_rank(run, layout, stage)
+        if contents not in built or run.model.spec:
+            attempt(fake_rank, rank, build_parts)
+        built.add(contents)
     if has_data:
-        attempt(imaginary_place, 0, open_data)
+        attempt(fake_place, 0, open_data)
 
 
 def planned_world_size(config: RunConfig) -> int:
@@ -273,34 +273,23 @@ def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     return lines
 
 
-def memory_of_stages(
-    run: ResolvedRun, size: ModelSize, layout: PipelineLayout
-) -> list[MemoryEstimate]:
-    """Return the bytes of a rank of each pipeline stage."""
-    in_flight = plan_report(_plan(run)).peak_live_activations
-    return [
-        estimate_memory(
-            run, size, chunks=_chunks(size, layout, rank), chunks_in_flight=in_flight[rank]
-        )
-        for rank in range(layout.num_ranks)
-    ]
+def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
+    """Return one line for each pipeline stage, from the traced step of its first rank."""
+    if call is None:
+        return []
+    if run.encoders.architecture != "gpt":
+        return ["not traced: the synthetic samples of a traced step are those of pretrain_gpt.py"]
+    # torch's tensors without memory take seconds to import, which a run does not need.
+    from megatron.training.setup.traced_memory import memory_of_stages
+    from megatron.training.setup.traced_rank import ModelScript
 
-
-def _chunks(size: ModelSize, layout: PipelineLayout, rank: int) -> list[ChunkSize]:
-    """Return what the chunks of a rank of a pipeline hold."""
-    return [
-        ChunkSize(
-            [size.layer_kinds[layer] for layer in layout.layers(rank, chunk)],
-            layout.has_embedding(rank, chunk),
-            layout.has_loss(rank, chunk),
-            predicts=layout.stage(rank, chunk) == layout.prediction_stage,
-        )
-        for chunk in range(layout.num_chunks)
-    ]
-
-
-def _memory(run: ResolvedRun, size: ModelSize, layout: PipelineLayout) -> list[str]:
-    return [
-        f"stage {rank}: {estimate.describe()}"
-        for rank, estimate in enumerate(memory_of_stages(run, size, layout))
-    ]
+    script = ModelScript(call.model_provider, call.forward_step)
+    try:
+        stages = memory_of_stages(run.overlaid(_WITHOUT_FILES), script)
+    except MegatronError:
+        raise
+    except Exception as error:
+        # Some operations need values (torch's FSDP2, the linear cross entropy), and fail on fake
+        # tensors with exceptions of any type. The rest of the plan does not depend on the trace.
+        return [f"not traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    return [stage.describe() for stage in stages]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.resilience.status import RunStatus
-from megatron.training.datasets.packed_rows import Packing
+from megatron.training.datasets.dynamic_cp import Packing
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
 from megatron.training.launch.printing import is_last_rank

@@ -20,10 +20,9 @@ from megatron.training.metrics.expert_load import (
 )
 from megatron.training.metrics.indexer_loss import indexer_loss
 from megatron.training.metrics.log_line import TrainingLine, training_line
-from megatron.training.metrics.memory import gibibytes
 from megatron.training.metrics.params_norm import params_norm
 from megatron.training.metrics.peak_flops import peak_flops
-from megatron.training.metrics.prediction import StepPrediction
+from megatron.training.metrics.prediction import StepPrediction, gibibytes
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TakenStep, TrainState
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.metrics.memory import gibibytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
@@ -45,3 +43,9 @@ class StepPrediction:
             " nine of ten runs like this do; the shares of the time in the log line say in what,"
             " --log-straggler names slow ranks"
         )
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Format bytes as GiB, or MiB below a tenth of one."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"

@@ -17,7 +17,7 @@ from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
 
 if TYPE_CHECKING:
     from megatron.resilience.spike_guard import SpikeGuard
-    from megatron.training.datasets.packed_rows import Packing
+    from megatron.training.datasets.dynamic_cp import Packing
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.datasets.packed_rows import Packing
+from megatron.training.datasets.dynamic_cp import Packing
 from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.loss_reduction import Report
 from megatron.training.run.step import forward_backward

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lattice.planner.program_memory import trace_rank
+from megatron.training.setup.traced_memory import trace_rank
 from tests.harness.distributed import run_distributed
 from tests.harness.resolved_run import run_of
 from tests.parity.planned_memory_case import SCRIPT, measure

@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.setup.imaginary import imaginary_rank
-from megatron_lattice.planner.program_memory import routed_share
-from megatron_lattice.planner.tracing.rank_step import ModelScript, RankTrace, RankUnderTest
+from megatron.training.setup.fake_device import fake_rank
+from megatron.training.setup.traced_memory import routed_share
+from megatron.training.setup.traced_rank import ModelScript, RankTrace, RankUnderTest
 from pretrain_gpt import forward_step, model_provider
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import as_a_gpu_computes
 from tests.gpu_without_gpu.imaginary_accelerator.waits import AcceleratorLedger, bytes_by_axis
@@ -50,7 +50,7 @@ def seen_step(run: ResolvedRun, rank: int, num_microbatches: int) -> SeenStep:
     world = run.topology.world_size
     with (
         as_a_gpu_computes(),
-        imaginary_rank(rank, world, backend="nccl", routed_share=routed_share(run)),
+        fake_rank(rank, world, backend="nccl", routed_share=routed_share(run)),
         AcceleratorLedger() as ledger,
         ledger.watching(),
         contextlib.redirect_stdout(io.StringIO()),

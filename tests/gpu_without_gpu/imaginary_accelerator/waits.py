@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.core.offload import device_copies
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.setup.imaginary import HostAnswers
-from megatron_lattice.planner.tracing.ledger import StorageLedger, tensors_in
+from megatron.training.metrics.memory_timeline import MemoryTimeline, tensors_in
+from megatron.training.setup.fake_device import HostAnswers
 
 READS = ("tolist", "_item", "_nonzero")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -37,14 +37,14 @@ def place_in_project() -> str:
         path = Path(frame.filename)
         if path.name == "pretrain_gpt.py":
             return f"{path.name}:{frame.name}"
-        is_tracer = "tracing" in path.parts or path.name == "imaginary.py"
+        is_tracer = path.name in {"fake_device.py", "memory_timeline.py", "traced_rank.py"}
         if "megatron" in path.parts and not is_tracer:
             begin = path.parts.index("megatron")
             return f"{'/'.join(path.parts[begin:])}:{frame.name}"
     return "elsewhere"
 
 
-class AcceleratorLedger(StorageLedger):
+class AcceleratorLedger(MemoryTimeline):
     """Counts bytes of the accelerator as its base does, and what the host reads from there.
 
     Attributes:

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.chunked_state_builder import state_fields
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.metrics.memory import state_bytes
+from megatron_lattice.planner.run_workload import state_bytes
 from tests.distributed.distributed.replicas import accumulate, wrap
 from tests.harness.tolerances import EXACT, assert_close
 

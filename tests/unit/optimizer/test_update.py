@@ -18,7 +18,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron_lattice.planner.tracing.ledger import StorageLedger
+from megatron.training.metrics.memory_timeline import MemoryTimeline
 from tests.distributed.distributed.replicas import Model, accumulate, loss_of, samples, wrap
 from tests.harness.tolerances import (
     EXACT,
@@ -323,7 +323,7 @@ def test_a_gradient_that_is_not_finite_is_found_without_a_copy_of_it():
     optimizer = build(model)
     for parameter in model.parameters():
         parameter.main_grad.fill_(float("inf"))
-    with StorageLedger() as ledger, pytest.raises(NumericsError):
+    with MemoryTimeline() as ledger, pytest.raises(NumericsError):
         optimizer.step()
     gradient = 2 * 1024**2 * 4  # which the ledger counts when it is read
     assert ledger.peak.num_bytes < 1.5 * gradient

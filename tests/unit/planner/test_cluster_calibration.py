@@ -21,9 +21,8 @@ from megatron.training.reports import read_run
 from megatron_lattice.planner.cluster_calibration import calibrate_to_runs
 from megatron_lattice.planner.hardware import gpu_named
 from megatron_lattice.planner.layout_space import LAYOUT_COLUMNS, Choices, layout_space
-from megatron_lattice.planner.measured_run import MeasuredRun, measured_run
+from megatron_lattice.planner.measured_run import MeasuredRun, measured_run, row_of_run
 from megatron_lattice.planner.predictor import load_predictor
-from megatron_lattice.planner.run_layout import row_of_run
 from megatron_lattice.planner.run_workload import settings_of_layout
 from megatron_lattice.planner.search_command import words_of_flag
 from tests.harness.pool import REPOSITORY

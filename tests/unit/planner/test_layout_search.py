@@ -16,7 +16,7 @@ from megatron.training.cli.parser import ParsedCommand, parse_command_line
 from megatron.training.config.run import RunConfig
 from megatron.training.rules import resolve_and_check
 from megatron.training.training import PretrainCall
-from megatron_lattice.planner.blanks import fits
+from megatron_lattice.planner.autofill import fits
 from megatron_lattice.planner.hardware import gpu_named
 from megatron_lattice.planner.layout_search import search_layouts, what_would_fit
 from megatron_lattice.planner.layout_space import Choices, divisors, layout_space

@@ -17,9 +17,13 @@ from megatron_lattice.planner.machine_time import (
     fit_machine_time,
     work_of_step,
 )
-from megatron_lattice.planner.program_memory import work_of_rank
-from megatron_lattice.planner.tracing.operation_time import OperationTimes
-from megatron_lattice.planner.tracing.work import Operation, TensorForm, WorkOfRank
+from megatron_lattice.planner.work import (
+    Operation,
+    OperationTimes,
+    TensorForm,
+    WorkOfRank,
+    work_of_rank,
+)
 from tests.harness.resolved_run import run_of
 from tests.parity.planned_memory_case import SCRIPT
 

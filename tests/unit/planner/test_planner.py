@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.lower import lower
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.simulate import simulate
 from megatron.core.pipeline_parallel.step_plan import compute_orders
-from megatron_lattice.planner.blanks import fill_blanks, fits, has_blanks
+from megatron_lattice.planner.autofill import autofill, fits, has_open_choices
 from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.correction import fit_correction
 from megatron_lattice.planner.figures import figures
@@ -64,7 +64,7 @@ def published() -> list[dict[str, str]]:
 
 
 def seconds_of(**changes: str) -> float:
-    return float(predict_step(fill_blanks(rows_of(**changes), HARDWARE), HARDWARE).total[0])
+    return float(predict_step(autofill(rows_of(**changes), HARDWARE), HARDWARE).total[0])
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 1, 4), (4, 1, 16), (8, 1, 8), (4, 2, 8), (8, 3, 16)])
@@ -206,9 +206,9 @@ def test_more_data_parallel_ranks_need_no_more_memory(zero: str) -> None:
 
 def test_blanks_are_filled_by_what_fits() -> None:
     blank = rows_of(MBS="", VPP="", recompute="")
-    assert has_blanks(blank).all()
-    filled = fill_blanks(blank, HARDWARE)
-    assert not has_blanks(filled).any()
+    assert has_open_choices(blank).all()
+    filled = autofill(blank, HARDWARE)
+    assert not has_open_choices(filled).any()
     assert fits(filled, HARDWARE).all()
     chosen = predict_step(filled, HARDWARE).total[0]
     assert chosen <= predict_step(rows_of(), HARDWARE).total[0]
@@ -216,7 +216,7 @@ def test_blanks_are_filled_by_what_fits() -> None:
 
 def test_a_model_that_no_choice_makes_fit_is_refused() -> None:
     alone = rows_of(TP="1", PP="1", CP="1", DP="64", MBS="", VPP="", recompute="")
-    assert not fits(fill_blanks(alone, HARDWARE), HARDWARE).any()
+    assert not fits(autofill(alone, HARDWARE), HARDWARE).any()
 
 
 def test_score_reads_the_layout_and_no_measurement(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@ import torch
 
 from megatron.core.foundation.exit_status import ExitStatus
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE, fill_tiles
-from megatron.training.setup.imaginary import imaginary_rank
+from megatron.training.metrics.memory_timeline import Kind, MemoryTimeline
+from megatron.training.setup.fake_device import fake_rank
 from megatron.training.setup.stages import first_rank_of_stages
-from megatron_lattice.planner.program_memory import trace_rank
-from megatron_lattice.planner.stage_memory import memory_of_stages
-from megatron_lattice.planner.tracing.ledger import Kind, StorageLedger
-from megatron_lattice.planner.tracing.rank_step import ModelScript
+from megatron.training.setup.traced_memory import memory_of_stages, trace_rank
+from megatron.training.setup.traced_rank import ModelScript
 from pretrain_gpt import forward_step, model_provider
 from tests.harness.resolved_run import run_of
 from tools import plan
@@ -51,6 +50,21 @@ def test_each_stage_of_zero_keeps_the_bytes_per_parameter_of_its_paper(
     assert found.weights == pytest.approx(weights * count, rel=PADDING)
     assert found.gradients == pytest.approx(gradients * count, rel=PADDING)
     assert found.optimizer == pytest.approx(optimizer * count, rel=PADDING)
+
+
+def test_states_of_the_175b_model_are_those_of_the_paper():
+    """arXiv 2205.05198, figure 1: 175B on tp 8 x pp 8, 16-bit weights with fp32 main gradients are
+    18 bytes a parameter, 45.56 GiB on a stage without embedding."""
+    run = run_of(
+        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048"
+        " --micro-batch-size 1 --global-batch-size 8 --bf16 --tensor-model-parallel-size 8"
+        " --pipeline-model-parallel-size 8 --sequence-parallel --vocab-size 51200",
+        64,
+    )
+    rank = first_rank_of_stages(run)[3]
+    found = trace_rank(run, SCRIPT, rank, backend="nccl", num_microbatches=1)
+    states = found.weights + found.gradients + found.optimizer
+    assert states / 2**30 == pytest.approx(45.56, rel=0.01)
 
 
 @pytest.mark.parametrize("module", ["layernorm", "core_attn", "mlp"])
@@ -119,7 +133,7 @@ def test_a_rank_of_thousands_is_traced_in_this_process():
 
 
 def test_experts_get_even_shares_of_tokens():
-    with imaginary_rank(0, 1, routed_share=0.25):
+    with fake_rank(0, 1, routed_share=0.25):
         routed = torch.zeros(6, 8, dtype=torch.bool)
         assert routed.nonzero().shape == (12, 2)
         assert routed.sum(0).view(1, -1).tolist() == [[1, 2, 1, 2, 1, 2, 1, 2]]
@@ -129,7 +143,7 @@ def test_experts_get_even_shares_of_tokens():
 def test_rows_of_an_expert_are_filled_as_they_are_on_average_where_a_cpu_multiplies(
     backend: str, filled: int
 ) -> None:
-    with imaginary_rank(0, 1, backend=backend):
+    with fake_rank(0, 1, backend=backend):
         for count in (1, 3 * ROWS_OF_A_TILE, 100):
             rows = torch.empty(count, 8, dtype=torch.bfloat16)
             assert len(fill_tiles(rows)) == count + filled
@@ -137,7 +151,7 @@ def test_rows_of_an_expert_are_filled_as_they_are_on_average_where_a_cpu_multipl
 
 
 def test_a_ledger_counts_each_storage_until_it_is_freed():
-    with imaginary_rank(0, 1), StorageLedger() as ledger:
+    with fake_rank(0, 1), MemoryTimeline() as ledger:
         x = torch.empty(256, dtype=torch.float32)
         view, other = x[10:], x + 1
         assert ledger.num_bytes == 2048
@@ -149,7 +163,7 @@ def test_a_ledger_counts_each_storage_until_it_is_freed():
 
 
 def test_a_ledger_follows_storages_that_are_emptied_and_filled_again():
-    with imaginary_rank(0, 1), StorageLedger() as ledger:
+    with fake_rank(0, 1), MemoryTimeline() as ledger:
         x = torch.empty(256)
         x.untyped_storage().resize_(0)
         assert ledger.num_bytes == 0

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.exit_status import ExitStatus
-from megatron_lattice.planner.blanks import fill_blanks
+from megatron_lattice.planner.autofill import autofill
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.roofline import roofline_of
 from megatron_lattice.planner.scaling import MODELS, ScalingFlags
@@ -118,30 +118,26 @@ def test_the_command_writes_curves_and_pictures(
     assert [row["global_batch_size"] for row in rows] == ["2048", "2048", "8", "64"]
     assert float(rows[0]["efficiency"]) == 1.0 > float(rows[1]["efficiency"])
     assert float(rows[1]["money"]) == pytest.approx(2 * float(rows[1]["gpu_hours"]), rel=1e-4)
-    assert_pictures(tmp_path, "scaling", ["scaling"])
+    assert_pictures(tmp_path, ["scaling"])
 
 
-def assert_pictures(directory: Path, page: str, names: list[str]) -> None:
-    """Check that the pictures are there, and that the page loads nothing from elsewhere."""
+def assert_pictures(directory: Path, names: list[str]) -> None:
     for name in names:
         assert (directory / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    html = (directory / f"{page}.html").read_text()
-    assert html.count("<svg") == len(names)
-    assert not [word for word in ("<script", "<link", "src=", 'href="http') if word in html]
 
 
 def test_a_search_and_traced_memory_are_drawn(tmp_path: Path) -> None:
     words = f"search --gpu H100 --num-gpus 16 --pictures {tmp_path} {LLAMA_8B}"
     words += " --tensor-model-parallel-size 2"
     assert plan.main(shlex.split(words)) == ExitStatus.DONE
-    assert_pictures(tmp_path, "search", ["search", "step", "roofline"])
+    assert_pictures(tmp_path, ["search", "step", "roofline"])
     words = (
         f"memory --num-gpus 2 --pictures {tmp_path} --num-layers 2 --hidden-size 64"
         " --num-attention-heads 4 --seq-length 32 --vocab-size 128 --micro-batch-size 1"
         " --global-batch-size 4 --pipeline-model-parallel-size 2"
     )
     assert plan.main(shlex.split(words)) == ExitStatus.DONE
-    assert_pictures(tmp_path, "memory", ["memory"])
+    assert_pictures(tmp_path, ["memory"])
 
 
 @pytest.mark.parametrize("chunks", ["1", "5"])
@@ -157,7 +153,7 @@ def test_the_timeline_takes_as_long_as_the_model_says(chunks: str) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "unfused"}, {"precision": "fp8"}])
 def test_no_operator_is_above_the_roof(changes: dict[str, str]) -> None:
-    row: Workloads = fill_blanks(rows_of(**changes), HARDWARE)
+    row: Workloads = autofill(rows_of(**changes), HARDWARE)
     roofline = roofline_of(row, HARDWARE)
     for point in roofline.points:
         rate = point.flops / point.seconds

@@ -32,7 +32,6 @@ from megatron.training.metrics.log_line import (
     training_line,
     validation_lines,
 )
-from megatron.training.metrics.memory import ChunkSize, estimate_memory
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.metrics.peak_flops import peak_flops, peak_of_gpu
 
@@ -280,73 +279,6 @@ def test_no_share_of_a_cpu_is_told_since_other_processes_use_its_cores():
     import torch
 
     assert peak_flops(torch.float32) is None
-
-
-def test_memory_of_the_175b_model_is_that_of_the_paper():
-    # Korthikanti et al., figure 1 (arXiv 2205.05198): 175B on tp 8 x pp 8, 16-bit with fp32 main
-    # gradients: 18 bytes a parameter is 45.56 GiB on a stage without embedding.
-    words = words_of(
-        "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
-        "--micro-batch-size 1 --bf16 --tensor-model-parallel-size 8 "
-        "--pipeline-model-parallel-size 8 --sequence-parallel --vocab-size 51200"
-    )
-    run = resolve(parse_command_line(words).config, world_size=64)
-    size = ModelSize.from_settings(run, vocab_size=51200)
-    found = estimate_memory(
-        run, size, chunks=[ChunkSize([LayerKind()] * 12, False, False)], chunks_in_flight=8
-    )
-    assert found.states / 2**30 == pytest.approx(45.56, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "instances", "bytes_per_parameter"),
-    [
-        ("no_shard", 1, 18),
-        ("optim", 1, 6 + 12 / 8),
-        ("optim_grads", 1, 2 + 16 / 8),
-        ("optim_grads", 2, 2 + 16 / 4),
-        ("optim_grads_params", 1, 18 / 8),
-        ("no_shard --use-torch-fsdp2", 1, 18 / 8),
-    ],
-)
-def test_memory_shrinks_with_every_rung_of_the_sharding_ladder(
-    strategy, instances, bytes_per_parameter
-):
-    words = words_of(
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-        "--micro-batch-size 1 --bf16 --vocab-size 128"
-    )
-    words += ["--data-parallel-sharding-strategy", *strategy.split()]
-    words += ["--num-distributed-optimizer-instances", str(instances)]
-    run = resolve(parse_command_line(words).config, world_size=8)
-    size = ModelSize.from_settings(run, vocab_size=128)
-    found = estimate_memory(
-        run, size, chunks=[ChunkSize([LayerKind()] * 2, True, True)], chunks_in_flight=1
-    )
-    count = size.stage_parameters([LayerKind()] * 2, has_embedding=True, has_loss=True)
-    assert found.states / count == pytest.approx(bytes_per_parameter)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "bytes_per_parameter"),
-    [("optim", 6), ("optim_grads", 2), ("optim_grads_params --param-cpu-offload", 0)],
-)
-def test_what_is_in_host_memory_takes_none_of_the_device(
-    monkeypatch, strategy, bytes_per_parameter
-):
-    words = words_of(
-        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-        "--micro-batch-size 1 --bf16 --vocab-size 128 --optimizer-cpu-offload "
-        f"--overlap-cpu-optimizer-d2h-h2d --data-parallel-sharding-strategy {strategy}"
-    )
-    run = resolve(parse_command_line(words).config, world_size=8)
-    size = ModelSize.from_settings(run, vocab_size=128)
-    monkeypatch.setattr("megatron.training.metrics.memory.device_type", lambda: "cuda")
-    found = estimate_memory(
-        run, size, chunks=[ChunkSize([LayerKind()] * 2, True, True)], chunks_in_flight=1
-    )
-    count = size.stage_parameters([LayerKind()] * 2, has_embedding=True, has_loss=True)
-    assert found.states / count == pytest.approx(bytes_per_parameter)
 
 
 LINE = TrainingLine(

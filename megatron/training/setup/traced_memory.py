@@ -1,25 +1,65 @@
-"""Memory of every pipeline stage of a run: few traces, and the program of the schedule.
+"""Memory of the ranks of a run, read from the program that would run.
 
-Stages with the same contents are traced once, and with one micro batch where the schedule is 1F1B:
-p - r micro batches wait on stage r, each of which keeps what one keeps. Ranks of other schedules
-are traced each, with twice as many micro batches as stages at most.
+`trace_rank` runs the training step of one rank on tensors without memory, so weights, gradients,
+optimizer state, activations, temporaries and communication buffers are those of the code, in the
+order of the pipeline's own program. `memory_of_stages` traces as few ranks as possible: stages with
+the same contents once, and with one micro batch where the schedule is 1F1B, because p - r micro
+batches wait on stage r, each of which keeps what one keeps. Ranks of other schedules are traced
+each, with at most twice as many micro batches as stages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.instructions import Op
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.metrics.memory_timeline import Kind, MemoryTimeline
+from megatron.training.metrics.prediction import gibibytes
+from megatron.training.setup.fake_device import fake_rank
 from megatron.training.setup.stages import first_rank_of_stages
-from megatron_lattice.planner.program_memory import trace_rank
-from megatron_lattice.planner.tracing.ledger import Kind
-from megatron_lattice.planner.tracing.rank_step import ModelScript, RankTrace
+from megatron.training.setup.traced_rank import ModelScript, RankTrace, RankUnderTest
 
 GIB = 2.0**30
 _TITLES = ("peak", *(kind.value for kind in Kind))
+
+
+def routed_share(run: ResolvedRun) -> float:
+    """Return the share of (token, expert) pairs that a router chooses."""
+    experts = run.experts
+    return experts.moe_router_topk / experts.num_moe_experts if experts.num_moe_experts else 0.0
+
+
+def trace_rank(
+    run: ResolvedRun,
+    script: ModelScript,
+    rank: int,
+    *,
+    backend: str = "gloo",
+    num_microbatches: int | None = None,
+) -> RankTrace:
+    """Return what the memory of one rank does in a step.
+
+    Args:
+        run: resolved, with its vocabulary.
+        rank: among all ranks of the run; one at its place in the grid speaks for its replicas.
+        backend: whose ways of moving tensors are taken, "gloo" or "nccl".
+        num_microbatches: in place of those of the settings.
+    Raises:
+        TopologyError: this process is a rank of a run.
+    """
+    found = RankTrace(rank)
+    with (
+        fake_rank(rank, run.topology.world_size, backend=backend, routed_share=routed_share(run)),
+        MemoryTimeline() as timeline,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        RankUnderTest(run, script, timeline).step(found, num_microbatches)
+    return found
 
 
 @dataclass(frozen=True)
@@ -40,6 +80,11 @@ class StageMemory:
     kinds: Mapping[Kind, int]
     place: str
     in_flight: int
+
+    def describe(self) -> str:
+        """Return one line."""
+        parts = ", ".join(f"{kind.value} {gibibytes(n)}" for kind, n in self.kinds.items())
+        return f"stage {self.stage}: {gibibytes(self.peak_bytes)} ({parts}), at {self.place}"
 
 
 def memory_of_stages(run: ResolvedRun, script: ModelScript) -> list[StageMemory]:
@@ -94,15 +139,14 @@ def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> 
     """Return what decides the memory of a stage: its parts, and the kind of each layer."""
     config = run.transformer_config
     kinds, skips = config.layer_kinds(), config.no_rope_freq
-    layers = [
-        (
-            kinds[layer],
-            config.window_of(layer + 1),
-            bool(skips and skips[layer]),
+    chunks = []
+    for chunk in range(layout.num_chunks):
+        layers = tuple(
+            (kinds[layer], config.window_of(layer + 1), bool(skips and skips[layer]))
+            for layer in layout.layers(pp_rank, chunk)
         )
-        for layer in layout.layers(pp_rank)
-    ]
-    return layout.stages[layout.stage(pp_rank)], tuple(layers)
+        chunks.append((layout.stages[layout.stage(pp_rank, chunk)], layers))
+    return tuple(chunks)
 
 
 def _as_traced(trace: RankTrace, stage: int, contents: str) -> StageMemory:

@@ -108,7 +108,7 @@ class QuickFakeTensorMode(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """See `StorageLedger`."""
+        """See `MemoryTimeline`."""
         return False
 
     def __torch_dispatch__(
@@ -316,7 +316,7 @@ def _rows_that_miss(backend: str) -> int:
 
 
 @contextmanager
-def imaginary_place(rank: int, world_size: int, *, backend: str = "gloo") -> Iterator[None]:
+def fake_place(rank: int, world_size: int, *, backend: str = "gloo") -> Iterator[None]:
     """Make this process one rank of `world_size` ones; its tensors are real, its peers are not.
 
     Args:
@@ -345,7 +345,7 @@ def imaginary_place(rank: int, world_size: int, *, backend: str = "gloo") -> Ite
 
 
 @contextmanager
-def imaginary_rank(
+def fake_rank(
     rank: int,
     world_size: int,
     *,
@@ -353,17 +353,17 @@ def imaginary_rank(
     routed_share: float = 0.0,
     repeats: bool = False,
 ) -> Iterator[FakeTensorMode]:
-    """Make this process an `imaginary_place` in which new tensors have no memory.
+    """Make this process an `fake_place` in which new tensors have no memory.
 
     Args:
-        rank, world_size, backend: see `imaginary_place`.
+        rank, world_size, backend: see `fake_place`.
         routed_share: see `HostAnswers`.
         repeats: whether what repeats for all parts of a tensor is done for each of them, and not
             for the largest one alone.
     Raises:
         TopologyError: this process is a rank of a real run.
     """
-    with imaginary_place(rank, world_size, backend=backend), ExitStack() as stack:
+    with fake_place(rank, world_size, backend=backend), ExitStack() as stack:
         stack.enter_context(mock.patch(_MISSING_ROWS, return_value=_rows_that_miss(backend)))
         for function, without_values in (*_WITHOUT_VALUES, *(() if repeats else _PARTS)):
             stack.enter_context(mock.patch(function, without_values))

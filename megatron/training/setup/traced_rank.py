@@ -1,4 +1,4 @@
-"""Build one rank of a run and train a step, while a ledger counts what memory is for.
+"""Build one rank of a run and train a step, while a `MemoryTimeline` counts the memory.
 
 The functions are those of a run: `build_model`, `build_optimizer`, the schedule's program and the
 optimizer's update. Nothing here knows whether tensors have values.
@@ -26,6 +26,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.metrics.memory_timeline import Kind, MemoryTimeline, Peak
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.run.context import BatchPlan, TrainingContext
 from megatron.training.run.state import TrainState
@@ -36,7 +37,6 @@ from megatron.training.setup.distributed import create_groups, seed_everything
 from megatron.training.setup.initialize import configure_num_microbatches
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
-from megatron_lattice.planner.tracing.ledger import Kind, Peak, StorageLedger
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class RankTrace:
         return "reduction of gradients" if self.reduction is most else "update of weights"
 
 
-class LedgerRecorder(PipelineRecorder):
-    """Notes the ledger after each compute step of the program."""
+class TimelineRecorder(PipelineRecorder):
+    """Notes the timeline after each compute step of the program."""
 
-    def __init__(self, ledger: StorageLedger, trace: RankTrace) -> None:
+    def __init__(self, timeline: MemoryTimeline, trace: RankTrace) -> None:
         super().__init__()
-        self._ledger, self._trace = ledger, trace
+        self._timeline, self._trace = timeline, trace
         self._begin = 0
         self._kept: dict[tuple[int, int], Counter[str]] = {}
 
@@ -112,14 +112,14 @@ class LedgerRecorder(PipelineRecorder):
         """Start a step."""
         super().begin(placement, rank, num_microbatches)
         self.spans = _Noted(self._note)
-        self._ledger.restart()
-        self._begin = self._ledger.num_bytes
+        self._timeline.restart()
+        self._begin = self._timeline.num_bytes
 
     def _note(self, span: Span) -> None:
-        ledger, step = self._ledger, span.step
+        timeline, step = self._timeline, span.step
         if step.op is Op.FORWARD:
-            ledger.reclassify_all(Kind.TEMPORARY, Kind.ACTIVATIONS)
-            kept = ledger.of_kind(Kind.ACTIVATIONS)
+            timeline.reclassify_all(Kind.TEMPORARY, Kind.ACTIVATIONS)
+            kept = timeline.of_kind(Kind.ACTIVATIONS)
             for before in self._kept.values():
                 kept.subtract(before)
             self._kept[step.microbatch, step.chunk] = +kept
@@ -128,9 +128,9 @@ class LedgerRecorder(PipelineRecorder):
                 self._trace.kept_at_peak = dict(self._kept)
         elif step.op is not Op.INPUT_GRAD:
             self._kept.pop((step.microbatch, step.chunk), None)
-        self._trace.steps.append(StepMemory(step, self._begin, ledger.peak, ledger.num_bytes))
-        ledger.restart()
-        self._begin = ledger.num_bytes
+        self._trace.steps.append(StepMemory(step, self._begin, timeline.peak, timeline.num_bytes))
+        timeline.restart()
+        self._begin = timeline.num_bytes
 
 
 class _Noted(list[Span]):
@@ -165,13 +165,15 @@ class SyntheticBatches:
 class RankUnderTest:
     """One rank of a run, built and ready for steps."""
 
-    def __init__(self, run: ResolvedRun, script: ModelScript, ledger: StorageLedger | None) -> None:
+    def __init__(
+        self, run: ResolvedRun, script: ModelScript, timeline: MemoryTimeline | None
+    ) -> None:
         """
         Args:
             run: resolved, with its vocabulary; torch.distributed is initialized.
-            ledger: entered already; None counts nothing.
+            timeline: entered already; None counts nothing.
         """
-        self._ledger = ledger or StorageLedger()
+        self._timeline = timeline or MemoryTimeline()
         self._publish(run)
         groups = create_groups(run)
         seed_everything(run.schedule.seed)
@@ -179,7 +181,7 @@ class RankUnderTest:
         self._mark_weights(model)
         optimizer: Any = build_optimizer(run, model, groups)
         initialize_state(optimizer.optimizer)
-        self._ledger.reclassify_all(Kind.TEMPORARY, Kind.OPTIMIZER)
+        self._timeline.reclassify_all(Kind.TEMPORARY, Kind.OPTIMIZER)
         scheduler = build_scheduler(run, optimizer)
         timers = global_vars.get_timers()
         self.context = TrainingContext.of(
@@ -194,7 +196,7 @@ class RankUnderTest:
             timers=timers,
         )
         self.context.data.train = self._data(run, groups.pp.rank(), len(model))
-        if ledger is not None:
+        if timeline is not None:
             self._watch_layers(model)
 
     @staticmethod
@@ -208,9 +210,9 @@ class RankUnderTest:
             weights = [p.data for p in chunk.parameters()]
             if hasattr(chunk, "sharded_values"):
                 weights += [shard for own in chunk.sharded_values().values() for shard in own]
-            self._ledger.classify(weights, Kind.WEIGHTS)
+            self._timeline.classify(weights, Kind.WEIGHTS)
         # What wrapping a model has made besides are the buffers of its gradients.
-        self._ledger.reclassify_all(Kind.TEMPORARY, Kind.GRADIENTS)
+        self._timeline.reclassify_all(Kind.TEMPORARY, Kind.GRADIENTS)
 
     @staticmethod
     def _data(run: ResolvedRun, pp_rank: int, num_chunks: int) -> Any:
@@ -231,45 +233,45 @@ class RankUnderTest:
                 module.register_forward_hook(self._layer_ended)
 
     def _layer_begins(self, module: nn.Module, _: object) -> None:
-        self._ledger.layer = f"layer {module.layer_number}"
+        self._timeline.layer = f"layer {module.layer_number}"
 
     def _layer_ended(self, _module: nn.Module, _inputs: object, _output: object) -> None:
-        self._ledger.reclassify_all(Kind.TEMPORARY, Kind.ACTIVATIONS)
-        self._ledger.layer = ""
+        self._timeline.reclassify_all(Kind.TEMPORARY, Kind.ACTIVATIONS)
+        self._timeline.layer = ""
 
     def step(self, trace: RankTrace | None, num_microbatches: int | None = None) -> None:
         """Train on one global batch.
 
         Args:
-            trace: filled with what the ledger has counted.
+            trace: filled with what the timeline has counted.
             num_microbatches: in place of those of the settings.
         """
-        context, ledger = self.context, self._ledger
+        context, timeline = self.context, self._timeline
         plan = context.microbatches.plan(0)
         if num_microbatches is not None:
             plan = BatchPlan(num_microbatches, plan.micro_batch_size, plan.global_batch_size)
-        recorder = LedgerRecorder(ledger, trace or RankTrace(0))
+        recorder = TimelineRecorder(timeline, trace or RankTrace(0))
         for chunk in context.model:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # a DistributedDataParallel
         context.optimizer.zero_grad()
         options: dict[str, Any] = {} if trace is None else {"recorder": recorder}
-        if device.is_imaginary():
+        if device.is_fake():
             options["p2p_communicator"] = _Unheard(context.groups.pp, context.config)
         reports = forward_backward(context, context.data.train, 0, plan, **options)
         if trace is not None:
-            trace.reduction = ledger.peak
-        ledger.restart()
+            trace.reduction = timeline.peak
+        timeline.restart()
         if context.optimizer.decides_on_device:
             DeviceDecision.of(context.run).finish(context, TrainState(), plan, reports)
         else:
             context.optimizer.step()
         del reports
         if trace is not None:
-            trace.update = ledger.peak
-            trace.idle = ledger.num_bytes
-            trace.weights = ledger.kinds[Kind.WEIGHTS]
-            trace.gradients = ledger.kinds[Kind.GRADIENTS]
-            trace.optimizer = ledger.kinds[Kind.OPTIMIZER]
+            trace.update = timeline.peak
+            trace.idle = timeline.num_bytes
+            trace.weights = timeline.kinds[Kind.WEIGHTS]
+            trace.gradients = timeline.kinds[Kind.GRADIENTS]
+            trace.optimizer = timeline.kinds[Kind.OPTIMIZER]
 
 
 class _Unheard(P2PCommunicator):

@@ -1,9 +1,12 @@
-"""Counts what a rank's step does: operations, calls of Python, messages."""
+"""Counts what a rank's step does (operations, calls of Python, messages), and times operations."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron_lattice.planner.tracing.ledger import StorageLedger, tensors_in
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.metrics.memory_timeline import MemoryTimeline, tensors_in
+from megatron.training.setup.fake_device import fake_rank
+from megatron.training.setup.traced_memory import routed_share
+from megatron.training.setup.traced_rank import ModelScript, RankUnderTest
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,7 @@ class WorkOfRank:
     message_bytes: int = 0
 
 
-class WorkLedger(StorageLedger):
+class WorkCounter(MemoryTimeline):
     """A ledger that counts the work as well, inside `counting`."""
 
     def __init__(self) -> None:
@@ -119,7 +126,7 @@ class WorkLedger(StorageLedger):
             sys.setprofile(before)
 
     def _count_call(self, frame: FrameType, event: str, _argument: object) -> None:
-        is_ours = frame.f_code is WorkLedger.__torch_dispatch__.__code__
+        is_ours = frame.f_code is WorkCounter.__torch_dispatch__.__code__
         self.work.num_calls += event in ("call", "c_call") and not is_ours
 
     def __torch_dispatch__(
@@ -159,3 +166,104 @@ _FREE = {
     torch.ops.aten.lift_fresh.default,
 }
 """Operations that are no views and move nothing."""
+
+
+def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank:
+    """Return what one rank does in a step after the first, on gloo.
+
+    Args:
+        run, script, rank: see `trace_rank`.
+    Raises:
+        TopologyError: this process is a rank of a run.
+    """
+    with (
+        fake_rank(rank, run.topology.world_size, routed_share=routed_share(run), repeats=True),
+        WorkCounter() as counter,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        under_test = RankUnderTest(run, script, counter)
+        under_test.step(None)  # makes what later ones find
+        with counter.counting() as work:
+            under_test.step(None)
+        return work
+
+
+def work_of_ranks(run: ResolvedRun, script: ModelScript) -> list[WorkOfRank]:
+    """Return `work_of_rank` of all ranks."""
+    return [work_of_rank(run, script, rank) for rank in range(run.topology.world_size)]
+
+
+_ENOUGH_S = 4e-3
+"""What measuring an operation may take, but for its first call."""
+_MAX_CALLS = 30
+_BEYOND_CACHES = 2**24
+"""Bytes that no core's own cache holds."""
+
+
+class OperationTimes:
+    """What operations were found to take.
+
+    With as many threads as torch has in this process; the least of several calls counts.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Operation, float] = {}
+        self._seconds_to_read = float("inf")
+
+    def seconds_of_work(self, work: WorkOfRank) -> float:
+        """Return the seconds of all operations of a rank, and of reading what they read."""
+        return sum(
+            (self.seconds(each) + each.num_bytes * self.seconds_to_read) * number
+            for each, number in work.operations.items()
+        )
+
+    @property
+    def seconds_to_read(self) -> float:
+        """Seconds to read a byte that is not in the core's cache."""
+        if not math.isfinite(self._seconds_to_read):
+            self._measure_reading()
+        return self._seconds_to_read
+
+    def seconds(self, operation: Operation) -> float:
+        """Return the seconds of one call.
+
+        An operation that does not work with made-up values (lengths that must have a sum) counts
+        as a copy of its tensors.
+        """
+        if operation not in self._found:
+            self._found[operation] = _measured(operation)
+        return self._found[operation]
+
+    def measure_again(self) -> None:
+        """Measure all of them once more: something else may have slowed the machine before."""
+        for operation, least in self._found.items():
+            self._found[operation] = min(least, _measured(operation))
+        self._measure_reading()
+
+    def _measure_reading(self) -> None:
+        long = torch.ones(_BEYOND_CACHES // 4)
+        seconds = _least_seconds(long.sum) / _BEYOND_CACHES
+        self._seconds_to_read = min(self._seconds_to_read, seconds)
+
+
+def _measured(operation: Operation) -> float:
+    with torch.no_grad():
+        try:
+            return _least_seconds(operation.prepared())
+        except (RuntimeError, ValueError, IndexError):
+            return _least_seconds(operation.copies())
+
+
+def _least_seconds(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    end = time.perf_counter()
+    least, until = end - begin, end + _ENOUGH_S
+    for _ in range(_MAX_CALLS):
+        if end > until:
+            break
+        begin = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        least = min(least, end - begin)
+    return least

@@ -26,18 +26,18 @@ def fits(workloads: Workloads, hardware: Hardware) -> NDArray[np.bool_]:
     return predict_memory(workloads, hardware).total <= available
 
 
-def has_blanks(workloads: Workloads) -> NDArray[np.bool_]:
+def has_open_choices(workloads: Workloads) -> NDArray[np.bool_]:
     """Return which rows leave the micro batch, the chunks or the recomputation open."""
     numbers = np.isnan(workloads.micro_batch_size) | np.isnan(workloads.num_chunks)
     return numbers | (workloads.recompute == "")
 
 
-def fill_blanks(workloads: Workloads, hardware: Hardware) -> Workloads:
+def autofill(workloads: Workloads, hardware: Hardware) -> Workloads:
     """Return the table with each blank replaced by the choice that is fastest of those that fit.
 
     Where nothing fits, the choice is the one that needs least memory.
     """
-    open_rows = np.flatnonzero(has_blanks(workloads))
+    open_rows = np.flatnonzero(has_open_choices(workloads))
     if not len(open_rows):
         return workloads
     row, micro, chunks, kinds, shares = _choices(workloads, open_rows)

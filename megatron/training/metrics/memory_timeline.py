@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.training.setup.imaginary import device_of
+from megatron.training.setup.fake_device import device_of
 
 
 class Kind(Enum):
@@ -49,7 +49,7 @@ class Peak:
     layer: str = ""
 
 
-class StorageLedger(TorchDispatchMode):
+class MemoryTimeline(TorchDispatchMode):
     """A dispatch mode under which every new storage is counted until it is freed."""
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class StorageLedger(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
-        ledger, resize = self, self._resize
+        timeline, resize = self, self._resize
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            ledger._take(storage, "resize")
+            timeline._take(storage, "resize")
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]

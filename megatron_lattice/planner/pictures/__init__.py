@@ -1,1 +1,0 @@
-"""Pictures of predictions: memory, a step on a clock, operators, a search, scaling."""
