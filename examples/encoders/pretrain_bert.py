@@ -1,4 +1,4 @@
-"""Pretrain a BERT: `torchrun --nproc-per-node 4 pretrain_bert.py --num-layers 24 ...`.
+"""Pretrain a BERT: `torchrun --nproc-per-node 4 examples/encoders/pretrain_bert.py ...`.
 
 Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
 has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.

@@ -1,4 +1,4 @@
-"""Pretrain a T5: `torchrun --nproc-per-node 4 pretrain_t5.py --encoder-num-layers 12 ...`.
+"""Pretrain a T5: `torchrun --nproc-per-node 4 examples/encoders/pretrain_t5.py ...`.
 
 Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
 has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.
