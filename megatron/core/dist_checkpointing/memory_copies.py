@@ -386,10 +386,10 @@ class MemoryReader:
             holder to each rank that requests boxes of it.
         """
         group, held = self.contents.group, self.contents.held
-        self._has_begun = True
         peers = control_group(group)
         self._wanted.sort(key=lambda wanted: wanted[0])
         mine = [(holder, request) for holder, request, _ in self._wanted]
+        self._has_begun = True  # after the last line that may fail on this rank alone
         raise_on_all_ranks(None, peers)
         asked: list[list[tuple[int, _Request]]] = all_gather_object(mine, group)
         arrived: dict[int, Tensor] = {}

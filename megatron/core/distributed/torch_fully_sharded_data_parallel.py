@@ -265,12 +265,12 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
     def _reserve(self, values: Iterable[object]) -> None:
         """Raise if there is no memory for whole tensors: torch would raise on this rank alone."""
-        room = [
+        reserved = [
             torch.empty(v.shape, dtype=v.dtype, device=v.device)
             for v in values
             if isinstance(v, DTensor)
         ]
-        room.clear()  # the allocator keeps it for torch
+        reserved.clear()  # the allocator keeps it for torch
 
     def _all_ranks(self, step: Callable[[], Result]) -> Result:
         """Call `step` on all ranks that shard parameters; all raise if one fails."""
