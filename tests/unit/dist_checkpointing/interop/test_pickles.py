@@ -90,6 +90,13 @@ def test_what_a_pickle_names_again_costs_no_more_than_its_length(kind: str) -> N
     assert time.process_time() - began < 2 + 10e-6 * len(data)
 
 
+@pytest.mark.parametrize("kind", [k for k, data in amplifiers().items() if b"2\x86" in data])
+def test_a_tuple_that_the_memo_shares_costs_no_more_than_its_length(kind: str) -> None:
+    data = amplifiers()[kind].replace(b"2\x86", b"q\x63h\x63\x86")
+    with pytest.raises(DamagedCheckpointError, match=r"the\.file"):
+        load_pickle(data, what="the.file")
+
+
 def test_a_key_is_what_it_was_when_it_was_hashed() -> None:
     # The state of the record is reached again through the memo, and changed behind its back.
     data = b"\x80\x04}\x94" + short("megatron") + short("X") + b"\x93)R}\x94bNsh\x01"
