@@ -226,7 +226,11 @@ class CopiesOfGroup:
 
     def newest(self) -> Key | None:
         """Return the newest iteration of which every box is in the memory of some rank."""
-        mine = {c.key: (set(c.held), c.tensors) for c in self._copies.copies if c.key[0] >= 0}
+        mine = run_collectively(
+            self._peers,
+            "listing copies of the state",
+            lambda: {c.key: (set(c.held), c.tensors) for c in self._copies.copies if c.key[0] >= 0},
+        )
         gathered = self._peers.gather(mine)
         best = run_collectively(
             self._peers,
