@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import AsyncSave, ShardedTensor
 from megatron.core.dist_checkpointing.async_save import lower_priority
-from megatron.core.dist_checkpointing.local_state import as_local_state
 from megatron.core.foundation.optional_imports import require
 from megatron.core.transport.object_collectives import SingleProcess
+from megatron.training.checkpointing.restore import as_local_state
 
 HIDDEN = 1024
 

@@ -46,7 +46,7 @@ step() {
     echo "== $*"
     "$@" || status=1
 }
-step python -c 'import pretrain_gpt, pretrain_bert, pretrain_t5, pretrain_hybrid, pretrain_vlm'
+step python -c 'import pretrain_gpt, pretrain_hybrid, pretrain_vlm'
 step python -m pytest -q -p no:cacheprovider tests/unit/kernels tests/unit/optimizer \
     tests/gpu_without_gpu/test_captured_layers.py "$@"
 # These skip themselves without a GPU; that they are found is what can be shown.

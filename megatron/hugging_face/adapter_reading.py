@@ -33,13 +33,15 @@ from megatron.core.transformer.low_rank_adapter import (
     adapter_parameters,
 )
 from megatron.core.utils import unwrap_model
-from megatron.hugging_face.adapter_config import PeftConfig, problem, read_config
 from megatron.hugging_face.adapters import (
     CONFIG_NAME,
     EXPERT_PARAMETERS,
     PREFIX,
     WEIGHTS_NAME,
+    PeftConfig,
     experts_module,
+    problem,
+    read_config,
 )
 from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_directory import ModelDirectory, tensors_of_file

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.interop.stored_view import (
     ViewReader,
 )
 from megatron.core.dist_checkpointing.manifest import StoredTensor
-from megatron.core.dist_checkpointing.planner import ReadItem
+from megatron.core.dist_checkpointing.shard_plan import ReadItem
 from megatron.core.foundation.errors import CheckpointError
 from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_directory import (

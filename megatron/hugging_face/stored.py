@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader, narrow_to
 from megatron.core.dist_checkpointing.manifest import StoredTensor
-from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.settings.flags import from_args
 from megatron.core.transformer.low_rank_adapter import LoraConfig

@@ -208,11 +208,13 @@ class PretrainCall:
         """Refuse a command line, or a model of --load-hf, that another script trains."""
         built = self.args_defaults.get("architecture", "gpt")
         if asked != built:
+            folder = "examples/encoders/" if asked in ("bert", "t5") else ""
+            script = f"{folder}pretrain_{asked}.py"
             raise ConfigError(
                 f"the model is a {asked}, and this script builds a {built}.",
                 rule="a script trains one architecture",
                 flags=["--architecture", "--load-hf", "--preset"],
-                fix=f"use pretrain_{asked}.py, or pass args_defaults={{'architecture': {asked!r}}}"
+                fix=f"use {script}, or pass args_defaults={{'architecture': {asked!r}}}"
                 " to pretrain() in a script of your own",
             )
 

@@ -19,12 +19,12 @@ from megatron.core.dist_checkpointing import ShardedTensor, StrictHandling
 from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
 from megatron.core.dist_checkpointing.commit import make_directory
 from megatron.core.dist_checkpointing.durable import rename_durably, replace_durably
-from megatron.core.dist_checkpointing.durable_file import DurableFile
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, open_any
 from megatron.core.dist_checkpointing.loader import Contents, load_state
 from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
+from megatron.core.dist_checkpointing.writer import DurableFile
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import control_group

@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from tests.faults.job import FATAL, NUM_STEPS, SAVE_INTERVAL, Job, model_words
 from tests.faults.processes import all_listening
 from tests.faults.promises import Kept, Promise
 from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.training_run import train_with_flags
+from tools.checkpoint.state_digest import checkpoint_digest
 
 _POOL = threading.Lock()
 """The harness' ranks do one thing at a time."""

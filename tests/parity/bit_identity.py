@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from tests.parity.random_layouts.cases import Case, draw_cases
 from tests.parity.random_layouts.outcomes import Kind
 from tests.parity.random_layouts.runner import Runner
 from tests.parity.random_layouts.settings import Settings, number
+from tools.checkpoint.state_digest import checkpoint_digest
 
 SEED = 4711
 COUNT = 30

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-import pretrain_bert
+from examples.encoders import pretrain_bert
 from megatron.core import dist_checkpointing
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.datasets.bert_dataset import (

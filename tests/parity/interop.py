@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file
@@ -29,6 +28,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 from tests.parity.interop_jobs import Exchange, load_here, save_here
 from tools.checkpoint.__main__ import main as checkpoint_tool
+from tools.checkpoint.state_digest import tensor_digests
 
 PEER_SCRIPT = Path(__file__).with_name("interop_peer.py")
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.settings.command_line import read_command_line
 from tests.harness.distributed import run_distributed
 from tests.parity.training_run import read_metrics, train_with_flags
+from tools.checkpoint.state_digest import checkpoint_digest
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.rewrite import Produced, read_full, write_
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.settings.flags import positional
-from megatron.training.checkpointing.key_mapping import MAIN_WEIGHT_PREFIX
+from megatron.training.checkpointing.restore import MAIN_WEIGHT_PREFIX
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, opened, settings_of
 
 

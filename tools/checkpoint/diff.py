@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.dist_checkpointing.digest import tensor_digests
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.object_store import storage_path
 from megatron.core.settings.flags import positional
 from tools.checkpoint.opening import PathFlags, data_of, opened, settings_of
+from tools.checkpoint.state_digest import tensor_digests
 
 
 @dataclass(frozen=True, kw_only=True)

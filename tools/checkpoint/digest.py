@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
 from megatron.core.dist_checkpointing.object_store import storage_path
 from tools.checkpoint.opening import OPTIMIZER_PREFIX, PathFlags, checkpoint_in, opened
+from tools.checkpoint.state_digest import checkpoint_digest, tensor_digests
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.interop.opening import open_any, recognise
+from megatron.core.dist_checkpointing.interop.opening import is_checkpoint, open_any
 from megatron.core.dist_checkpointing.loader import Contents
-from megatron.core.dist_checkpointing.manifest import METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation.errors import CheckpointError
@@ -33,7 +32,7 @@ class PathFlags:
 
 def checkpoint_in(path: StoragePath) -> StoragePath:
     """Return `path` if it is a checkpoint, else the one in it that a run would load."""
-    if is_checkpoint(path) or recognise(path) is not None:
+    if is_checkpoint(path):
         return path
     found = select_checkpoints(path, None)
     if not found.candidates:
@@ -41,11 +40,6 @@ def checkpoint_in(path: StoragePath) -> StoragePath:
     if found.is_set_back:
         print(found.notes[-1], file=sys.stderr)
     return found.candidates[0].path
-
-
-def is_checkpoint(path: StoragePath) -> bool:
-    """Whether a place is one checkpoint, and not a directory of several."""
-    return (path / METADATA_NAME).exists() if isinstance(path, Path) else path.has(METADATA_NAME)
 
 
 def opened(path: StoragePath) -> Contents:

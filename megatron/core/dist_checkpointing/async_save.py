@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable
 
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error
-from megatron.core.dist_checkpointing.saver import SaveInProgress
+from megatron.core.dist_checkpointing.save_in_progress import SaveInProgress
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.foundation.errors import CheckpointError
 
 NICENESS = 12
-"""Where cores are scarce, training computes and the writer takes what is left: on Linux a thread of
-this niceness gets 6 % of a core that another wants whole."""
+"""If cores are scarce, training comes first: on Linux a thread of this niceness gets 6 % of a core
+that another thread keeps busy."""
 
 _BUFFER = SnapshotBuffer()
 _IN_FLIGHT: AsyncSave | None = None

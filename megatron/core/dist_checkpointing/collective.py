@@ -1,9 +1,9 @@
-"""Steps of a save or a load that all ranks take together, whatever exception one of them meets."""
+"""Steps of a save or a load that all ranks take together: one failure is raised on all ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.durable import describe_os_error
@@ -18,7 +18,7 @@ def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Res
     """Call `function` on this rank and return its result, or raise on every rank if any fails.
 
     Args:
-        doing: what was tried, for the message of an error that is not meant for users.
+        doing: the attempt, for the message of an error that is not meant for users.
     """
     problem: MegatronError | None = None
     result: Any = None
@@ -26,8 +26,46 @@ def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Res
         result = function()
     except Exception as error:
         problem = as_checkpoint_error(error, doing)
+        if problem.is_agreed:
+            raise
     raise_on_all_ranks(problem, peers)
     return result
+
+
+class AgreeingGroup:
+    """A control group whose ranks hear of an exception on any of them at their next collective.
+
+    `run` calls a function that may contain collectives on this group. A rank that raises between
+    two of them offers its error where the others agree on errors: before their next collective, or
+    at the end of the function. Collectives on other groups are not covered.
+    """
+
+    def __init__(self, peers: ControlGroup) -> None:
+        self._peers = peers
+        self.rank, self.size, self.global_rank = peers.rank, peers.size, peers.global_rank
+
+    def run(self, doing: str, function: Callable[[], Result]) -> Result:
+        """Call `function` on this rank and return its result, or raise on every rank if any fails.
+
+        Args:
+            doing: the attempt, for the message of an error that is not meant for users.
+        """
+        return run_collectively(self._peers, doing, function)
+
+    def gather(self, value: object) -> list[Any] | None:
+        """Agree on errors, then gather."""
+        raise_on_all_ranks(None, self._peers)
+        return self._peers.gather(value)
+
+    def scatter(self, values: Sequence[object] | None) -> Any:
+        """Agree on errors, then scatter."""
+        raise_on_all_ranks(None, self._peers)
+        return self._peers.scatter(values)
+
+    def broadcast(self, value: object) -> Any:
+        """Agree on errors, then broadcast."""
+        raise_on_all_ranks(None, self._peers)
+        return self._peers.broadcast(value)
 
 
 def run_on_coordinator(
@@ -43,7 +81,7 @@ def run_on_coordinator(
     Args:
         doing, path, needed_bytes: for the message of an error of the file system.
     Raises:
-        MegatronError: on every rank, what the coordinator met.
+        MegatronError: the coordinator's error, on every rank.
     """
     problem: MegatronError | None = None
     result: Any = None

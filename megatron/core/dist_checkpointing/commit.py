@@ -94,8 +94,8 @@ def publish(staging: Path, final: Path, run: str) -> None:
     try:
         rename_durably(staging, final)
     except OSError:
-        # Unless it was only the wait for the disk that failed, after the rename. If the old one
-        # cannot have its name back it stays readable as it is, and the first error is told.
+        # The sync after the rename may have failed; then the new one is in place. If the old one
+        # cannot get its name back, loaders still read it, and the first error is raised.
         if not final.exists():
             with contextlib.suppress(OSError):
                 rename_durably(replaced, final)
@@ -120,7 +120,7 @@ def read_tracker(directory: StoragePath, notes: list[str] | None = None) -> int 
     """Return what the tracker names, or None if there is none or it is unreadable.
 
     Args:
-        notes: is told why it is unreadable.
+        notes: gets a line with the reason if it is unreadable.
     """
     notes = [] if notes is None else notes
     try:

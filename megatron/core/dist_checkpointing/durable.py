@@ -1,7 +1,7 @@
-"""Files that survive: writing with fsync, renaming, and opening what a stranger left.
+"""Durable files: writing with fsync, renaming, and opening untrusted files.
 
-Every write, fsync, rename and unlink of a checkpoint goes through `os` calls made here or in
-`durable_file`, so that the crash tests can stop a save at each of them.
+Every write, fsync, rename and unlink of a checkpoint is an `os` call made here or in `writer`, so
+that the crash tests can stop a save at each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.foundation.errors import CheckpointError
 class DamagedCheckpointError(CheckpointError):
     """The files are not what was saved: missing, changed, cut, not ours or unsafe.
 
-    Another checkpoint may be intact, so a loader may continue to it and say so. Any other
+    Another checkpoint may be intact, so a loader may try that one and log it. Any other
     `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
     """
 
@@ -108,8 +108,8 @@ def start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
     """Let the disk begin with what is written, so that fsync finds little left to do.
 
     It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
-    the disk too, but also looks for pages to drop, of which there are none yet: measured, writing
-    takes half as much processor time again.
+    the disk too, but also looks for pages to drop and finds none yet: as measured, writing takes
+    half as much processor time again.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
@@ -190,11 +190,9 @@ class LocalFile:
     size: int
 
     def read_into(self, into: memoryview, position: int) -> None:
-        """See `OpenFile`."""
         read_exactly(self.descriptor, into, position, self.path)
 
     def forget_cached(self) -> None:
-        """See `OpenFile`."""
         with contextlib.suppress(OSError, AttributeError):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 

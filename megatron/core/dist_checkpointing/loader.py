@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
-from megatron.core.dist_checkpointing.planner import ReadItem, ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_plan import ReadItem, ShardIndex
 from megatron.core.dist_checkpointing.shard_reader import ShardReader
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, merge, prune
 from megatron.core.dist_checkpointing.validation import StrictHandling, apply_strictness
@@ -198,26 +198,26 @@ def load_state(
     )
     everywhere = peers.gather(asked) if compares else None
 
-    def plan() -> tuple[list[_Job], set[str]]:
+    def plan() -> tuple[list[_Job], set[str], SliceReader]:
         stored = set(contents.manifest.tensors) | _object_keys(contents)
         missing = stored.difference(*everywhere) if everywhere is not None else set()
         apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
-        return list(_plan(built, contents)), missing
+        return list(_plan(built, contents)), missing, contents.open_reader()
 
-    jobs, missing = run_collectively(peers, "comparing the state with the checkpoint", plan)
+    jobs, missing, reader = run_collectively(peers, "comparing the state with the checkpoint", plan)
     missing = peers.broadcast(missing) if compares else missing
 
     def read() -> tuple[dict[str, Any], int]:
-        num_bytes = _read(jobs, contents)
+        num_bytes = _read(jobs, reader)
         return _assemble(built, contents), num_bytes
 
     state, bytes_read = run_collectively(peers, f"loading {contents.directory}", read)
     return Loaded(state, missing, unexpected, bytes_read)
 
 
-def _read(jobs: list[_Job], contents: Contents) -> int:
+def _read(jobs: list[_Job], opened: SliceReader) -> int:
     """Fill all tensors, in file order so that the disk sees one pass; return the bytes read."""
-    with contents.open_reader() as reader:
+    with opened as reader:
         work = [(r.shard.file, r.shard.begin, i, r) for i, j in enumerate(jobs) for r in j.reads]
         for _, _, index, read in sorted(work, key=lambda w: w[:3]):
             job = jobs[index]
@@ -326,6 +326,12 @@ def narrow_to(tensor: Tensor, box: Box) -> Tensor:
     for dim, (offset, length) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
+
+
+def read_box(index: ShardIndex, box: Box, reader: SliceReader, into: Tensor) -> None:
+    """Fill `into` [...] with a box of a stored tensor."""
+    for read in index.reads(box):
+        reader.read(index.tensor, read, narrow_to(into, read.in_wanted))
 
 
 def _assemble(built: Any, contents: Contents) -> dict[str, Any]:

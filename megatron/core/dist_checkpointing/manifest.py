@@ -348,7 +348,7 @@ def build_manifest(
 
     Args:
         tensors: key -> (dtype name, global shape, is_padded).
-        shards: key -> what the ranks wrote of it.
+        shards: key -> the boxes that ranks wrote.
     """
     stored = {
         key: StoredTensor(

@@ -1,20 +1,19 @@
 """Copies of the running state in host memory, which outlive the process groups.
 
-    own copy         what this rank holds
-    neighbour's      what a rank elsewhere holds and no rank at another place has: the shards of a
-                     distributed optimizer, above all
+    own copy         the shards of this rank
+    neighbour's      shards of a rank at another place that no third place has: above all the shards
+                     of a distributed optimizer
 
-After a rank has died the others make new process groups and read the state from these copies, in
-any layout: whoever holds a box sends it to those that need it. Two iterations are kept, since a
-rank may die while a copy is made: of the older one all ranks have everything. A place is a node,
-or a rank where there is one node only. What is lost together with its only copies is lost: then
-there is a checkpoint.
+After a rank has died, the others make new process groups and read the state from these copies, in
+any layout: the holder of a box sends it to the ranks that need it. Two iterations are kept, because
+a rank may die during a copy; the older one is then complete. A place is a node, or a rank if there
+is only one node. If all copies of a shard are lost, the run needs a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import typed_json
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error, run_collectively
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.loader import Contents, narrow_to
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
@@ -33,8 +33,15 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.dist_checkpointing.planner import ReadItem, ShardMetadata, Unit, plan_save
 from megatron.core.dist_checkpointing.shard_file import DTYPES, element_bytes, storage_order
+from megatron.core.dist_checkpointing.shard_plan import (
+    ReadItem,
+    ShardMetadata,
+    build_factories,
+    neighbour_distance,
+    only_copies,
+    stored_tensors,
+)
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.topology.group import Group
@@ -43,6 +50,7 @@ from megatron.core.transport.object_collectives import (
     all_gather_object,
     any_across_ranks,
     control_group,
+    raise_on_all_ranks,
 )
 from megatron.core.transport.work import Handle
 
@@ -87,13 +95,13 @@ class MemoryCopies:
     """What this process keeps from one set of process groups to the next."""
 
     def __init__(self) -> None:
-        self._copies = [_Copy(), _Copy()]
-        self._num_begun = 0
+        self.copies = [_Copy(), _Copy()]
+        self.num_begun = 0
 
     @property
     def num_bytes(self) -> int:
         """Host memory of all copies."""
-        return sum(c.shared.num_bytes + c.rest.num_bytes + c.received.numel() for c in self._copies)
+        return sum(c.shared.num_bytes + c.rest.num_bytes + c.received.numel() for c in self.copies)
 
     def open(self, group: Group, place: int) -> CopiesOfGroup:
         """Return what makes and reads copies with the ranks of a group: collective.
@@ -102,15 +110,9 @@ class MemoryCopies:
             group: all ranks; tensors of the host travel on it.
             place: number of this rank's node.
         """
-        begun: list[int] = all_gather_object(self._num_begun, group)
-        self._num_begun = 1 + max(begun)
+        begun: list[int] = all_gather_object(self.num_begun, group)
+        self.num_begun = 1 + max(begun)
         return CopiesOfGroup(self, group, place)
-
-    def _oldest(self) -> _Copy:
-        return min(self._copies, key=lambda copy: copy.key)
-
-    def _find(self, key: Key) -> _Copy | None:
-        return next((copy for copy in self._copies if copy.key == key), None)
 
 
 class CopiesOfGroup:
@@ -124,50 +126,77 @@ class CopiesOfGroup:
 
     # Making ---------------------------------------------------------------------------------
 
-    def save(self, state: ShardedStateDict, iteration: int, info: Mapping[str, Any]) -> None:
-        """Copy the state as it is now, and send the neighbour what nobody else has.
+    def save(
+        self, state: Callable[[], ShardedStateDict], iteration: int, info: Mapping[str, Any]
+    ) -> None:
+        """Copy the state as it is now, and send the neighbour the shards that no other place has.
 
+        Args:
+            state: declares this rank's state.
+        Raises:
+            CheckpointError: on every rank, if one cannot copy; the earlier copy is intact.
         Communication:
-            one all-reduce of a number; a message to a neighbour; where declarations have changed, a
-            gather of them on the first rank and a scatter of what follows.
+            two agreements on errors, one all-reduce of a number, and a message to a neighbour; if
+            declarations have changed, a gather of them on the first rank and a scatter of the plan.
         """
-        built = map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
-        shards = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedTensor)]
-        declared = [ShardMetadata.of(shard) for shard in shards]
-        # Nobody gets past this before all have their earlier copy: the older of the two may go.
+
+        def declare() -> tuple[list[ShardedTensor], list[ShardMetadata], Any, dict[str, Any]]:
+            declared = state()
+            built = build_factories(declared)
+            kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory)
+            plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, declared))
+            common = typed_json.encode({} if plain is ABSENT else plain)
+            found = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedObject)]
+            objects = {leaf.unique_key: leaf.data for leaf in found}
+            shards = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedTensor)]
+            return shards, [ShardMetadata.of(shard) for shard in shards], common, objects
+
+        shards, declared, common, objects = run_collectively(
+            self._peers, "declaring the state to copy", declare
+        )
+        # A rank passes this only when all ranks have finished their earlier copy, so the older of
+        # the two may be overwritten.
         if any_across_ranks(declared != self._declared or self._plan is None, self._group):
             self._declared, self._plan = declared, self._make_plan(declared)
         plan = self._plan
         assert plan is not None
-        copy = self._copies._oldest()
-        copy.key, copy.held = (-1, -1), {}
-        chosen = set(plan.to_send)
-        sent = [shards[i] for i in plan.to_send]
-        names, tensors = _in_order(sent)
-        copy.held.update(zip(names, copy.shared.copy_of(tensors), strict=True))
-        others = [shard for i, shard in enumerate(shards) if i not in chosen]
-        names, tensors = _in_order(others)
-        copy.held.update(zip(names, copy.rest.copy_of(tensors), strict=True))
-        self._exchange(plan, copy, sum(declared[i].num_bytes for i in plan.to_send))
-        kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory)
-        plain = prune(map_leaves(lambda x: ABSENT if isinstance(x, kinds) else x, state))
-        copy.common = typed_json.encode({} if plain is ABSENT else plain)
-        objects = [leaf for _, leaf in leaves(built) if isinstance(leaf, ShardedObject)]
-        copy.objects = {leaf.unique_key: leaf.data for leaf in objects}
+
+        def fill() -> tuple[_Copy, Tensor, Tensor]:
+            copy = min(self._copies.copies, key=lambda copy: copy.key)
+            copy.key, copy.held = (-1, -1), {}
+            chosen = set(plan.to_send)
+            others = [shard for i, shard in enumerate(shards) if i not in chosen]
+            for memory, part in ((copy.shared, [shards[i] for i in plan.to_send]),
+                                 (copy.rest, others)):  # fmt: skip
+                names, tensors = _in_order(part)
+                copy.held.update(zip(names, memory.copy_of(tensors), strict=True))
+            coming = sum(shard.num_bytes for shard in plan.coming)
+            if copy.received.numel() < coming:
+                copy.received = torch.empty(coming, dtype=torch.uint8)
+            copy.held.update(_carve(copy.received, plan.coming))
+            leaving = sum(declared[i].num_bytes for i in plan.to_send)
+            return copy, copy.received[:coming], copy.shared.memory[:leaving]
+
+        copy, coming, leaving = run_collectively(self._peers, "copying the state", fill)
+        self._exchange(plan, coming, leaving)
+        copy.common, copy.objects = common, objects
         copy.tensors, copy.info = plan.tensors, info
-        copy.key = (iteration, self._copies._num_begun)
+        copy.key = (iteration, self._copies.num_begun)
 
     def _make_plan(self, declared: list[ShardMetadata]) -> _Plan:
         gathered = self._peers.gather((declared, self._place))
-        answers = None
-        if gathered is not None:
+
+        def decide() -> list[_Plan] | None:
+            if gathered is None:
+                return None
             declarations, places = map(list, zip(*gathered, strict=True))
             distance = neighbour_distance(places)
             to_send = only_copies(declarations, places)
             size = len(declarations)
-            answers = [
+            tensors = stored_tensors(declarations, spread_over_replicas=False)
+            return [
                 _Plan(
-                    _whole_tensors(declarations),
+                    tensors,
                     to_send[rank],
                     [declarations[source][i] for i in to_send[source]],
                     distance,
@@ -175,38 +204,46 @@ class CopiesOfGroup:
                 for rank in range(size)
                 for source in [(rank - distance) % size]
             ]
+
+        answers = run_collectively(self._peers, "planning copies of the state", decide)
         plan: _Plan = self._peers.scatter(answers)
         return plan
 
-    def _exchange(self, plan: _Plan, copy: _Copy, num_bytes: int) -> None:
-        """Send what only this place has, and receive the same of another."""
+    def _exchange(self, plan: _Plan, coming: Tensor, leaving: Tensor) -> None:
+        """Send [bytes] that only this place has, and receive the neighbour's."""
         size, rank = self._peers.size, self._peers.rank
-        coming = sum(shard.num_bytes for shard in plan.coming)
-        if copy.received.numel() < coming:
-            copy.received = torch.empty(coming, dtype=torch.uint8)
         handles: list[Handle] = []
-        for begin in range(0, coming, _CHUNK_BYTES):
-            part = copy.received[begin : min(begin + _CHUNK_BYTES, coming)]
+        for begin in range(0, len(coming), _CHUNK_BYTES):
+            part = coming[begin : begin + _CHUNK_BYTES]
             handles.append(backend.irecv(part, (rank - plan.distance) % size, self._group))
-        for begin in range(0, num_bytes, _CHUNK_BYTES):
-            part = copy.shared.memory[begin : min(begin + _CHUNK_BYTES, num_bytes)]
+        for begin in range(0, len(leaving), _CHUNK_BYTES):
+            part = leaving[begin : begin + _CHUNK_BYTES]
             handles.append(backend.isend(part, (rank + plan.distance) % size, self._group))
         for handle in handles:
             handle.wait()
-        copy.held.update(_carve(copy.received, plan.coming))
 
     # Reading --------------------------------------------------------------------------------
 
     def newest(self) -> Key | None:
         """Return the newest iteration of which every box is in the memory of some rank."""
-        mine = {c.key: (set(c.held), c.tensors) for c in self._copies._copies if c.key[0] >= 0}
+        mine = run_collectively(
+            self._peers,
+            "listing copies of the state",
+            lambda: {c.key: (set(c.held), c.tensors) for c in self._copies.copies if c.key[0] >= 0},
+        )
         gathered = self._peers.gather(mine)
-        best: Key | None = self._peers.broadcast(None if gathered is None else _choose(gathered))
-        return best
+        best = run_collectively(
+            self._peers,
+            "choosing a copy of the state",
+            lambda: None if gathered is None else _choose(gathered),
+        )
+        found: Key | None = self._peers.broadcast(best)
+        return found
 
     def contents(self, key: Key) -> MemoryContents:
-        """Open what `newest` found."""
-        copy = self._copies._find(key)
+        """Open the copy that `newest` found. After its all-gather a failure is this rank's alone,
+        so callers agree on it."""
+        copy = next((copy for copy in self._copies.copies if copy.key == key), None)
         mine = None if copy is None else (copy.tensors, copy.info, copy.common)
         objects = {} if copy is None else copy.objects
         names = set() if copy is None else set(copy.held)
@@ -249,54 +286,6 @@ def _choose(
         if needed <= held:
             return key
     return None
-
-
-def neighbour_distance(places: Sequence[int]) -> int:
-    """Return how many ranks away the holder of a rank's copy is: on another node, if there is one.
-
-    Args:
-        places: node of each rank; the ranks of a node follow each other.
-    """
-    largest = max(places.count(place) for place in places)
-    return largest if largest < len(places) else 1 % len(places)
-
-
-def only_copies(
-    declared: Sequence[Sequence[ShardMetadata]], places: Sequence[int]
-) -> list[list[int]]:
-    """Return, for each rank, which of its shards no rank at another place holds.
-
-    Of the ranks of one place the first one that holds a shard sends it.
-    """
-    if len(set(places)) == 1:
-        places = range(len(places))
-    at: dict[Unit, set[int]] = {}
-    first: dict[Unit, tuple[int, int]] = {}
-    for rank, shards in enumerate(declared):
-        for index, shard in enumerate(shards):
-            unit = (shard.key, shard.offset, shard.shape, shard.flat_bounds)
-            at.setdefault(unit, set()).add(places[rank])
-            first.setdefault(unit, (rank, index))
-    chosen: list[list[int]] = [[] for _ in declared]
-    for unit, found in at.items():
-        if len(found) == 1 and len(declared) > 1:
-            rank, index = first[unit]
-            chosen[rank].append(index)
-    return chosen
-
-
-def _whole_tensors(declared: Sequence[Sequence[ShardMetadata]]) -> dict[str, StoredTensor]:
-    """Describe every tensor by boxes that make it up."""
-    plan = plan_save(declared, spread_over_replicas=False)
-    shards: dict[str, list[Shard]] = {key: [] for key in plan.tensors}
-    for rank, writes in enumerate(plan.writes):
-        for index in writes:
-            for offset, shape in declared[rank][index].boxes():
-                shards[declared[rank][index].key].append(Shard(offset, shape, "", 0, ()))
-    return {
-        key: StoredTensor(dtype, shape, tuple(shards[key]), is_padded)
-        for key, (dtype, shape, is_padded) in plan.tensors.items()
-    }
 
 
 def _in_order(shards: Sequence[ShardedTensor]) -> tuple[list[NamedBox], list[Tensor]]:
@@ -363,12 +352,15 @@ class MemoryReader:
         self.bytes_read = 0
         self._keys = {id(t): key for key, t in contents.manifest.tensors.items()}
         self._wanted: list[tuple[int, _Request, Tensor]] = []
+        self._has_begun = False
 
     def __enter__(self) -> MemoryReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not self._has_begun:
+            # The others agree on errors in `finish`.
+            raise_on_all_ranks(as_checkpoint_error(error, "reading copies"), self.contents.group)
 
     @torch.no_grad()
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
@@ -389,29 +381,40 @@ class MemoryReader:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exchange what is asked for.
+        """Exchange the boxes that ranks have asked for.
 
+        Raises:
+            CheckpointError: on all ranks, if one of them fails before the exchange.
         Communication:
-            an all-gather of the requests; one message from each holder to each rank that asks.
+            an all-gather of the requests, two agreements on errors, and one message from each
+            holder to each rank that requests boxes of it.
         """
         group, held = self.contents.group, self.contents.held
+        peers = control_group(group)
         self._wanted.sort(key=lambda wanted: wanted[0])
         mine = [(holder, request) for holder, request, _ in self._wanted]
+        self._has_begun = True  # after the last line that may fail on this rank alone
+        raise_on_all_ranks(None, peers)
         asked: list[list[tuple[int, _Request]]] = all_gather_object(mine, group)
-        handles: list[Handle] = []
         arrived: dict[int, Tensor] = {}
-        for holder, requests in groupby(mine, key=lambda request: request[0]):
-            total = sum(request.num_bytes for _, request in requests)
-            arrived[holder] = torch.empty(total, dtype=torch.uint8)
-            handles.append(backend.irecv(arrived[holder], holder, group))
-        for rank, requests_of_rank in enumerate(asked):
-            parts = [
-                narrow_to(held[request.name], request.part).contiguous().view(-1).view(torch.uint8)
-                for holder, request in requests_of_rank
-                if holder == group.rank()
-            ]
-            if parts:
-                handles.append(backend.isend(torch.cat(parts), rank, group))
+        parts: dict[int, Tensor] = {}
+
+        def prepare() -> None:
+            for holder, requests in groupby(mine, key=lambda request: request[0]):
+                total = sum(request.num_bytes for _, request in requests)
+                arrived[holder] = torch.empty(total, dtype=torch.uint8)
+            for rank, requests_of_rank in enumerate(asked):
+                boxes = [
+                    narrow_to(held[request.name], request.part).contiguous().view(-1)
+                    for holder, request in requests_of_rank
+                    if holder == group.rank()
+                ]
+                if boxes:
+                    parts[rank] = torch.cat([box.view(torch.uint8) for box in boxes])
+
+        run_collectively(peers, "reading copies", prepare)
+        handles = [backend.irecv(into, holder, group) for holder, into in arrived.items()]
+        handles += [backend.isend(part, rank, group) for rank, part in parts.items()]
         for handle in handles:
             handle.wait()
         begins = dict.fromkeys(arrived, 0)

@@ -1,8 +1,8 @@
 """Checkpoints in an object store, through fsspec: s3://bucket/run, gs://..., memory://..., file://...
 
-A store has no rename, no lock and no directories; what it has is that one object appears whole or
-not at all. So files are written under their final names, and `metadata.json`, which pins all others
-by hash, is written last: a checkpoint without it does not exist. It is deleted first.
+A store has no rename, no lock and no directories, but an object appears whole or not at all. So
+files are written under their final names, and `metadata.json`, which pins all others by hash, is
+written last: a checkpoint without it does not exist. It is deleted first.
 """
 
 from __future__ import annotations
@@ -152,7 +152,6 @@ class StoredObject:
     size: int
 
     def read_into(self, into: memoryview, position: int) -> None:
-        """See `durable.OpenFile`."""
         if not len(into):
             return
         end = position + len(into)

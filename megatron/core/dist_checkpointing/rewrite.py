@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader, narrow_to
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
     ManifestFile,
@@ -23,13 +23,13 @@ from megatron.core.dist_checkpointing.manifest import (
     build_manifest,
 )
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import (
     DTYPES,
     element_bytes,
     hash_of,
     storage_order,
 )
+from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
 from megatron.core.dist_checkpointing.writer import writer_for
 
@@ -54,10 +54,7 @@ def read_full(tensor: StoredTensor, reader: SliceReader) -> Tensor:
     full = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
     zero = (0,) * len(tensor.shape)
     for read in ShardIndex(tensor).reads((zero, tensor.shape)):
-        into = full
-        for dim, (offset, length) in enumerate(zip(*read.in_wanted, strict=True)):
-            into = into.narrow(dim, offset, length)
-        reader.start(tensor, read, into)
+        reader.start(tensor, read, narrow_to(full, read.in_wanted))
     reader.finish()
     return full
 

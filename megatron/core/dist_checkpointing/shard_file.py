@@ -41,7 +41,7 @@ PAGE_BYTES = 4096
 HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
 others write or read. Of what every Python has it is also the fastest, before BLAKE2 and CRC-32's
-equal; and one hash, that of the manifest, pins a whole checkpoint against substitution."""
+equal; and the hash of the manifest alone pins a whole checkpoint against substitution."""
 _INLINE_BYTES = 64 << 10
 """A smaller block is hashed at once: handing it to a thread would take as long."""
 
@@ -225,7 +225,6 @@ class StreamSink:
         self._threads.__exit__()
 
     def put(self, data: memoryview | bytes) -> Future[str]:
-        """See `Sink`."""
         if len(data) >= _INLINE_BYTES:
             for index, earlier in enumerate(self._helped):
                 if earlier is None or earlier.done():
@@ -239,10 +238,10 @@ class StreamSink:
         return done
 
     def begin(self) -> None:
-        """See `Sink`."""
+        pass
 
     def finish(self) -> None:
-        """See `Sink`."""
+        pass
 
 
 def read_block(

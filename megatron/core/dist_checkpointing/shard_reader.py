@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.flat_ranges import Box
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     DTYPES,
@@ -25,6 +24,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     hash_of,
     start_reading,
 )
+from megatron.core.dist_checkpointing.shard_plan import ReadItem
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 from megatron.core.foundation.device import is_host_memory
 

@@ -59,7 +59,7 @@ def _encode(value: Any, path: Path) -> Any:
         return value.name
     if value is None or isinstance(value, (bool, str)):
         return value
-    # Exact types: numpy's float64 is a float, and must come back as what it was.
+    # Exact types: numpy's float64 is a float, and must be restored as numpy's float64.
     if type(value) is int or (isinstance(value, int) and not isinstance(value, np.generic)):
         return int(value)
     if isinstance(value, float) and not isinstance(value, np.generic):

@@ -59,7 +59,7 @@ def apply_strictness(
     """Log or refuse mismatches.
 
     Raises:
-        CheckpointError: the policy refuses what was found.
+        CheckpointError: the policy refuses the mismatch.
     """
     if unexpected and not strict.tolerates_unexpected:
         raise CheckpointError(

@@ -2,12 +2,23 @@
 
 On a file system: written to a staging directory, which is renamed. In an object store: under the
 final names, with `metadata.json` last.
+
+`DurableFile` writes a new file at several offsets at a time. Each thread hashes a window of bytes
+and copies it to the page cache while the window is in the cache of its core; the disk begins with a
+run as soon as it is written. Windows are aligned in the file, so the system takes each as one large
+block of pages, which costs less than page by page. (O_DIRECT was measured as well: steadier where
+other programs fill the page cache, but 15 % slower where two ranks share two cores: the disk
+requires aligned memory, which takes another copy.)
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -16,10 +27,11 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.durable import (
     describe_os_error,
+    start_writeback,
     sync_directory,
+    write_at,
     write_durably,
 )
-from megatron.core.dist_checkpointing.durable_file import DurableFile
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
     MANIFEST_NAME,
@@ -29,6 +41,8 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath
 from megatron.core.dist_checkpointing.shard_file import (
+    BLOCK_BYTES,
+    HASH_NAME,
     Sink,
     StoredFile,
     StreamSink,
@@ -36,7 +50,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     space_problem,
     write_shards,
 )
-from megatron.core.dist_checkpointing.thread_pool import threads_per_rank
+from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per_rank
 
 
 class CheckpointWriter(ABC):
@@ -107,7 +121,6 @@ class DirectoryWriter(CheckpointWriter):
         return str(self.staging)
 
     def prepare(self, num_bytes: int) -> None:
-        """See `CheckpointWriter`."""
         problem = space_problem(self.final, num_bytes)
         if problem is not None:
             raise problem
@@ -116,7 +129,6 @@ class DirectoryWriter(CheckpointWriter):
 
     @contextmanager
     def sink(self, name: str, num_bytes: int, in_background: bool) -> Iterator[Sink]:
-        """See `CheckpointWriter`."""
         path = self.staging / name
         with self._errors("writing", path, num_bytes):
             with DurableFile(path, num_bytes, in_background=in_background) as file:
@@ -124,22 +136,18 @@ class DirectoryWriter(CheckpointWriter):
             sync_directory(self.staging)
 
     def put(self, name: str, data: bytes) -> None:
-        """See `CheckpointWriter`."""
         with self._errors("writing", self.staging / name, len(data)):
             write_durably(self.staging / name, data)
 
     def size_of(self, name: str) -> int | None:
-        """See `CheckpointWriter`."""
         path = self.staging / name
         return path.stat().st_size if path.exists() else None
 
     def publish(self, num_bytes: int) -> None:
-        """See `CheckpointWriter`."""
         with self._errors("committing", self.staging, num_bytes):
             commit.publish(self.staging, self.final, self.run)
 
     def abort(self) -> None:
-        """See `CheckpointWriter`."""
         commit.abort(self.staging)
 
     @contextmanager
@@ -170,17 +178,14 @@ class ObjectStoreWriter(CheckpointWriter):
 
     @contextmanager
     def sink(self, name: str, num_bytes: int, in_background: bool) -> Iterator[Sink]:
-        """See `CheckpointWriter`."""
         num_threads = 1 if in_background else threads_per_rank()
         with self.final.writer(name, num_bytes) as write, StreamSink(write, num_threads) as sink:
             yield sink
 
     def put(self, name: str, data: bytes) -> None:
-        """See `CheckpointWriter`."""
         self.final.write(name, data)
 
     def size_of(self, name: str) -> int | None:
-        """See `CheckpointWriter`."""
         if not self.final.has(name):
             return None
         with self.final.open(name) as stored:
@@ -190,5 +195,101 @@ class ObjectStoreWriter(CheckpointWriter):
         """See `CheckpointWriter`; it exists since `metadata.json` does."""
 
     def abort(self) -> None:
-        """See `CheckpointWriter`."""
         self.final.remove(first=METADATA_NAME)
+
+
+WINDOW_BYTES = 1 << 20
+"""What is hashed and then copied at once; the cache of a core holds it."""
+
+_Part = tuple[memoryview, "Future[str]"]
+
+
+class DurableFile:
+    """See `shard_file.Sink`; what was put is on the disk when `finish` returns.
+
+    Use as a context manager: creates the file, and closes it.
+
+    Args:
+        path: must not exist.
+        num_bytes: about how many will come.
+        in_background: one thread, which disturbs training least. Otherwise two at least: while the
+            disk lets one wait, the other hashes.
+    Raises:
+        OSError: the system refused.
+    """
+
+    def __init__(self, path: Path, num_bytes: int, *, in_background: bool = False) -> None:
+        self._path = path
+        most = 1 if in_background else max(2, threads_per_rank())
+        self._num_threads = min(most, num_bytes // BLOCK_BYTES + 1)
+        self._position = 0
+        self._run: list[_Part] = []
+        self._run_bytes = 0
+        self._started: list[Future[None]] = []
+        self._failure: OSError | None = None
+
+    def __enter__(self) -> DurableFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o644)
+        self._threads = ThreadPool(self._num_threads)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None and self._failure is None:
+            self._failure = OSError(errno.ECANCELED, "given up")
+        self._threads.__exit__(kind, error, trace)
+        os.close(self._descriptor)
+
+    def put(self, data: memoryview | bytes) -> Future[str]:
+        """Take the next bytes of the file, and return what will be their hash.
+
+        Args:
+            data: at most a block, unchanged until the hash is there.
+        """
+        if len(data) > BLOCK_BYTES:
+            raise ValueError(f"{len(data)} bytes are more than a block of {BLOCK_BYTES}")
+        if self._failure is not None:
+            raise self._failure
+        if self._run_bytes + len(data) > BLOCK_BYTES:
+            self.begin()
+        found: Future[str] = Future()
+        self._run.append((memoryview(data), found))
+        self._run_bytes += len(data)
+        return found
+
+    def begin(self) -> None:
+        """Begin to write all that was put."""
+        if self._run:
+            self._started.append(self._threads.start(self._write_run, self._position, self._run))
+            self._position += self._run_bytes
+            self._run, self._run_bytes = [], 0
+
+    def finish(self) -> None:
+        """Wait until everything is on the disk."""
+        self.begin()
+        for work in self._started:
+            work.result()
+        os.fsync(self._descriptor)
+
+    def _write_run(self, position: int, run: Sequence[_Part]) -> None:
+        """Write parts that follow each other: in a thread."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            first = position
+            for data, found in run:
+                state, done = hashlib.new(HASH_NAME), 0
+                while done < len(data):
+                    piece = data[done : done + WINDOW_BYTES - position % WINDOW_BYTES]
+                    state.update(piece)
+                    write_at(self._descriptor, piece, position)
+                    done, position = done + len(piece), position + len(piece)
+                found.set_result(state.hexdigest())
+            start_writeback(self._descriptor, first, position - first)
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._failure = error
+            for _, found in run:
+                if not found.done():
+                    found.set_exception(error)
+            raise

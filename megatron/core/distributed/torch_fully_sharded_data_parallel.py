@@ -9,9 +9,9 @@ buckets, works in pipelines, and adds gradients in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -27,12 +28,14 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.device import is_fake
-from megatron.core.foundation.errors import ConfigError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.torch_transport import averages
+
+Result = TypeVar("Result")
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -231,8 +234,18 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             _scale(shard, scaling_factor)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the wrapped module's state, without a prefix, every tensor whole."""
-        state = self.module.state_dict(*args, **kwargs)
+        """Return the wrapped module's state, without a prefix, every tensor whole.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them fails before torch gathers.
+        """
+
+        def own_state() -> dict[str, Any]:
+            state = self.module.state_dict(*args, **kwargs)
+            self._reserve(state.values())
+            return state
+
+        state = self._all_ranks(own_state)
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
     def summon_full_params(self) -> AbstractContextManager[None]:
@@ -241,6 +254,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
     @contextmanager
     def _unsharded(self) -> Iterator[None]:
+        self._all_ranks(lambda: self._reserve(self.module.parameters()))
         for module in self._fsdp_modules:
             module.unshard()
         try:
@@ -248,6 +262,29 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         finally:
             for module in self._fsdp_modules:
                 module.reshard()
+
+    def _reserve(self, values: Iterable[object]) -> None:
+        """Raise if there is no memory for whole tensors: torch would raise on this rank alone."""
+        reserved = [
+            torch.empty(v.shape, dtype=v.dtype, device=v.device)
+            for v in values
+            if isinstance(v, DTensor)
+        ]
+        reserved.clear()  # the allocator keeps it for torch
+
+    def _all_ranks(self, step: Callable[[], Result]) -> Result:
+        """Call `step` on all ranks that shard parameters; all raise if one fails."""
+        problem: MegatronError | None = None
+        result: Any = None
+        try:
+            result = step()
+        except Exception as error:
+            problem = as_checkpoint_error(error, "gathering parameters")
+        for mesh in (self.mesh(), self.mesh(is_expert=True)):
+            problem = mesh.agreed(problem)
+        if problem is not None:
+            raise problem
+        return result
 
 
 def _scale(shard: ParameterShard, factor: float | Tensor) -> None:

@@ -53,6 +53,9 @@ def _shown(value: Any, limit: int, levels: int) -> str:
 class MegatronError(Exception):
     """Base of all errors that are meant to be read by a user."""
 
+    is_agreed = False
+    """Whether all ranks of a group raise this error together."""
+
     def __init__(
         self, found: str, *, rule: str = "", flags: Sequence[str] = (), fix: str = ""
     ) -> None:

@@ -229,4 +229,6 @@ def raise_on_all_ranks(problem: MegatronError | None, group: Group | ControlGrou
     first = peers.broadcast(first)
     if first is not None:
         rank, shown = first
-        raise shown.named(f"rank {rank}") from problem
+        agreed = shown.named(f"rank {rank}")
+        agreed.is_agreed = True
+        raise agreed from problem

@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family
-from megatron.hugging_face.families.llama import LLAMA, gated_settings
-from megatron.hugging_face.families.windows import (
+from megatron.hugging_face.families.family import (
     FULL,
     SLIDING,
+    Family,
     window_fields,
     with_window,
 )
+from megatron.hugging_face.families.llama import LLAMA, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope, with_rope_parameters
 from megatron.hugging_face.weight_map import WeightRule, identity

@@ -19,8 +19,8 @@ from megatron.hugging_face.families.deepseek import (
     with_expert_layers,
     with_experts,
 )
+from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA
-from megatron.hugging_face.families.windows import window_fields, with_window
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, identity
 

@@ -1,35 +1,81 @@
-"""Save and load a run: what the loop and Megatron's functions both are built on.
+"""Save and load a run: the loop and Megatron's functions both call it.
 
-Every method is a collective over all processes of the run. `saver` decides when bytes become a
-checkpoint, `resume` which one is loaded, `restore` how its state gets into the run.
+Every method is a collective over all processes of the run: if one of them fails, wherever that is,
+all raise its error. `saver` decides when bytes become a checkpoint, `selection` which one is
+loaded, `restore` fills the run from it. `ResumeSource` finds the state that a run begins with: a
+checkpoint of its own, another model's weights, or none.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron.core.dist_checkpointing import async_save
-from megatron.core.dist_checkpointing.collective import print_once
+from megatron.core.dist_checkpointing.collective import (
+    AgreeingGroup,
+    print_once,
+    run_on_coordinator,
+)
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
+from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
+from megatron.core.distributed.adapter_parameters import set_magnitudes
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import ControlGroup, control_group
 from megatron.training.checkpointing.hugging_face import (
+    load_adapters_collectively,
+    note_on_precision,
+    open_collectively,
     write_adapters_collectively,
     write_collectively,
 )
 from megatron.training.checkpointing.memory import MemoryCheckpoints
-from megatron.training.checkpointing.non_persistent import open_non_persistent
-from megatron.training.checkpointing.restore import Restored
-from megatron.training.checkpointing.resume import ResumeSource
-from megatron.training.checkpointing.run_state import CheckpointContext, describe_layout
+from megatron.training.checkpointing.non_persistent import (
+    NonPersistentCheckpoints,
+    open_non_persistent,
+)
+from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
+from megatron.training.checkpointing.run_state import (
+    CheckpointContext,
+    apply_optimizer,
+    describe_layout,
+)
 from megatron.training.checkpointing.saver import Saver
+from megatron.training.checkpointing.selection import (
+    Selection,
+    missing,
+    missing_pretrained,
+    no_intact_checkpoint,
+    select_checkpoints,
+)
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.run.state import TrainState
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+Method = Callable[Concatenate["Checkpointer", P], Result]
+
+
+def _collective(doing: str) -> Callable[[Method[P, Result]], Method[P, Result]]:
+    """Let a method raise on all ranks if it raises on one; see `AgreeingGroup.run`."""
+
+    def decorate(method: Method[P, Result]) -> Method[P, Result]:
+        @functools.wraps(method)
+        def call(self: Checkpointer, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+            return self.peers.run(doing, lambda: method(self, *args, **kwargs))
+
+        return call
+
+    return decorate
 
 
 class Checkpointer:
@@ -49,8 +95,8 @@ class Checkpointer:
         """
         self.settings = settings
         self.context = context
-        self.peers: ControlGroup = control_group(
-            backend.world() if process_group is None else process_group
+        self.peers = AgreeingGroup(
+            control_group(backend.world() if process_group is None else process_group)
         )
         self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
         self.memory = (
@@ -61,8 +107,9 @@ class Checkpointer:
         self._saver = Saver(settings, context, self.peers)
         self._has_non_persistent = False
 
+    @_collective("claiming the save directory")
     def claim(self) -> None:
-        """Lock the save directory and delete what interrupted runs left there.
+        """Lock the save directory and delete the leftovers of interrupted runs.
 
         Call it before training, so that a second run in the same directory ends at once.
 
@@ -71,6 +118,7 @@ class Checkpointer:
         """
         self._saver.claim()
 
+    @_collective("saving a checkpoint")
     def save(self, train_state: TrainState, *, extra: Mapping[str, object] | None = None) -> None:
         """Save the run at `train_state.iteration`; returns after the commit, or with `--async-save`
         as soon as the state is copied.
@@ -82,6 +130,7 @@ class Checkpointer:
         """
         self._saver.save(train_state, extra)
 
+    @_collective("saving a non-persistent checkpoint")
     def save_non_persistent(
         self, train_state: TrainState, *, extra: Mapping[str, object] | None = None
     ) -> None:
@@ -90,13 +139,13 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank; earlier checkpoints are intact.
         """
-        iteration = train_state.iteration
         if self.non_persistent is None:
             raise CheckpointError(
                 "no kind of non-persistent checkpoint is chosen.",
                 flags=["--non-persistent-ckpt-type"],
                 fix="choose global or local, or save a checkpoint that stays",
             )
+        iteration = train_state.iteration
         self.non_persistent.save(self._saver.declare(train_state, extra), iteration)
         self._has_non_persistent = True
         print_once(self.peers, f"  saved a non-persistent checkpoint from iteration {iteration:7d}")
@@ -113,24 +162,26 @@ class Checkpointer:
 
     def after_step(self) -> None:
         """Commit an asynchronous save whose bytes are on the disk; its error is raised here."""
-        self._saver.after_step()
+        if self.has_save_in_flight:  # on all ranks or none: other steps have no collective
+            self.peers.run("committing a checkpoint", self._saver.after_step)
 
     def finish(self) -> None:
         """Wait for an asynchronous save and commit it: before the next save and at the end."""
-        self._saver.finish()
+        if self.has_save_in_flight:
+            self.peers.run("committing a checkpoint", self._saver.finish)
 
     def close(self) -> None:
         """Finish, and unlock the save directory."""
+        self.finish()
         self._saver.close()
 
+    @_collective("loading a checkpoint")
     def load(self) -> Restored | None:
         """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
         `--pretrained-checkpoint`; see `ResumeSource.load`."""
-        source = ResumeSource(
-            self.settings, self.context, self.peers, self.non_persistent, self.memory
-        )
-        return source.load()
+        return self._source(self.non_persistent).load()
 
+    @_collective("loading a checkpoint")
     def load_newest(self, not_after: int) -> Restored | None:
         """Load the newest state that this run has kept or begun with, into the running parts.
 
@@ -139,23 +190,21 @@ class Checkpointer:
         Returns:
             None if nothing was kept.
         """
-        self.finish()
+        self._saver.finish()
         begins_with_newest = self.settings.load is not None and self.settings.ckpt_step is None
         is_own = self._has_non_persistent or begins_with_newest
-        source = ResumeSource(
-            self.settings,
-            self.context,
-            self.peers,
-            self.non_persistent if is_own else None,
-            self.memory,
-        )
+        source = self._source(self.non_persistent if is_own else None)
         return source.load_newest(not_after, last_saved=self.last_committed)
 
+    def _source(self, non_persistent: NonPersistentCheckpoints | None) -> ResumeSource:
+        return ResumeSource(self.settings, self.context, self.peers, non_persistent, self.memory)
+
+    @_collective("writing a model")
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.
 
-        The run's tokenizer is written beside it; with `--load-hf` and no tokenizer of text but
-        that model's, that model's files are.
+        The run's tokenizer is written as well. With `--load-hf` and no other tokenizer of text,
+        the files of that model's tokenizer are copied.
         """
         began_with = self.settings.load_hf
         args = self.context.args
@@ -178,9 +227,200 @@ class Checkpointer:
             + ("" if written.note is None else f"; {written.note}"),
         )
 
+    @_collective("writing adapters")
     def export_adapters(self, directory: Path) -> None:
         """Write the adapters of this run's newest checkpoint as a directory of PEFT's."""
         write_adapters_collectively(
             self._saver.newest(), directory, base=self.settings.load_hf, peers=self.peers
         )
         print_once(self.peers, f"  successfully wrote the adapters to {directory}")
+
+
+class ResumeSource:
+    """Finds what a run begins with, and loads it. Every method is a collective."""
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        context: CheckpointContext,
+        peers: ControlGroup,
+        non_persistent: NonPersistentCheckpoints | None = None,
+        memory: MemoryCheckpoints | None = None,
+    ) -> None:
+        self.settings, self.context, self.peers = settings, context, peers
+        self.non_persistent, self.memory = non_persistent, memory
+        self.restorer = Restorer(settings, context, peers)
+
+    def load(self) -> Restored | None:
+        """Load the newest intact checkpoint of `--load`, or the weights of `--load-hf` or
+        `--pretrained-checkpoint`.
+
+        Returns:
+            None if there is nothing to load: `--load` is empty or absent, or is the run's own
+            directory before its first save.
+        Raises:
+            CheckpointError: on every rank, if the checkpoint cannot be used.
+        """
+        settings = self.settings
+        base = self._load_base() if self.context.weights == "adapters" else None
+        if settings.load is not None:
+            restored = self._load_from(
+                storage_path(settings.load), settings.ckpt_step, is_finetuning=settings.finetune
+            )
+            if restored is not None:
+                return restored
+        elif self.memory is not None and self.memory.newest_iteration >= 0:
+            return self.memory.load()
+        if base is not None:
+            set_magnitudes(self.context.model)
+            if settings.load_adapter is not None and settings.load_hf is not None:
+                load_adapters_collectively(
+                    Path(settings.load_adapter), Path(settings.load_hf), self.context, self.peers
+                )
+                print_once(
+                    self.peers, f"  successfully loaded adapters from {settings.load_adapter}"
+                )
+            apply_optimizer(self.context, {}, was_loaded=False)
+            return base
+        if settings.load_hf is not None:
+            return self._load_model(Path(settings.load_hf))
+        if settings.pretrained_checkpoint is not None:
+            restored = self._load_from(
+                storage_path(settings.pretrained_checkpoint), None, is_finetuning=True
+            )
+            if restored is None:
+                raise missing_pretrained(settings.pretrained_checkpoint)
+            return restored
+        if settings.load is not None:
+            if settings.exit_on_missing_checkpoint:
+                raise missing(settings.load)
+            print_once(
+                self.peers,
+                f"WARNING: {settings.load} holds no checkpoint yet: starting from random weights"
+                " (--exit-on-missing-checkpoint makes this an error)",
+            )
+        return None
+
+    def load_newest(self, not_after: int, *, last_saved: int | None) -> Restored | None:
+        """Load the newest state of the run itself; what flags ask of the first load is not meant.
+
+        Args:
+            not_after: the latest iteration of --load that may be loaded.
+            last_saved: iteration of the newest checkpoint of this run in --save, if there is one.
+        Returns:
+            None if there is none.
+        """
+        settings = self.settings
+        own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
+        self.restorer = Restorer(own, self.context, self.peers)
+        if self.memory is not None:
+            self.memory.find_newest()
+        # A directory may hold later iterations, of a run that --ckpt-step has left.
+        places: list[tuple[str, int | None, int]] = []
+        if last_saved is not None and settings.save is not None:
+            places.append((settings.save, None, last_saved))
+        if settings.load is not None and not settings.finetune:
+            places.append((settings.load, settings.ckpt_step, not_after))
+        for directory, ckpt_step, newest in places:
+            restored = self._load_from(
+                storage_path(directory), ckpt_step, is_finetuning=False, not_after=newest
+            )
+            if restored is not None:
+                return restored
+        if self.memory is not None and self.memory.newest_iteration >= 0:
+            return self.memory.load()
+        return self._load_non_persistent(-1)
+
+    def _load_base(self) -> Restored | None:
+        """Load the frozen weights that the adapters are added to."""
+        context = dataclasses.replace(self.context, weights="base", optimizer=None, scheduler=None)
+        settings = dataclasses.replace(self.settings, load=None, save=None)
+        return ResumeSource(settings, context, self.peers).load()
+
+    def _load_from(
+        self,
+        directory: StoragePath,
+        ckpt_step: int | None,
+        *,
+        is_finetuning: bool,
+        not_after: int | None = None,
+    ) -> Restored | None:
+        selection = self._select(directory, ckpt_step)
+        if not_after is not None:
+            selection.candidates = [
+                found
+                for found in selection.candidates
+                if not isinstance(found.iteration, int) or found.iteration <= not_after
+            ]
+        for note in selection.notes:
+            print_once(self.peers, note)
+        in_memory = -1 if self.memory is None else self.memory.newest_iteration
+        is_newest_wanted = ckpt_step is None and not is_finetuning and not selection.is_set_back
+        if is_newest_wanted or in_memory >= 0:
+            newest = selection.candidates[0].iteration if selection.candidates else -1
+            newest = newest if isinstance(newest, int) else -1
+            restored = self._load_non_persistent(max(newest, in_memory))
+            if restored is not None:
+                return restored
+            if self.memory is not None and in_memory >= 0 and in_memory >= newest:
+                return self.memory.load()
+        problems: list[CheckpointError] = []
+        for found in selection.candidates:
+            try:
+                contents = open_any(found.path, peers=self.peers)
+                restored = self.restorer.restore(contents, is_finetuning=is_finetuning)
+            except DamagedCheckpointError as error:
+                # All ranks raise the same, so all continue to the same next candidate.
+                print_once(self.peers, f"{found.path} cannot be used:\n{error}")
+                problems.append(error)
+                continue
+            what = "weights" if is_finetuning else "checkpoint"
+            why = " (newer ones are damaged)" if problems else ""
+            print_once(
+                self.peers,
+                f"  successfully loaded {what} from {found.path} at iteration "
+                f"{contents.common_state().get('iteration', 0)}{why}",
+            )
+            return restored
+        if problems:
+            raise no_intact_checkpoint(directory, problems)
+        return None
+
+    def _load_model(self, directory: Path) -> Restored:
+        """Load the weights of a Hugging Face model."""
+        restored = self.restorer.restore(
+            open_collectively(directory, self.peers), is_finetuning=True
+        )
+        print_once(self.peers, f"  successfully loaded weights from {directory}")
+        if self.peers.rank == 0:
+            dtype = next(self.context.model[0].parameters()).dtype
+            if note := note_on_precision(directory, dtype):
+                print_once(self.peers, note)
+        return restored
+
+    def _select(self, directory: StoragePath, ckpt_step: int | None) -> Selection:
+        """Decide on the coordinator, for all."""
+        return run_on_coordinator(
+            self.peers,
+            lambda: select_checkpoints(directory, ckpt_step, save=self.settings.save),
+            doing="reading",
+            path=directory,
+        )
+
+    def _load_non_persistent(self, newest_kept: int) -> Restored | None:
+        """Load the non-persistent checkpoint if it is newer than those of `--load`."""
+        if self.non_persistent is None:
+            return None
+        try:
+            restored = self.non_persistent.load_newer(newest_kept, self.restorer)
+        except DamagedCheckpointError as error:
+            print_once(self.peers, f"the non-persistent checkpoint cannot be used:\n{error}")
+            return None
+        if restored is not None:
+            print_once(
+                self.peers,
+                "  successfully loaded the non-persistent checkpoint of iteration "
+                f"{restored.train_state.iteration}; the newest in {self.settings.load} is "
+                f"{newest_kept if newest_kept >= 0 else 'none'}",
+            )
+        return restored

@@ -1,4 +1,4 @@
-"""Hugging Face models at the two ends of a run: all ranks act on what the coordinator finds."""
+"""Hugging Face models at the beginning and end of a run: the coordinator opens and writes them."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def save_checkpoint(
 
     Counters come from `args.consumed_train_samples` and its kin. With `non_persistent_ckpt` the
     checkpoint of `args.non_persistent_ckpt_type` is replaced. Every rank saves its own shards:
-    `pipeline_rank`, `tensor_rank` and `expert_rank` may say the same, and nothing else.
+    `pipeline_rank`, `tensor_rank` and `expert_rank` must be this process's, if given.
     The data iterator is not asked: a run continues at its number of consumed samples.
 
     Raises:
@@ -101,8 +101,8 @@ def load_checkpoint(
     Sets `args.consumed_train_samples`, `consumed_valid_samples` and `skipped_train_samples`.
 
     Args:
-        strict: False lets what is not in the checkpoint keep its values, and says what that is,
-            unless `args.dist_ckpt_strictness` decides otherwise.
+        strict: if False, state that is not in the checkpoint keeps its values and is logged, unless
+            `args.dist_ckpt_strictness` decides otherwise.
         skip_load_to_model_and_opt: accepted only as False.
     Returns:
         (iteration, floating-point operations so far); (0, 0.0) if there is nothing to load.

@@ -1,10 +1,11 @@
-"""Copies of the whole state in the memory of the ranks, to continue from after a rank was lost."""
+"""Copies of a run's state in the memory of its ranks, to continue from after a rank was lost."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from megatron.core.dist_checkpointing.collective import print_once
+from megatron.core.dist_checkpointing.collective import print_once, run_collectively
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport import backend
@@ -41,6 +42,7 @@ class MemoryCheckpoints:
         group = own_group(world).group if backend.has_peers(world) else SINGLE_RANK
         self._copies = copies.open(group, node)
         self._newest = self._copies.newest()
+        self._layout = describe_layout(context)
 
     @property
     def newest_iteration(self) -> int:
@@ -52,16 +54,25 @@ class MemoryCheckpoints:
         self._newest = self._copies.newest()
 
     def save(self, train_state: TrainState) -> None:
-        """Copy the state as it is after a step."""
-        state = declare_run(self._context, **_ALL)
-        plain = plain_run_state(self._context, train_state, **_ALL)
-        info = {"layout": describe_layout(self._context)}
-        self._copies.save(state | plain | {"extra": {}}, train_state.iteration, info)
+        """Copy the state as it is after a step.
+
+        Raises:
+            CheckpointError: on every rank, if one cannot copy.
+        """
+
+        def declare() -> ShardedStateDict:
+            plain = plain_run_state(self._context, train_state, **_ALL)
+            return declare_run(self._context, **_ALL) | plain | {"extra": {}}
+
+        self._copies.save(declare, train_state.iteration, {"layout": self._layout})
 
     def load(self) -> Restored:
         """Load the newest copy, in whatever layout it was made."""
         assert self._newest is not None
-        contents = self._copies.contents(self._newest)
+        key = self._newest
+        contents = run_collectively(
+            self._peers, "opening copies of the state", lambda: self._copies.contents(key)
+        )
         restored = self._restorer.restore(contents, is_finetuning=False)
         print_once(
             self._peers, f"  successfully loaded iteration {self._newest[0]} from memory copies"

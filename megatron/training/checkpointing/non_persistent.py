@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collective import run_collectively, run_on_coordinator
+from megatron.core.dist_checkpointing.collective import run_on_coordinator
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.object_store import StoragePath, storage_path
@@ -24,7 +24,8 @@ from megatron.training.config.checkpoint import CheckpointSettings
 
 
 class GlobalCheckpoints:
-    """The one non-persistent checkpoint of a run; loads in any layout. Methods are collectives."""
+    """The one non-persistent checkpoint of a run; loads in any layout. Methods are collectives;
+    the caller agrees on errors."""
 
     def __init__(
         self, directory: StoragePath, layout: Mapping[str, object], peers: ControlGroup
@@ -37,15 +38,11 @@ class GlobalCheckpoints:
         dist_checkpointing.save(
             state, final, process_group=self.peers, info={"layout": self.layout}
         )
-
-        def delete_others() -> None:
-            if self.peers.rank == 0:
-                commit.remove_leftovers(self.directory)
-                for found in commit.list_checkpoints(self.directory).checkpoints:
-                    if found.path != final:
-                        commit.remove_checkpoint(found, "0")
-
-        run_collectively(self.peers, "deleting non-persistent checkpoints", delete_others)
+        if self.peers.rank == 0:
+            commit.remove_leftovers(self.directory)
+            for found in commit.list_checkpoints(self.directory).checkpoints:
+                if found.path != final:
+                    commit.remove_checkpoint(found, "0")
 
     def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
         """Load what is there into the run, if it is of a later iteration than `than`."""

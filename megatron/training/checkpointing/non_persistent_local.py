@@ -3,30 +3,36 @@
     DIR/rank_00003/iter_0000040           what rank 3 holds
     DIR/copy_of_rank_00001/iter_0000040   what rank 1 holds, kept for it on another node
 
-Each rank saves what it holds, without asking others what they hold; then the files travel once
-around a ring. A run that lost a process, or a node with its storage, starts again in the same
-layout from its own files or from the neighbour's. The newest iteration is taken that every rank can
-get; files are verified as they are read. These checkpoints are in addition to those of `--save`,
-never instead of them.
+Each rank saves its own shards, without a plan of the others' shards. Then the files travel around a
+ring without a shared file system: rank r sends to rank r + distance and receives from rank
+r - distance. If the distance is the number of ranks per node, a copy is on another node. All ranks
+send and receive at once, in chunks, so a rank needs two chunks of memory.
+
+A run that lost a process, or a node with its storage, starts again in the same layout from its own
+files or from the neighbour's copy. It loads the newest iteration that every rank can get; files are
+verified as they are read. These checkpoints are in addition to the checkpoints of `--save`.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collective import print_once, run_collectively
+from megatron.core.dist_checkpointing.durable import open_file, write_all
 from megatron.core.dist_checkpointing.loader import Contents, open_contents
-from megatron.core.dist_checkpointing.local_state import as_local_state
+from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.peer_replication import sendrecv_directories
+from megatron.core.dist_checkpointing.shard_file import as_bytes
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport import backend
@@ -34,8 +40,10 @@ from megatron.core.transport.object_collectives import (
     ControlGroup,
     SingleProcess,
     TorchControlGroup,
+    all_gather_object,
 )
-from megatron.training.checkpointing.restore import Restored, Restorer
+from megatron.core.transport.work import Handle
+from megatron.training.checkpointing.restore import Restored, Restorer, as_local_state
 
 
 @dataclass(frozen=True)
@@ -113,16 +121,16 @@ class LocalCheckpoints:
             "belongs_to": self.settings.belongs_to,
         }
 
-        def write() -> None:
+        def write() -> list[tuple[int, int, Path]]:
             dist_checkpointing.save(
                 as_local_state(state), self._own / name, process_group=SingleProcess(), info=info
             )
+            neighbours = [self._neighbours(n) for n in range(1, self._num_copies + 1)]
+            return [(to, source, self._copy_of(source) / name) for to, source in neighbours]
 
-        run_collectively(self.peers, "saving a non-persistent checkpoint", write)
+        copies = run_collectively(self.peers, "saving a non-persistent checkpoint", write)
         if self._group is not None:
-            for number in range(1, self._num_copies + 1):
-                send_to, receive_from = self._neighbours(number)
-                target = self._copy_of(receive_from) / name
+            for send_to, receive_from, target in copies:
                 sendrecv_directories(
                     self._own / name,
                     target,
@@ -130,9 +138,7 @@ class LocalCheckpoints:
                     receive_from=receive_from,
                     peers=self._group,
                 )
-        run_collectively(
-            self.peers, "deleting non-persistent checkpoints", lambda: self._keep_only(name)
-        )
+        self._keep_only(name)
 
     def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
         """Load the newest iteration that every rank can get, if it is later than `than`."""
@@ -149,12 +155,9 @@ class LocalCheckpoints:
         """Return the newest iteration that every rank can load; all files are verified."""
         mine: dict[int, set[int]] = {}  # iteration -> ranks whose state is stored here
 
-        def look() -> None:
-            for rank in self._stored_ranks():
-                for iteration in self._usable(self._directory_of(rank)):
-                    mine.setdefault(iteration, set()).add(rank)
-
-        run_collectively(self.peers, "looking for non-persistent checkpoints", look)
+        for rank in self._stored_ranks():
+            for iteration in self._usable(self._directory_of(rank)):
+                mine.setdefault(iteration, set()).add(rank)
         gathered = self.peers.gather(mine)
         best = None if gathered is None else self._best(gathered)
         found: Restorable | None = self.peers.broadcast(best)
@@ -165,11 +168,7 @@ class LocalCheckpoints:
         name = commit.iteration_directory(restorable.iteration)
         if restorable.replicas:
             self._fetch_replicas(restorable, name)
-
-        def open_own() -> Contents:
-            return open_contents(self._own / name, peers=SingleProcess())
-
-        return run_collectively(self.peers, "opening a non-persistent checkpoint", open_own)
+        return open_contents(self._own / name, peers=SingleProcess())
 
     # Directories ----------------------------------------------------------------------------
 
@@ -236,14 +235,23 @@ class LocalCheckpoints:
     def _fetch_replicas(self, restorable: Restorable, name: str) -> None:
         """Let holders send to the ranks whose own files are gone, one copy after another."""
         assert self._group is not None
-        for number in sorted(set(restorable.replicas.values())):
-            holder, owner = self._neighbours(number)
+        mine = self.peers.rank
+
+        def plan() -> list[tuple[Path | None, Path | None, int, int]]:
+            found = []
+            for number in sorted(set(restorable.replicas.values())):
+                holder, owner = self._neighbours(number)
+                sends = restorable.replicas.get(owner) == number
+                receives = restorable.replicas.get(mine) == number
+                source = self._copy_of(owner) / name if sends else None
+                found.append((source, self._own / name if receives else None, owner, holder))
+            return found
+
+        for source, target, owner, holder in run_collectively(
+            self.peers, "looking for copies of checkpoints", plan
+        ):
             sendrecv_directories(
-                self._copy_of(owner) / name if restorable.replicas.get(owner) == number else None,
-                self._own / name if restorable.replicas.get(self.peers.rank) == number else None,
-                send_to=owner,
-                receive_from=holder,
-                peers=self._group,
+                source, target, send_to=owner, receive_from=holder, peers=self._group
             )
 
     def _keep_only(self, name: str) -> None:
@@ -255,3 +263,113 @@ class LocalCheckpoints:
             for path in directory.iterdir():
                 if path.name.startswith("iter_") and path.name != name:
                     shutil.rmtree(path)
+
+
+CHUNK_BYTES = 16 << 20
+_RUN = "c09e"
+"""Marks the unfinished copy of a checkpoint, as a run's name does for an unfinished save."""
+
+
+@dataclass(frozen=True)
+class FileListing:
+    """The files of one checkpoint directory, in the order they travel."""
+
+    files: tuple[tuple[str, int], ...] = ()
+    """(name, bytes)."""
+
+    @staticmethod
+    def of(directory: Path) -> FileListing:
+        """Describe a checkpoint by its own manifest; files that it does not list are left out."""
+        manifest = commit.open_checkpoint(directory)
+        sizes = {name: file.size for name, file in manifest.files.items()}
+        for name in (MANIFEST_NAME, METADATA_NAME):
+            with open_file(directory, name) as file:
+                sizes[name] = file.size
+        return FileListing(tuple(sizes.items()))
+
+    def chunks(self) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, first byte, bytes); no chunk is longer than CHUNK_BYTES."""
+        for name, size in self.files:
+            for begin in range(0, size, CHUNK_BYTES):
+                yield name, begin, min(CHUNK_BYTES, size - begin)
+
+
+def sendrecv_directories(
+    source: Path | None,
+    target: Path | None,
+    *,
+    send_to: int,
+    receive_from: int,
+    peers: TorchControlGroup,
+) -> None:
+    """Send a checkpoint directory to one rank while another sends one here: collective.
+
+    Args:
+        source: what to send; None sends nothing.
+        target: where to put what comes, replaced when it is complete; hashes are checked when it
+            is loaded. None where nothing comes.
+        send_to, receive_from: ranks of `peers`; the other side names this one.
+    Raises:
+        CheckpointError: on every rank, if any rank could not read or write.
+    """
+    doing = "copying a checkpoint to another node"
+    own = run_collectively(
+        peers, doing, lambda: FileListing() if source is None else FileListing.of(source)
+    )
+    listings: list[FileListing] = all_gather_object(own, peers.group)
+    coming = FileListing() if target is None else listings[receive_from]
+    staging = None if target is None else commit.staging_directory(target, _RUN)
+
+    def make_staging() -> None:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+    run_collectively(peers, doing, make_staging)
+    # What fails on one rank must not keep it from sending and receiving.
+    problem: Exception | None = None
+    outgoing, incoming = list(own.chunks()), list(coming.chunks())
+    to_send, received = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
+    for index in range(max(len(outgoing), len(incoming))):
+        handles: list[Handle] = []
+        if index < len(incoming):
+            part = received[: incoming[index][2]]
+            handles.append(backend.irecv(part, receive_from, peers.group))
+        if index < len(outgoing):
+            name, begin, count = outgoing[index]
+            try:
+                assert source is not None
+                with open_file(source, name) as file:
+                    file.read_into(as_bytes(to_send[:count]), begin)
+            except Exception as error:
+                problem = problem or error
+            handles.append(backend.isend(to_send[:count], send_to, peers.group))
+        for handle in handles:
+            handle.wait()
+        if index < len(incoming) and problem is None:
+            try:
+                assert staging is not None
+                _append(staging, incoming[index], as_bytes(part))
+            except Exception as error:
+                problem = error
+
+    def finish() -> None:
+        if problem is not None:
+            raise problem
+        if staging is not None and target is not None:
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(staging, target)
+
+    run_collectively(peers, doing, finish)
+
+
+def _append(directory: Path, chunk: tuple[str, int, int], data: memoryview) -> None:
+    name, begin, _ = chunk
+    if name != os.path.basename(name):
+        raise ValueError(f"a file name with a path in it: {name!r}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if not begin else 0)
+    descriptor = os.open(directory / name, flags, 0o644)
+    try:
+        write_all(descriptor, data)
+    finally:
+        os.close(descriptor)

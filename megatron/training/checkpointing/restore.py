@@ -1,31 +1,54 @@
 """Restore a run from an opened checkpoint, of this program or another.
 
-Of another program weights, moments and main weights are tensors under our keys already; settings
-of the optimizer (learning rate, weight decay, ...) stay those of this run, since the other
-program groups its parameters in another way.
+A checkpoint of another program has weights, moments and main weights under our keys already. The
+optimizer's settings (learning rate, weight decay, ...) are this run's, because the other program
+groups its parameters in another way.
+
+A tensor that is not stored under its own key is read from another one:
+
+* Precision: a half-precision run stores weights twice, as the model computes with them and as the
+  fp32 main weights of the optimizer; an fp32 run stores them once. An fp32 run reads main weights
+  if they are stored, and main weights are read from the weights of an fp32 run.
+* Tying: a model whose head is the word embedding stores one tensor. A run with a head of its own
+  begins with a copy of it and of its optimizer state: the first steps then move the head about as
+  far as they would have moved the shared tensor. With moments of zero the first steps would be
+  much larger.
+
+`read_from_dense` begins a mixture of experts with a dense model (A. Komatsuzaki et al., "Sparse
+Upcycling", arXiv 2212.05055): every expert begins as a copy of the dense MLP, everything else as it
+was, and the router with its own initial values. If the weights of the chosen experts add up to 1,
+the first outputs are the dense model's.
 """
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.core.dist_checkpointing.collective import print_once, run_collectively
+import torch
+
+from megatron.core.dist_checkpointing.collective import print_once
+from megatron.core.dist_checkpointing.flat_ranges import describe_box
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
-from megatron.core.dist_checkpointing.local_state import as_local_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.object_store import StoragePath
-from megatron.core.dist_checkpointing.validation import parse_strict_handling
+from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.tree import leaves, map_leaves
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
-from megatron.training.checkpointing.key_mapping import (
-    compare_heads,
-    compare_vocabularies,
-    stored_key,
-)
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
     apply_model,
@@ -36,7 +59,6 @@ from megatron.training.checkpointing.run_state import (
     show_layout,
     train_state_of,
 )
-from megatron.training.checkpointing.upcycling import is_dense, read_from_dense
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.run.state import TrainState
 
@@ -46,7 +68,7 @@ NOT_FOR_OWN_STATE: dict[str, Any] = {
     "no_load_rng": False,
     "moe_use_upcycling": False,
 }
-"""What a run asks of a checkpoint that it begins with, and not of what it has kept itself."""
+"""Settings for the checkpoint that a run begins with; they do not apply to its own later state."""
 
 
 @dataclass
@@ -85,7 +107,9 @@ class Restorer:
         if isinstance(contents, InteropContents):
             for line in check_interop(contents, needs_moments=with_optimizer and has_optimizer):
                 print_once(self.peers, f"  {line}")
-        template = self._template(with_optimizer=with_optimizer, with_rng=with_rng)
+        template = declare_run(
+            self.context, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
+        )
         if is_upcycling:
             template = read_from_dense(template, contents.manifest)
             print_once(self.peers, "  every expert begins as a copy of the dense MLP of its layer")
@@ -118,22 +142,9 @@ class Restorer:
             "with_optimizer": not self.settings.no_load_optim,
             "with_rng": not self.settings.no_load_rng,
         }
-        template = as_local_state(self._template(**flags))
-        loaded = run_collectively(
-            self.peers,
-            f"loading {contents.directory}",
-            lambda: load_state(template, contents, peers=SingleProcess()),
-        )
+        template = as_local_state(declare_run(self.context, **flags, is_loading=True))
+        loaded = load_state(template, contents, peers=SingleProcess())
         return self._apply(contents, loaded, **flags, is_finetuning=False)
-
-    def _template(self, *, with_optimizer: bool, with_rng: bool) -> ShardedStateDict:
-        return run_collectively(
-            self.peers,
-            "declaring the state to load",
-            lambda: declare_run(
-                self.context, with_optimizer=with_optimizer, with_rng=with_rng, is_loading=True
-            ),
-        )
 
     def _apply(
         self,
@@ -146,17 +157,13 @@ class Restorer:
     ) -> Restored:
         """Give the loaded state to the parts."""
         state, info = loaded.state, contents.manifest.info
-
-        def apply() -> None:
-            apply_model(self.context, state, strict=not loaded.unexpected)
-            apply_optimizer(self.context, state, was_loaded=with_optimizer)
-            if with_rng:
-                apply_rng(state)
-
         for chunk in self.context.model:
             for buffer in getattr(chunk, "gradient_buffers", ()):
                 buffer.wait_for_readers()
-        run_collectively(self.peers, f"applying the state of {contents.directory}", apply)
+        apply_model(self.context, state, strict=not loaded.unexpected)
+        apply_optimizer(self.context, state, was_loaded=with_optimizer)
+        if with_rng:
+            apply_rng(state)
         layout, args, extra = info.get("layout"), state.get("args"), state.get("extra")
         restored = Restored(
             contents.directory,
@@ -184,7 +191,7 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
     if needs_moments and why is not None:
         raise CheckpointError(
             f"{contents.directory}: {why}.",
-            rule="a run goes on only with the optimizer state it stopped with",
+            rule="a run continues only with the optimizer state that it stopped with",
             flags=["--load", "--no-load-optim", "--finetune"],
             fix="give --no-load-optim to continue with fresh moments, or --finetune to start at"
             " step 0",
@@ -204,3 +211,184 @@ def complete_interop_state(
     contents.complete_optimizer(state["optimizer"], template)
     if context.scheduler is not None and "opt_param_scheduler" not in state:
         context.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
+
+
+MAIN_WEIGHT_PREFIX = "optimizer.state.fp32_param."
+HEAD = "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def is_head(key: str) -> bool:
+    """Whether a key is that of a head's weight, or of its optimizer state."""
+    return key == HEAD or key.endswith(f".{HEAD}")
+
+
+def stored_key(wanted: ShardedTensor, manifest: Manifest) -> str:
+    """Return the key of the stored tensor that fills `wanted`."""
+    key, stored = wanted.key, manifest.tensors
+    if is_head(key) and not any(map(is_head, stored)):
+        key = key.removesuffix(HEAD) + EMBEDDING
+    if key.startswith(MAIN_WEIGHT_PREFIX):
+        weight = key.removeprefix(MAIN_WEIGHT_PREFIX)
+        return weight if key not in stored and weight in stored else key
+    main = MAIN_WEIGHT_PREFIX + key
+    if not (key in stored and main in stored and wanted.dtype == torch.float32):
+        return key
+    return main if DTYPES[stored[key].dtype].itemsize < wanted.dtype.itemsize else key
+
+
+def compare_heads(
+    template: ShardedStateDict, contents: Contents, strict: StrictHandling, *, peers: ControlGroup
+) -> str | None:
+    """Compare the model's head with the stored one: collective.
+
+    Returns:
+        what to tell the user if the head is made from the embedding.
+    Raises:
+        CheckpointError: on every rank, if a stored head does not exist in a model whose head is
+            the embedding, and `strict` does not let stored state go.
+    """
+    has_own = any(is_head(leaf.key) for _, leaf in leaves(template) if hasattr(leaf, "key"))
+    wanted = peers.gather(has_own)
+    is_wanted = peers.broadcast(wanted is not None and any(wanted))
+    stored = contents.manifest.tensors
+    is_stored = any(map(is_head, stored))
+    if is_stored and not is_wanted and not strict.tolerates_unexpected:
+        raise CheckpointError(
+            f"{contents.directory} holds a head of its own ({HEAD}); in this model the word "
+            "embedding is the head.",
+            rule="no trained weight is dropped silently",
+            flags=["--untie-embeddings-and-output-weights", "--dist-ckpt-strictness"],
+            fix="add --untie-embeddings-and-output-weights; to drop the stored head all the same, "
+            "--dist-ckpt-strictness ignore_all",
+        )
+    if is_wanted and not is_stored and any(key.endswith(EMBEDDING) for key in stored):
+        return "the head begins as a copy of the word embedding, to which it was tied"
+    return None
+
+
+def compare_vocabularies(classes: object, contents: Contents, strict: StrictHandling) -> str | None:
+    """Compare the vocabulary of this run with the stored one; the rows after both are padding.
+
+    Args:
+        classes: the size of the vocabulary of this run without padding; None if it has none.
+    Returns:
+        what to tell the user if rows are missing or dropped, and `strict` accepts it.
+    Raises:
+        CheckpointError: on every rank, since all hold the same description, if they differ.
+    """
+    if not isinstance(classes, int):
+        return None
+    layout, args = contents.manifest.info.get("layout"), contents.common_state().get("args")
+    known = dict(vars(args) if isinstance(args, Namespace) else {})
+    known |= layout if isinstance(layout, dict) else {}
+    stored = known.get("unpadded_vocab_size")
+    if not isinstance(stored, int):
+        # The other program stores padded rows alone: too few are too few all the same.
+        rows = [t.shape[0] for key, t in contents.manifest.tensors.items() if key == EMBEDDING]
+        stored = min([classes, *rows])
+    if stored == classes:
+        return None
+    what = "are missing" if stored < classes else "are left out"
+    found = f"rows {min(stored, classes)} to {max(stored, classes) - 1} of the vocabulary {what}"
+    if strict.tolerates_unexpected:
+        return f"{found}: it has {classes} rows here, and {stored} in {contents.directory}"
+    fix = (
+        "use the tokenizer of the checkpoint" if stored < classes else f"give --vocab-size {stored}"
+    )
+    raise CheckpointError(
+        f"{contents.directory} holds a vocabulary of {stored}; this run has {classes}: {found}.",
+        rule="every row of a vocabulary but its padding comes from the checkpoint",
+        flags=["--vocab-size", "--tokenizer-type", "--tokenizer-model", "--dist-ckpt-strictness"],
+        fix=f"{fix}; with --dist-ckpt-strictness ignore_all missing rows begin random, and rows"
+        " too many are dropped",
+    )
+
+
+def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
+    """Return `state` with each shard declared as a full tensor of its own name.
+
+    The data are the same tensors, so loading into the result fills the given ones.
+    """
+    seen: Counter[str] = Counter()
+
+    def unique(name: str) -> str:
+        seen[name] += 1
+        return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensorFactory):
+            # Built at once, so that names are numbered in the order of the state.
+            parts = map_leaves(own, leaf.build())
+            return replace(leaf, build_fn=lambda *_: parts)
+        if isinstance(leaf, ShardedTensor):
+            name = leaf.key + describe_box(leaf.box)
+            if leaf.flattened_range is not None:
+                name += f"[{leaf.flat_bounds[0]}:{leaf.flat_bounds[1]}]"
+            assert leaf.data is not None, f"{leaf.key} is declared without data"
+            return ShardedTensor.from_rank_offsets(unique(name), leaf.data)
+        if isinstance(leaf, ShardedObject):
+            return ShardedObject(unique(leaf.unique_key.replace("/", "|")), leaf.data)
+        return leaf
+
+    return map_leaves(own, state)
+
+
+EXPERTS = "experts.experts."
+NEW_PARTS = (".mlp.router.", ".mlp.shared_experts.")
+NORM, FUSED_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+
+
+def is_dense(manifest: Manifest) -> bool:
+    """Whether a checkpoint has no experts."""
+    return not any(EXPERTS in key for key in manifest.tensors)
+
+
+def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedStateDict:
+    """Return the declarations of a model with experts, to be filled from a dense checkpoint.
+
+    Every expert is filled from the whole MLP of its layer. Parts that a dense model lacks (routers,
+    shared experts) keep their values.
+    """
+
+    def other(leaf: Any) -> Any:
+        if any(part in getattr(leaf, "key", "") for part in NEW_PARTS):
+            return LocalNonpersistentObject(leaf.data)
+        if isinstance(leaf, ShardedTensorFactory):
+            build = leaf.build_fn
+            return replace(leaf, build_fn=lambda *args: map_leaves(other, build(*args)))
+        if isinstance(leaf, ShardedTensor) and leaf.key not in manifest.tensors:
+            return _in_dense(leaf, manifest)
+        return leaf
+
+    return map_leaves(other, state)
+
+
+def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
+    found = wanted
+    if EXPERTS in found.key:
+        axis = found.prepend_axis_num - 1  # that of the experts is last
+        found = replace(
+            found,
+            key=found.key.replace(EXPERTS, ""),
+            global_shape=found.global_shape[:axis] + found.global_shape[axis + 1 :],
+            global_offset=found.global_offset[:axis] + found.global_offset[axis + 1 :],
+            axis_fragmentations=None,
+            prepend_axis_num=axis,
+        )
+    if found.key not in manifest.tensors:
+        found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
+    numbered = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", found.key)
+    if found.key not in manifest.tensors and numbered:
+        # Equal layers of a dense model are stored as one stack.
+        key = numbered[1] + numbered[3]
+        if key in manifest.tensors:
+            found = replace(
+                found,
+                key=key,
+                global_shape=(manifest.tensors[key].shape[0], *found.global_shape),
+                global_offset=(int(numbered[2]), *found.global_offset),
+                axis_fragmentations=None,
+                prepend_axis_num=found.prepend_axis_num + 1,
+            )
+    return found if found.key in manifest.tensors else wanted

@@ -184,7 +184,7 @@ def apply_rng(state: Mapping[str, Any]) -> None:
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"the random state of the checkpoint cannot be used: {type(error).__name__}: {error}.",
-            rule="it is what the generators of a run said of themselves",
+            rule="it holds the states of a run's generators",
             flags=["--no-load-rng"],
             fix="load another checkpoint, or add --no-load-rng to draw with --seed from here on",
         ) from error

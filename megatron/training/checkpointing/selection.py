@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.interop.opening import LATEST_NAME, find_deepspeed, recognise
+from megatron.core.dist_checkpointing.interop.opening import (
+    LATEST_NAME,
+    find_deepspeed,
+    is_checkpoint,
+)
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
@@ -55,9 +59,9 @@ def select_checkpoints(
     if isinstance(directory, Path):
         _refuse_a_file(directory)
     listing = commit.list_checkpoints(directory)
-    # A stray file beside checkpoints does not make a checkpoint of their directory.
-    is_one = _holds(directory, METADATA_NAME) or not listing.checkpoints
-    if is_one and (_holds(directory, METADATA_NAME) or recognise(directory) is not None):
+    # In addition to checkpoints, a stray file of another program does not count.
+    is_own = bool(listing.checkpoints) and not _holds(directory, METADATA_NAME)
+    if not is_own and is_checkpoint(directory):
         # --load names one checkpoint itself.
         selection.candidates.append(commit.FoundCheckpoint(directory, commit.RELEASE))
         return selection

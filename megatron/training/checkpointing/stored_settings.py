@@ -1,4 +1,4 @@
-"""Settings that a checkpoint stores, and those of them that --use-checkpoint-args takes."""
+"""Settings that a checkpoint stores, and the settings that --use-checkpoint-args takes from it."""
 
 from __future__ import annotations
 

@@ -22,11 +22,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest, tensor_digests
 from megatron.core.dist_checkpointing.loader import open_contents
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.transport.object_collectives import SingleProcess
-from megatron.training.checkpointing.key_mapping import EMBEDDING, HEAD, is_head
+from megatron.training.checkpointing.restore import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,
@@ -37,6 +36,7 @@ from tests.distributed.checkpointing.gpt_run import (
 )
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER
+from tools.checkpoint.state_digest import checkpoint_digest, tensor_digests
 
 STEPS_BEFORE, STEPS_AFTER = 2, 10
 CHECKPOINT = f"iter_{STEPS_BEFORE:07d}"

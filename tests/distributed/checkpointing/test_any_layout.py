@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import load_plain_tensors
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from tests.distributed.checkpointing.gpt_run import (
     Layout,
     Model,
@@ -27,6 +26,7 @@ from tests.harness.tolerances import (
     Tolerance,
     assert_close,
 )
+from tools.checkpoint.state_digest import checkpoint_digest
 
 LAYOUTS = [
     Layout(),

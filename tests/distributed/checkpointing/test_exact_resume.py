@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from tests.distributed.checkpointing.gpt_run import Layout, Model, resume_and_train
 from tests.harness.distributed import run_distributed
+from tools.checkpoint.state_digest import checkpoint_digest
 
 CASES = [
     (Layout(), Model(dtype="fp16"), [1, 2, 1]),  # with skipped steps: the loss scale is state

@@ -15,16 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 import megatron
+from megatron.core.dist_checkpointing.collective import AgreeingGroup
+from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transport.object_collectives import control_group
+from megatron.training.checkpointing import CheckpointContext, CheckpointSettings
+from megatron.training.checkpointing.memory import MemoryCheckpoints
+from megatron.training.run.state import TrainState
 from megatron_lattice import deepspeed
 from tests.harness.distributed import run_distributed
+from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer
 
 ROOT = str(Path(megatron.__file__).parent)
-COMMUNICATION = (f"{ROOT}/core/transport/", f"{ROOT}/core/foundation/heartbeat/")
-GUARDED = {"SaveInProgress.assign", "SaveInProgress.write"}
-"""Functions that consist of a `try` statement: they fail nowhere but inside of it."""
+COMMUNICATION = (f"{ROOT}/core/transport/", f"{ROOT}/core/foundation/flight_recorder")
+GUARDED = {"SaveInProgress.assign", "SaveInProgress.write", "MemoryReader.__enter__"}
+"""Functions that consist of a `try` or `return` statement: they fail nowhere but inside of it."""
 WAITS = {"DistributedDataParallel.summon_full_params", "DistributedDataParallel.finish_param_sync"}
-WAITS |= {"Zero3Buffer.finish_gathers"}
-"""Functions that wait for communication which has begun before."""
+WAITS |= {"Zero3Buffer.finish_gathers", "CopiesOfGroup._exchange"}
+"""Functions that communicate and do nothing else, if there is anything to send."""
 Actions = dict[str, Callable[[], object]]
 
 
@@ -105,6 +113,35 @@ def engine_actions(directory: Path, stage: int) -> Actions:
     }
 
 
+def checkpointer_actions(directory: Path, settings: dict[str, str]) -> Actions:
+    own = settings | {"non_persistent_local_ckpt_dir": str(directory / f"node{dist.get_rank()}")}
+    model = TinyModel(1.0)
+    groups = ProcessGroupCollection.current()
+    made = checkpointer(directory / "run", model, peers=dist.group.WORLD, groups=groups, **own)
+    state = TrainState(iteration=10)
+    actions: Actions = {"save": lambda: made.save(state)}
+    if settings:
+        actions["save non-persistent"] = lambda: made.save_non_persistent(state)
+    return actions | {"load": made.load, "load newest": lambda: made.load_newest(10)}
+
+
+def memory_actions(directory: Path, _: object) -> Actions:
+    groups = ProcessGroupCollection.current()
+    context = CheckpointContext(model=[TinyModel(1.0)], groups=groups, args={"lr": 0.1})
+    peers = AgreeingGroup(control_group(dist.group.WORLD))
+    copies = MemoryCheckpoints(MemoryCopies(), CheckpointSettings(), context, peers, 0)
+
+    def load() -> None:
+        copies.find_newest()
+        peers.run("loading", copies.load)
+
+    def save() -> None:
+        copies.save(TrainState(iteration=10))
+
+    save()  # the first two saves allocate the memory of the two copies
+    return {"save": save, "load": load}
+
+
 def outcomes(
     groups, directory: Path, make: str, argument: object, action: str, failing: int
 ) -> dict[str, str]:
@@ -122,13 +159,26 @@ def outcomes(
     return found
 
 
+LOCAL = {"non_persistent_ckpt_type": "local"}
+GLOBAL = {"non_persistent_ckpt_type": "global"}
+
+
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("action", ["save", "load", "export"])
-@pytest.mark.parametrize(("make", "argument"), [("engine_actions", 3)])
+@pytest.mark.parametrize(
+    ("make", "argument", "action"),
+    [
+        *(("engine_actions", 3, action) for action in ("save", "load", "export")),
+        *(("checkpointer_actions", {}, action) for action in ("save", "load", "load newest")),
+        *(("checkpointer_actions", LOCAL, a) for a in ("save non-persistent", "load")),
+        *(("checkpointer_actions", GLOBAL, a) for a in ("save non-persistent", "load")),
+        *(("memory_actions", None, action) for action in ("save", "load")),
+    ],
+)
 def test_all_ranks_raise_what_one_rank_did_wherever_that_was(
     make: str, argument: object, action: str, failing: int, ram_path: Path
 ) -> None:
-    found = run_distributed(outcomes, 2, ram_path, make, argument, action, failing)
+    arguments = (ram_path, make, argument, action, failing)
+    found = run_distributed(outcomes, 2, *arguments, timeout_s=240)
     wrong = {
         step: errors
         for step, *errors in ((step, *(each[step] for each in found)) for step in found[0])

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.collective import run_collectively
 from megatron.core.dist_checkpointing.loader import load_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.memory_copies import MemoryCopies, neighbour_distance
+from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
+from megatron.core.dist_checkpointing.shard_plan import neighbour_distance
 from megatron.core.transport.object_collectives import control_group
 from tests.harness.distributed import distributed
 
@@ -37,7 +38,8 @@ def copies_of(iterations):
     rank = dist.get_rank()
     opened = copies.open(dist.group.WORLD, NODES[rank])
     for iteration in iterations:
-        opened.save(declare(rank, 4, values_of(iteration)), iteration, {})
+        state = declare(rank, 4, values_of(iteration))
+        opened.save(lambda state=state: state, iteration, {})
     return copies
 
 
@@ -79,7 +81,7 @@ def test_what_only_lost_ranks_had_is_missed(groups):
 def test_a_copy_that_one_rank_has_not_finished_is_passed_over_for_the_one_before(groups):
     copies = copies_of([3, 4])
     if dist.get_rank() == 1:
-        unfinished = max(copies._copies, key=lambda copy: copy.key)
+        unfinished = max(copies.copies, key=lambda copy: copy.key)
         unfinished.key = (-1, -1)
     assert_restored(copies, [0, 1], 3)
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing import load_plain_tensors
 from megatron.core.foundation.errors import CheckpointError
-from megatron.training.checkpointing.key_mapping import EMBEDDING, HEAD, is_head
+from megatron.training.checkpointing.restore import EMBEDDING, HEAD, is_head
 from tests.distributed.checkpointing.gpt_run import (
     VOCABULARY,
     Layout,

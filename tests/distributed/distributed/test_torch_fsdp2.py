@@ -14,7 +14,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     finalize_model_grads,
 )
-from megatron.core.foundation.errors import ConfigError
+from megatron.core.foundation.errors import CheckpointError, ConfigError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
@@ -171,6 +171,29 @@ def test_every_rank_declares_and_updates_its_range_of_each_parameter(groups):
     for name, tensor in ddp.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             assert not bool(tensor.isnan().any()), name
+
+
+@distributed(world_size=2)
+def test_a_rank_without_memory_for_whole_tensors_stops_all_before_torch_gathers(groups):
+    ddp = TorchFullyShardedDataParallel(
+        SimpleNamespace(),
+        DistributedDataParallelConfig(),
+        torch.nn.Linear(4, 4),
+        pg_collection=groups,
+    )
+
+    def fail(_):
+        raise MemoryError("no memory")
+
+    reserve = ddp._reserve
+    if groups.dp.rank() == 1:
+        ddp._reserve = fail
+    with pytest.raises(CheckpointError, match="rank 1: .*no memory"):
+        ddp.state_dict()
+    with pytest.raises(CheckpointError, match="rank 1: .*no memory"), ddp.summon_full_params():
+        pass
+    ddp._reserve = reserve
+    assert ddp.state_dict()["weight"].shape == (4, 4)
 
 
 @distributed(world_size=2, pp=2)

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.extensions import transformer_engine
 from megatron.core.kernels import library_attention
 from megatron.core.kernels.attention_options import AttentionOptions
@@ -37,6 +36,7 @@ from tests.parity.compare import compare
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.table import exceeds, run_case, serial_run
 from tests.parity.training_case import train
+from tools.checkpoint.state_digest import checkpoint_digest
 
 S, B, N, G, D = 24, 2, 4, 2, 8
 LAYOUTS = [

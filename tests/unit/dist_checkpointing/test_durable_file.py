@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, open_file
-from megatron.core.dist_checkpointing.durable_file import WINDOW_BYTES, DurableFile
 from megatron.core.dist_checkpointing.shard_file import (
     BLOCK_BYTES,
     PAGE_BYTES,
@@ -26,6 +25,7 @@ from megatron.core.dist_checkpointing.shard_file import (
     read_block,
     write_shards,
 )
+from megatron.core.dist_checkpointing.writer import WINDOW_BYTES, DurableFile
 
 
 class Writes:

@@ -100,11 +100,11 @@ def test_a_full_disk_is_noticed_before_anything_is_written(ram_path: Path, monke
 
 
 def test_a_rank_that_does_not_see_the_directory_says_so(ram_path: Path, monkeypatch) -> None:
-    from megatron.core.dist_checkpointing import saver
+    from megatron.core.dist_checkpointing.save_in_progress import prepare_save
 
     def body(peers):
         shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, peers.rank, 2))
-        saving = saver.prepare_save({"w": shard}, ram_path / "c", peers=peers)
+        saving = prepare_save({"w": shard}, ram_path / "c", peers=peers)
         if peers.rank == 1:
             saving.writer.staging = ram_path / "mounted_elsewhere" / "c.tmp"
         saving.write()

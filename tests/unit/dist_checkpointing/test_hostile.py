@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -281,6 +282,14 @@ FORBIDDEN = re.compile(
 )
 
 
+def executes_nothing(node: ast.AST) -> bool:
+    """Return whether a call of torch.load, if the node is one, is told to read data alone."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) != "torch.load":
+        return True
+    words = {word.arg: ast.unparse(word.value) for word in node.keywords}
+    return words.get("weights_only") == "True"
+
+
 def test_no_file_of_the_product_can_run_what_it_reads() -> None:
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
@@ -293,9 +302,10 @@ def test_no_file_of_the_product_can_run_what_it_reads() -> None:
         path = REPOSITORY / name
         if not path.exists():
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = path.read_text(encoding="utf-8")
+        if "torch.load" in text and not all(map(executes_nothing, ast.walk(ast.parse(text)))):
+            found.append(f"{name}: torch.load")
+        for number, line in enumerate(text.splitlines(), 1):
             if FORBIDDEN.search(line):
-                found.append(f"{name}:{number}: {line.strip()}")
-            if "torch.load(" in line:
                 found.append(f"{name}:{number}: {line.strip()}")
     assert not found, "\n".join(found)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard, coverage_problem
 from megatron.core.dist_checkpointing.parameter_shards import sharded_tensor_for_parameter
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
@@ -22,6 +21,7 @@ from megatron.core.foundation.errors import CheckpointError
 from megatron.core.parameters.param_meta import ParamMeta, shard_of
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.states import Layout, declare, global_state, values
+from tools.checkpoint.state_digest import checkpoint_digest
 
 LAYOUTS = [
     Layout(),

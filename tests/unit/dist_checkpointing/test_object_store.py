@@ -15,7 +15,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, commit
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, storage_path
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
@@ -24,6 +23,7 @@ from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import load, save
 from tests.unit.dist_checkpointing.states import Layout, declare, global_state, values
 from tools.checkpoint import __main__ as tool
+from tools.checkpoint.state_digest import checkpoint_digest
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -225,16 +225,16 @@ def test_retention_deletes_nothing_when_the_new_checkpoint_reads_back_damaged(
     ram_path: Path, monkeypatch
 ) -> None:
     save(ram_path, 5)
-    from megatron.core.dist_checkpointing import durable_file
+    from megatron.core.dist_checkpointing import writer
 
-    honest = durable_file.write_at
+    honest = writer.write_at
 
     def lossy(descriptor: int, data, position: int) -> None:
         data = bytearray(data)
         data[-1] ^= 1
         honest(descriptor, memoryview(data), position)
 
-    monkeypatch.setattr(durable_file, "write_at", lossy)
+    monkeypatch.setattr(writer, "write_at", lossy)
     with pytest.raises(CheckpointError, match="is corrupt"):
         save(ram_path, 10, save_retain_interval=100)
     assert load(ram_path) == 5
@@ -338,7 +338,7 @@ def test_ranks_commit_an_asynchronous_save_together(ram_path: Path) -> None:
     # One process holds one asynchronous save; the protocol of many ranks runs on gloo elsewhere.
     def body(peers):
         shard = ShardedTensor.from_rank_offsets("w", torch.ones(2) * peers.rank, (0, peers.rank, 2))
-        from megatron.core.dist_checkpointing.saver import prepare_save
+        from megatron.core.dist_checkpointing.save_in_progress import prepare_save
 
         saving = prepare_save({"w": shard}, ram_path / "c", peers=peers)
         handle = async_save.AsyncSave(saving)

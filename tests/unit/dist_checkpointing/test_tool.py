@@ -11,12 +11,12 @@ import torch
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, commit
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from tests.unit.dist_checkpointing.ranks import must_succeed, run_ranks
 from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer, save
 from tests.unit.dist_checkpointing.states import one_tensor
 from tests.unit.dist_checkpointing.test_corruption import damage, set_back
+from tools.checkpoint.state_digest import checkpoint_digest
 
 
 @pytest.fixture(scope="module")

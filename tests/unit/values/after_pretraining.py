@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import pretrain_bert
-import pretrain_t5
 import pretrain_vlm
+from examples.encoders import pretrain_bert, pretrain_t5
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.post_training import loss_functions
 from tests.unit.values.comparison import (

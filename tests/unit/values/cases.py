@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-import pretrain_bert
 import pretrain_gpt
-import pretrain_t5
 import pretrain_vlm
+from examples.encoders import pretrain_bert, pretrain_t5
 from megatron.post_training import loss_functions
 from tests.unit.values.after_pretraining import (
     GRPO_OPTIONS,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_flat_range, intersection
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_flat_range, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import (
     ContentsBuilder,
     InteropReader,
@@ -26,10 +26,11 @@ from megatron.core.dist_checkpointing.interop.contents import (
     SavedPart,
     SavedTensor,
 )
-from megatron.core.dist_checkpointing.interop.gpt_names import Split, split_of
+from megatron.core.dist_checkpointing.interop.rank_state import Split, split_of
+from megatron.core.dist_checkpointing.loader import read_box
 from megatron.core.dist_checkpointing.manifest import StoredTensor
-from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 
 ALIGNMENT = 64
 """Elements; where a parameter of a buffer may begin."""
@@ -90,7 +91,7 @@ def add_buffers(
     Args:
         buffers: (model-parallel rank, buffer) -> its buckets.
     Returns:
-        None, or why the names of the parameters cannot be told; then nothing was added.
+        None, or the reason why the parameters' names are unknown; then nothing was added.
     """
     if len(buffers) != layout.tp * layout.pp * layout.vp:
         return f"it has {len(buffers)} buffers for tp {layout.tp}, pp {layout.pp}, vp {layout.vp}"
@@ -204,30 +205,20 @@ def _cut(
         if low >= high:
             continue
         held += high - low
-        position = low - first
-        for box in boxes_of_flat_range(shape, low - begin, high - begin):
-            elements = math.prod(box[1])
-            full = SavedPart(saved, position, elements, box[1], ((0,) * len(shape), box[1]))
-            position += elements
-            blocks = 2 if dim is not None and parameter.split.is_gated else 1
-            for i in range(blocks):
-                if dim is None:
-                    offset, part = box[0], full
-                else:
-                    block = shape[dim] // blocks
-                    low_corner = tuple(i * block if d == dim else 0 for d in range(len(shape)))
-                    extent = tuple(block if d == dim else n for d, n in enumerate(shape))
-                    shared = intersection(box, (low_corner, extent))
-                    if shared is None:
-                        continue
-                    inner = tuple(o - b for o, b in zip(shared[0], box[0], strict=True))
-                    part = SavedPart(saved, full.first, elements, box[1], (inner, shared[1]))
-                    shift = (i * size + rank) * block - i * block
-                    offset = tuple(o + shift if d == dim else o for d, o in enumerate(shared[0]))
-                lead = () if parameter.layer is None else (parameter.layer,)
-                # A parameter that ranks do not split is stored by the first of them.
-                if dim is not None or rank == 0:
-                    yield _Piece(kind, parameter.key, (*lead, *offset), part)
+        bounds = low - begin, high - begin
+        if dim is None:
+            boxes = [(box, box[0]) for box in boxes_of_flat_range(shape, *bounds)]
+        else:
+            blocks = 2 if parameter.split.is_gated else 1
+            boxes = boxes_of_shard(
+                shape, dim, rank=rank, size=size, stride=blocks, flat_range=bounds
+            )
+        lead = () if parameter.layer is None else (parameter.layer,)
+        # A parameter that ranks do not split is stored by the first of them.
+        if dim is not None or rank == 0:
+            for box, offset in boxes:
+                part = SavedPart(saved, begin - first, shape, box)
+                yield _Piece(kind, parameter.key, (*lead, *offset), part)
     if held != count:
         yield None
 
@@ -247,11 +238,7 @@ def _is_confirmed(tensors: Mapping[str, StoredTensor], pieces: Sequence[_Piece |
             reader.read_box(shard, ((0,) * len(size), size), main)
             weight = torch.empty(size, dtype=DTYPES[tensor.dtype])
             index = indices.setdefault(piece.key, ShardIndex(tensor))
-            for read in index.reads((piece.offset, size)):
-                into = weight
-                for d, (o, n) in enumerate(zip(*read.in_wanted, strict=True)):
-                    into = into.narrow(d, o, n)
-                reader.read(tensor, read, into)
+            read_box(index, (piece.offset, size), reader, weight)
             if not torch.equal(main.to(weight.dtype), weight):
                 return False
     return True

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,18 +23,14 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
 from megatron.core.dist_checkpointing.flat_ranges import Box, coverage_problem
-from megatron.core.dist_checkpointing.interop.pickled_values import (
-    AllowedGlobal,
-    AttributeDict,
-    Record,
-)
+from megatron.core.dist_checkpointing.interop.pickles import Record
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView, ViewReader
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
 from megatron.core.dist_checkpointing.manifest import Manifest, Shard, StoredTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.planner import ReadItem
 from megatron.core.dist_checkpointing.shard_file import dtype_name
+from megatron.core.dist_checkpointing.shard_plan import ReadItem
 from megatron.core.foundation.errors import CheckpointError, shown
 
 PADDED_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -57,15 +53,15 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedPart:
-    """A box of what a run of elements of a flat saved tensor makes up."""
+    """A box of a tensor whose elements follow each other in a flat saved tensor."""
 
     saved: SavedTensor
     first: int
-    count: int
+    """Element of the flat tensor where the tensor begins; negative if its beginning is not there.
+    The box is."""
     full: tuple[int, ...]
-    """Shape of the run of elements."""
+    """Shape of the tensor."""
     box: Box
-    """Which box of that shape."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -197,8 +193,9 @@ class InteropReader:
         """Fill `into` from a box of a shard."""
         source = shard.source
         if isinstance(source, SavedPart):
-            run = self._open(source.saved).narrow(((source.first,), (source.count,)))
-            view = run.reshaped(source.full).narrow(source.box)
+            view = (
+                self._open(source.saved).unflattened(source.full, source.first).narrow(source.box)
+            )
         else:
             view = self._open(source) if isinstance(source, SavedTensor) else source
         missing = len(shard.shape) - len(view.shape)
@@ -376,7 +373,7 @@ def _plain(value: Any, reader: ViewReader) -> Any:
         if math.prod(value.shape) == 1:
             return reader.read_full(value).reshape(()).item()
         return None
-    if isinstance(value, (dict, AttributeDict)):
+    if isinstance(value, dict):
         items = value.items()
         return {k if isinstance(k, (str, int)) else str(k): _plain(v, reader) for k, v in items}
     if isinstance(value, (list, set, frozenset)):
@@ -385,8 +382,8 @@ def _plain(value: Any, reader: ViewReader) -> Any:
         return tuple(_plain(item, reader) for item in value)
     if isinstance(value, Record):
         return _enum_value(value)
-    if isinstance(value, AllowedGlobal):
-        return value.name.replace(" ", ".")
+    if isinstance(value, type):
+        return getattr(value, "kind", value.__name__)
     if isinstance(value, torch.dtype):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -414,3 +411,18 @@ def not_readable(directory: Path, found: str, fix: str) -> CheckpointError:
         flags=["--load"],
         fix=fix,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFormat:
+    """Files of a checkpoint, as another program or an extension of this one arranges them."""
+
+    name: str
+    """Value of `tools/checkpoint export --format`."""
+    recognises: Callable[[Path], bool]
+    """Says by the names in a directory whether it holds such a checkpoint."""
+    open: Callable[[Path], Contents]
+    """Reads what is there; tensors are read later, slice by slice."""
+    write: Callable[[Contents, Path, bool], None] | None = None
+    """Writes into an empty directory; the last argument is whether the optimizer state goes
+    along."""

@@ -13,10 +13,10 @@ from megatron.core.dist_checkpointing.collective import run_on_coordinator
 from megatron.core.dist_checkpointing.commit import RELEASE, FoundCheckpoint
 from megatron.core.dist_checkpointing.durable import read_inside, rename_durably, sync_directory
 from megatron.core.dist_checkpointing.interop.contents import (
+    CheckpointFormat,
     listed,
     not_readable,
 )
-from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
 from megatron.core.dist_checkpointing.interop.formats import FORMATS
 from megatron.core.dist_checkpointing.interop.formats.deepspeed import is_deepspeed
 from megatron.core.dist_checkpointing.interop.formats.torch_dist import megatron_format
@@ -53,6 +53,13 @@ def recognise(directory: StoragePath) -> Opener | None:
                 "convert it there: --ckpt-convert-format torch_dist",
             )
     return next((form.open for form in FORMATS if form.recognises(directory)), None)
+
+
+def is_checkpoint(directory: StoragePath) -> bool:
+    """Return whether a path is one checkpoint, of any program, and not a directory of several."""
+    if not isinstance(directory, Path):
+        return directory.has(METADATA_NAME)
+    return (directory / METADATA_NAME).exists() or recognise(directory) is not None
 
 
 def find_deepspeed(directory: StoragePath) -> list[FoundCheckpoint]:

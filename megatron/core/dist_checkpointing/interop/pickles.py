@@ -1,313 +1,336 @@
-"""Read pickles as data: an interpreter that imports nothing and calls nothing but its own table.
+"""Read the pickled `.metadata` of torch's distributed checkpoints as data: nothing is executed.
 
-A pickle is a program for a stack machine; two of its instructions name Python objects to import
-and call. Here a name is looked up in a table of plain constructors
-(`pickle_allowlist`), and a name that is not in it ends the reading with its file and offset. The
-standard library's opcode parser cuts the stream (`pickletools.genops`); it builds nothing.
+`torch.load` reads no bare pickle. A pickle is a program for a stack machine; two of its
+instructions name Python objects to import and call. Here a name gives an inert class whose
+instances (`Record`) keep their arguments and state, and a name on no list ends the reading with its
+file and offset. `pickletools.genops` splits the stream into instructions; it builds nothing.
 
-What a pickle may hold: None, numbers, text, bytes, lists, tuples, dicts, sets, and `Record`s of
-allowed kinds. The result is a tree: cycles, deep nesting and trees that grow exponentially out
-of shared parts are refused.
-
-Time and memory are proportional to the pickle's length. An instruction may name a value that it
-does not hold (the memo), so what an instruction costs besides is bounded: a key is small before it
-is hashed, and what calls copy, and the parts of the result counted wherever they occur, are at
-most `COPIES_PER_BYTE` and `PARTS_PER_BYTE` times the bytes read, beyond a fixed number.
+Time and memory are proportional to the pickle's length. An instruction may repeat a value that is
+stored elsewhere (the memo), so everything that an instruction costs is bounded: a key is small
+before it is hashed, and the parts of the result, counted wherever they occur, are at most
+`PARTS_PER_BYTE` times the bytes read, in addition to a fixed number.
 """
 
 from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.interop.pickled_values import (
-    AllowedGlobal,
-    AttributeDict,
-    OrderedEntries,
-    Record,
-    UnsafePickleError,
-    bound_collisions,
-    check_tree,
-    is_key,
-)
 
-MAX_LINE = 1 << 16
+MAX_DEPTH = 100
+MAX_ARGUMENTS = 64
 MAX_NAME = 1 << 10
-COPIES_PER_BYTE = 8
-FREE_COPIES = 1 << 17
+MAX_KEY_PARTS = 256
+MAX_KEY_BYTES = 1 << 16
+MAX_NUMBER_KEYS = 1 << 17
+"""Numbers in one dict: whoever writes the file can make their hashes collide, while Python salts
+the hashes of text."""
 PARTS_PER_BYTE = 64
 FREE_PARTS = 1 << 20
+_INERT = re.compile(
+    r"(?:torch\.distributed\.checkpoint|megatron|deepspeed|transformer_engine|apex"
+    r"|nvidia_resiliency_ext|modelopt|numpy|pathlib)(?:\.[A-Za-z_]\w*)* [A-Za-z_][\w.]*"
+    r"|signal [A-Z]\w*"
+    r"|argparse Namespace|torch\.serialization _get_layout|torch device",
+    re.ASCII,
+)
+"""Classes and enums of the programs that write checkpoints: data whose meaning is not needed."""
 
 
-def load_pickle(
-    stream: bytes | BinaryIO,
-    find_class: Callable[[str], AllowedGlobal | None],
-    *,
-    what: str,
-    persistent: Callable[[object], object] | None = None,
-) -> Any:
-    """Return the value of the pickle that begins at the stream's position.
+class UnsafePickleError(DamagedCheckpointError):
+    """A file names something that is not on the allowlist, or no normal writer made it."""
+
+
+class Record:
+    """An instance of an allowed class, as data: the class's name, arguments and state."""
+
+    kind = ""
+    """module.name of the class."""
+
+    def __init__(self, *args: object) -> None:
+        self.args, self.state = args, None
+        self.key: tuple[Any, ...] | None = None
+        """The parts that it was hashed by, if it was: a later instruction may change its state."""
+
+    def __new__(cls, *args: object) -> Record:
+        """Make an instance; `NEWOBJ` calls this alone."""
+        record = super().__new__(cls)
+        Record.__init__(record, *args)
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field of the state."""
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise DamagedCheckpointError(f"a {self.kind} without field {name!r}.")
+        return self.state[name]
+
+    def get(self, name: str, default: object = None) -> Any:
+        """Return a field of the state, or the default."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+    def parts(self) -> tuple[Any, ...]:
+        """Return class, arguments and state, by which records are compared."""
+        if self.key is not None:
+            return self.key
+        state = self.state
+        return (self.kind, *self.args, *(state.items() if isinstance(state, dict) else (state,)))
+
+    def __hash__(self) -> int:
+        self.key = self.parts()
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and self.parts() == other.parts()
+
+
+@lru_cache(maxsize=1 << 12)
+def inert_class(name: str) -> type[Record] | None:
+    """Return the class of records that stands for "module name"; None if it is on no list."""
+    if _INERT.fullmatch(name) is None:
+        return None
+    return type(name.split()[1], (Record,), {"kind": name.replace(" ", ".")})
+
+
+def load_pickle(data: bytes, *, what: str) -> Any:
+    """Return the value of a pickle of protocol 2 or later.
 
     Args:
-        stream: the bytes, or a file; a file is left behind the pickle.
-        find_class: looks "module name" up.
         what: the file, for messages.
-        persistent: makes a value from a persistent id; None refuses them.
     Raises:
         UnsafePickleError: the pickle holds something that is not on the allowlist.
         DamagedCheckpointError: it is not a pickle, or does not end.
     """
-    file = io.BytesIO(stream) if isinstance(stream, bytes) else stream
-    machine = _Machine(find_class, what, persistent, file.tell())
+    machine = _Machine(what)
     try:
-        for opcode, argument, position in pickletools.genops(file):
+        for opcode, argument, position in pickletools.genops(io.BytesIO(data)):
             machine.position = position or 0
             machine.run(opcode.name, argument)
-    except (UnsafePickleError, DamagedCheckpointError):
+    except DamagedCheckpointError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError) as error:
         raise DamagedCheckpointError(
             f"{what} is damaged at byte {machine.position}: "
             f"{type(error).__name__}: {error!s:.200}.",
-            rule="the records of a checkpoint of another program are pickles of plain data",
+            rule="the metadata of a checkpoint of another program is a pickle of plain data",
             fix="use another checkpoint",
         ) from None
-    check_tree(machine.result, what, PARTS_PER_BYTE * machine.num_bytes + FREE_PARTS)
+    check_tree(machine.result, what, PARTS_PER_BYTE * len(data) + FREE_PARTS)
     return machine.result
 
 
 class _Machine:
-    """The stack machine of the pickle protocols 0 to 5, less what plain data does not need."""
+    """The stack machine of pickles, less the instructions that plain data does not need."""
 
-    def __init__(
-        self,
-        find_class: Callable[[str], AllowedGlobal | None],
-        what: str,
-        persistent: Callable[[Any], Any] | None,
-        position: int,
-    ) -> None:
-        self.find_class, self.what, self.persistent = find_class, what, persistent
-        self.begin = self.position = position
-        self.copied = 0
+    def __init__(self, what: str) -> None:
+        self.what, self.position = what, 0
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}  # not a list: an index of 2^32 costs one entry
         self.result: Any = None
 
     def run(self, name: str, argument: Any) -> None:
         """Execute one instruction."""
+        stack = self.stack
         if name in _LITERALS:
-            self.stack.append(argument)
+            stack.append(argument)
         elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _HANDLERS:
-            _HANDLERS[name](self, argument)
+            stack.append(_CONSTANTS[name]())
+        elif name == "MARK":
+            self.outer.append(stack)
+            self.stack = []
+        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self.memo[len(self.memo) if argument is None else argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self.memo[argument])
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            stack.append(tuple(self.last(int(name[-1]))))
+        elif name == "TUPLE":
+            items = self.marked()
+            self.stack.append(tuple(items))
+        elif name in ("APPEND", "APPENDS"):
+            items = self.last(1) if name == "APPEND" else self.marked()
+            self.target(list).extend(items)
+        elif name in ("SETITEM", "SETITEMS"):
+            pairs = self.last(2) if name == "SETITEM" else self.marked()
+            self.set_items(self.target(dict), pairs[::2], pairs[1::2])
+        elif name == "GLOBAL":
+            self.find(*argument.split(" ", 1))
+        elif name == "STACK_GLOBAL":
+            self.find(*self.last(2))
+        elif name in ("REDUCE", "NEWOBJ"):
+            self.call(*self.last(2))
+        elif name == "BUILD":
+            state, value = self.last(1)[0], self.stack[-1]
+            if not isinstance(value, Record) or value.key is not None:
+                self.refuse(
+                    f"state for a {type(value).__name__}, or for one that is a key already,"
+                )
+            value.state = state
+        elif name == "STOP":
+            (self.result,) = stack
+            if self.outer:
+                raise ValueError("values are left on the stack")
         elif name not in ("PROTO", "FRAME"):
             self.refuse(f"the instruction {name}")
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pickle up to the instruction that is executed."""
-        return self.position - self.begin
+    def refuse(self, found: str) -> NoReturn:
+        refuse(self.what, found, self.position)
 
-    def spend(self, count: int) -> None:
-        """Count parts that an instruction copies from values that are there already."""
-        self.copied += count
-        if self.copied > COPIES_PER_BYTE * self.num_bytes + FREE_COPIES:
-            self.refuse(
-                f"copying {self.copied} parts in {self.num_bytes} bytes",
-                rule="what the instructions of a pickle copy is bounded by its length",
-            )
-
-    def refuse(self, found: str, rule: str = "") -> NoReturn:
-        raise UnsafePickleError(
-            f"CKPT_UNSAFE file={self.what} offset={self.position}: {found} is not on the "
-            "allowlist.",
-            rule=rule
-            or "checkpoints of other programs may hold tensors and plain containers; nothing in "
-            "them is imported or called",
-            fix="if you trust the file, load it with the program that wrote it and save the "
-            "weights alone",
-        )
-
-    def marked(self) -> list[Any]:
-        """Return what was pushed since the last mark."""
-        items, self.stack = self.stack, self.outer.pop()
-        return items
-
-    def find(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            self.refuse("a global whose name is not text")
-        if len(module) + len(name) > MAX_NAME:
-            self.refuse(f"a global whose name has {len(module) + len(name)} characters")
-        full = f"{module} {name}"
-        known = self.find_class(full)
-        if known is None:
-            self.refuse(f"the global {module:.200}.{name:.200}")
-        self.stack.append(known if known.value is None else known.value)
-
-    def call(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, AllowedGlobal) or function.make is None:
-            name = _dotted(function) if isinstance(function, AllowedGlobal) else ""
-            self.refuse(f"a call of {name or type(function).__name__}")
-        if type(arguments) is not tuple:
-            self.refuse("a call whose arguments are no tuple")
-        self.spend(len(arguments) + sum(len(a) for a in arguments if isinstance(a, _SIZED)))
-        try:
-            self.stack.append(function.make(arguments))
-        except (UnsafePickleError, DamagedCheckpointError) as error:
-            self.refuse(f"{_dotted(function)}: {error.found}")
-        except (ValueError, TypeError, IndexError, KeyError, AssertionError, OverflowError):
-            self.refuse(f"{_dotted(function)} with these arguments")
-
-    def build(self) -> None:
-        state, value = self.stack.pop(), self.stack[-1]
-        if isinstance(value, Record):
-            if value.is_key:
-                self.refuse(f"a change of a {value.kind:.200} that is a key already")
-            value.state = state
-        elif isinstance(value, AttributeDict):
-            if not isinstance(state, dict) or any(type(name) is not str for name in state):
-                self.refuse("attributes that are not names with values")
-            self.spend(len(state))
-            value.update(state)
-        elif not isinstance(value, OrderedEntries):
-            self.refuse(f"state for a {type(value).__name__}")
-
-    def set_items(self, pairs: list[Any]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(pairs) % 2:
-            self.refuse(f"items for a {type(target).__name__}")
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not is_key(key):
-                self.refuse(f"a dict key of type {type(key).__name__}, or of this size,")
-            bound_collisions(target, key)
-            target[key] = value
-
-    def extend(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            self.refuse(f"appending to a {type(target).__name__}")
-        target.extend(items)
-
-    def add(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not set or not all(is_key(item) for item in items):
-            self.refuse(f"adding to a {type(target).__name__}")
-        self.put(target, items)
-
-    def put(self, target: set[Any], items: list[Any]) -> None:
-        for item in items:
-            bound_collisions(target, item)
-            target.add(item)
-
-    def mark(self) -> None:
-        self.outer.append(self.stack)
-        self.stack = []
-
-    def last(self, count: int) -> tuple[Any, ...]:
+    def last(self, count: int) -> list[Any]:
         if len(self.stack) < count:
             raise ValueError("the stack is empty")
-        items = tuple(self.stack[-count:])
+        items = self.stack[-count:]
         del self.stack[-count:]
         return items
 
-    def push_marked(self, kind: Callable[[list[Any]], Any]) -> None:
-        items = kind(self.marked())
-        self.stack.append(items)
+    def marked(self) -> list[Any]:
+        """Return the values that were pushed since the last mark."""
+        items, self.stack = self.stack, self.outer.pop()
+        return items
 
-    def drop_marked(self) -> None:
-        self.marked()
+    def target(self, kind: type) -> Any:
+        if type(self.stack[-1]) is not kind:
+            self.refuse(f"items for a {type(self.stack[-1]).__name__}")
+        return self.stack[-1]
 
-    def frozen_set(self) -> None:
-        items = self.marked()
-        if not all(is_key(item) for item in items):
-            self.refuse("a frozenset of things that are no keys")
-        found: set[Any] = set()
-        self.put(found, items)
-        self.stack.append(frozenset(found))
+    def set_items(self, target: dict[Any, Any], keys: list[Any], values: list[Any]) -> None:
+        """Add items whose keys are cheap to hash, each and all together."""
+        is_salted = all(isinstance(key, (str, bytes, Record)) for key in keys)
+        if not is_salted and len(target) + len(keys) > MAX_NUMBER_KEYS:
+            self.refuse("so many numbers as keys")
+        for key, value in zip(keys, values, strict=True):
+            if isinstance(key, tuple) or not is_key(key):
+                self.refuse(f"a dict key of type {type(key).__name__}, or of this size,")
+            target[key] = value
 
-    def dict_of_marked(self) -> None:
-        pairs = self.marked()
-        self.stack.append({})
-        self.set_items(pairs)
+    def find(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str or " " in module:
+            self.refuse("a global whose name is not text")
+        if len(module) + len(name) > MAX_NAME:
+            self.refuse(f"a global whose name has {len(module) + len(name)} characters")
+        found: Any = _CALLS.get(f"{module} {name}") or inert_class(f"{module} {name}")
+        if module == "torch" and name in _VALUES:
+            found = getattr(torch, name)
+        if found is None:
+            self.refuse(f"the global {module:.200}.{name:.200}")
+        self.stack.append(found)
 
-    def persistent_value(self) -> None:
-        identifier = self.stack.pop()
-        if self.persistent is None:
-            self.refuse("a persistent id")
+    def call(self, function: Any, arguments: Any) -> None:
+        is_class = isinstance(function, type) and issubclass(function, Record)
+        if not is_class and function not in _CALLS.values():
+            self.refuse(f"a call of a {type(function).__name__}")
+        if type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+            self.refuse("a call with these arguments")
         try:
-            self.stack.append(self.persistent(identifier))
-        except DamagedCheckpointError as error:
-            self.refuse(f"a persistent id: {error.found}")
-
-    def stop(self) -> None:
-        if len(self.stack) != 1 or self.outer:
-            raise ValueError("values are left on the stack")
-        self.result = self.stack.pop()
-
-    def memoize(self, index: int) -> None:
-        # A dict, not a table: an index of 2^32 costs one entry.
-        self.memo[index] = self.stack[-1]
-
-    def drop(self) -> None:
-        """Undo a push, or a mark that nothing was pushed after."""
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.stack = self.outer.pop()
+            self.stack.append(function(*arguments))
+        except TypeError:
+            self.refuse(f"{function.__name__} with these arguments")
 
 
+def _size(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(sizes) > MAX_ARGUMENTS or any(type(n) is not int for n in sizes):
+        raise TypeError("sizes are integers")
+    return tuple(sizes)
+
+
+def _ordered() -> dict[Any, Any]:
+    return {}
+
+
+_CALLS = {"torch Size": _size, "collections OrderedDict": _ordered}
+_VALUES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+_VALUES |= {"strided", "contiguous_format", "preserve_format"}
 _LITERALS = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT",
-    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "STRING", "BINSTRING", "SHORT_BINSTRING",
-    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
+    "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
 }  # fmt: skip
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set,
+    "EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict,
 }  # fmt: skip
-_HANDLERS: dict[str, Callable[[_Machine, Any], None]] = {
-    "MARK": lambda m, _: m.mark(),
-    "STOP": lambda m, _: m.stop(),
-    "POP": lambda m, _: m.drop(),
-    "POP_MARK": lambda m, _: m.drop_marked(),
-    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "PUT": lambda m, index: m.memoize(index),
-    "BINPUT": lambda m, index: m.memoize(index),
-    "LONG_BINPUT": lambda m, index: m.memoize(index),
-    "MEMOIZE": lambda m, _: m.memoize(len(m.memo)),
-    "GET": lambda m, index: m.stack.append(m.memo[index]),
-    "BINGET": lambda m, index: m.stack.append(m.memo[index]),
-    "LONG_BINGET": lambda m, index: m.stack.append(m.memo[index]),
-    "TUPLE": lambda m, _: m.push_marked(tuple),
-    "TUPLE1": lambda m, _: m.stack.append(m.last(1)),
-    "TUPLE2": lambda m, _: m.stack.append(m.last(2)),
-    "TUPLE3": lambda m, _: m.stack.append(m.last(3)),
-    "LIST": lambda m, _: m.push_marked(list),
-    "DICT": lambda m, _: m.dict_of_marked(),
-    "FROZENSET": lambda m, _: m.frozen_set(),
-    "APPEND": lambda m, _: m.extend(list(m.last(1))),
-    "APPENDS": lambda m, _: m.extend(m.marked()),
-    "ADDITEMS": lambda m, _: m.add(m.marked()),
-    "SETITEM": lambda m, _: m.set_items(list(m.last(2))),
-    "SETITEMS": lambda m, _: m.set_items(m.marked()),
-    "GLOBAL": lambda m, name: m.find(*name.split(" ", 1)),
-    "STACK_GLOBAL": lambda m, _: m.find(*m.last(2)),
-    "REDUCE": lambda m, _: m.call(),
-    "NEWOBJ": lambda m, _: m.call(),
-    "BUILD": lambda m, _: m.build(),
-    "BINPERSID": lambda m, _: m.persistent_value(),
-}
 
 
-def _dotted(known: AllowedGlobal) -> str:
-    return known.name[:400].replace(" ", ".")
+def is_key(key: object) -> bool:
+    """Return whether the hash of a value is ours or a builtin's, and cheap.
+
+    Parts are counted as often as a hash visits them, so a tuple of shared tuples is a large key.
+    """
+    todo, num_parts, num_bytes = [key], 0, 0
+    while todo:
+        value = todo.pop()
+        num_parts += 1
+        if isinstance(value, (tuple, Record)):
+            state = value.state if isinstance(value, Record) else None
+            if isinstance(state, dict) and len(state) > MAX_KEY_PARTS:
+                return False
+            todo.extend((value if isinstance(value, tuple) else value.parts())[:MAX_KEY_PARTS])
+        elif isinstance(value, (str, bytes)):
+            num_bytes += len(value)
+        elif isinstance(value, int):
+            num_bytes += value.bit_length()
+        elif value is not None and not isinstance(value, float):
+            return False
+        if num_parts + len(todo) > MAX_KEY_PARTS or num_bytes > MAX_KEY_BYTES:
+            return False
+    return True
 
 
-_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
+def check_tree(root: object, what: str, max_parts: int) -> None:
+    """Refuse a value that is not a tree of a sane size; each container is visited once.
+
+    Parts are counted wherever they occur, as code that walks or writes the tree visits them; 256
+    characters of text or bytes are one.
+    """
+    known: dict[int, tuple[int, int]] = {}
+
+    def measure(value: Any, depth: int) -> tuple[int, int]:
+        """Return (parts, height)."""
+        children = _children(value)
+        if children is None:
+            return 1 + (len(value) // 256 if isinstance(value, (str, bytes)) else 0), 0
+        if id(value) not in known:
+            if depth > MAX_DEPTH:  # also a container that contains itself
+                refuse(what, f"containers nested more than {MAX_DEPTH} deep")
+            measured = [measure(child, depth + 1) for child in children]
+            parts = 1 + sum(parts for parts, _ in measured)
+            height = 1 + max((height for _, height in measured), default=0)
+            if parts > max_parts or height > MAX_DEPTH:
+                refuse(what, f"a value of {parts} parts, nested {height} deep,")
+            known[id(value)] = parts, height
+        return known[id(value)]
+
+    measure(root, 0)
+
+
+def _children(value: Any) -> list[Any] | None:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, Record):
+        return [*value.args, value.state]
+    return [vars(value)] if isinstance(value, (Namespace, SimpleNamespace)) else None
+
+
+def refuse(what: str, found: str, offset: int | None = None) -> NoReturn:
+    """Raise the error for a file that holds what is not on the allowlist."""
+    where = "" if offset is None else f" offset={offset}"
+    raise UnsafePickleError(
+        f"CKPT_UNSAFE file={what}{where}: {found} is not on the allowlist.",
+        rule="checkpoints of other programs may hold tensors and plain containers; nothing in them "
+        "is imported or called",
+        fix="if you trust the file, load it with the program that wrote it and save the weights "
+        "alone",
+    )

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,8 +28,8 @@ from megatron.core.foundation.errors import shown
 
 MAX_DIMS = 64
 MAX_SHARED_BYTES = 1 << 20
-"""Most bytes of a tensor whose elements share memory (strides of 0: a mask, a row that stands for
-many), if its storage is smaller."""
+"""Most bytes of a tensor whose elements share memory (strides of 0: a mask, an expanded row), if
+its storage is smaller."""
 SLAB_BYTES = 32 << 20
 """Most bytes held at once while a box is read."""
 
@@ -44,8 +43,8 @@ class StoredBytes:
     num_bytes: int
     crc32: int | None = None
     """Checksum of all of them, where the file has one."""
-    is_swapped: bool = False
-    """Elements are in the other byte order than this machine's."""
+    memory: Tensor | None = field(default=None, compare=False)
+    """The bytes themselves, where torch had to load the file."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,15 @@ class StoredView:
         """Return the view of a box (offset, shape) of this tensor."""
         shift = sum(o * s for o, s in zip(box[0], self.stride, strict=True))
         return replace(self, shape=tuple(box[1]), offset=self.offset + shift)
+
+    def unflattened(self, shape: Sequence[int], first: int) -> StoredView:
+        """Return the tensor of `shape` whose element 0 is element `first` of this flat view.
+
+        Only the boxes that are inside this view may be read: `first` may be negative.
+        """
+        assert self.is_contiguous, self
+        stride = contiguous_stride(shape)
+        return replace(self, shape=tuple(shape), stride=stride, offset=self.offset + first)
 
     def reshaped(self, shape: Sequence[int]) -> StoredView:
         """Return a contiguous view under another shape of as many elements."""
@@ -149,6 +157,11 @@ class ViewReader:
 
     def _read(self, view: StoredView, into: Tensor) -> None:
         item = view.dtype.itemsize
+        if view.storage.memory is not None:
+            held = view.storage.memory[: view.storage.num_bytes // item * item].view(view.dtype)
+            into.copy_(held.as_strided(view.shape, view.stride, view.offset))
+            self.bytes_read += into.numel() * item
+            return
         if _is_same_memory(view, into):
             # Nothing to rearrange: the file's bytes are the tensor's.
             memory = as_bytes(into)
@@ -172,8 +185,6 @@ class ViewReader:
         path = view.storage.path
         read_exactly(self.descriptor(path), data.numpy().data, position, path)
         self.bytes_read += extent * item
-        if view.storage.is_swapped:
-            data = _swapped(data, view.dtype)
         into.copy_(data.view(view.dtype).as_strided(view.shape, view.stride))
 
     def _verify(self, storage: StoredBytes) -> None:
@@ -196,22 +207,10 @@ class ViewReader:
 
 
 def _is_same_memory(view: StoredView, into: Tensor) -> bool:
-    """Whether the bytes of a view, as they are stored, are those of a tensor in memory."""
-    is_plain = not view.storage.is_swapped and view.is_contiguous
+    """Return whether the stored bytes of a view are the bytes of the tensor in memory."""
     return (
-        is_plain
+        view.is_contiguous
         and into.is_contiguous()
         and is_host_memory(into.device)
         and into.dtype == view.dtype
     )
-
-
-def _swapped(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn the bytes of every element round; halves of a complex number each by themselves."""
-    width = dtype.itemsize // (2 if dtype.is_complex else 1)
-    return data if width == 1 else data.view(-1, width).flip(1).reshape(-1)
-
-
-def is_other_byte_order(name: str) -> bool:
-    """Return whether "little" or "big" is not this machine's byte order."""
-    return name != sys.byteorder

@@ -1,9 +1,7 @@
 """Write a checkpoint in Megatron-LM's `torch_dist` format, one tensor slice in memory at a time.
 
-The files are those of torch's distributed checkpoints, written by torch itself; this module says
-what the chunks are (one per layer of a stack, full tensors otherwise) and reads each chunk when
-it is about to be written. What is here is written for Megatron-LM to load; this program never
-unpickles it.
+torch's distributed checkpointing writes the files. This module gives it the chunks (one per layer
+of a stack, full tensors otherwise) and reads each chunk just before it is written.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.flat_ranges import Box
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader, read_box
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME, StoredTensor
-from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES
+from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 
 CHECKPOINT_VERSION = 3.0
 _STACK = re.compile(r"(?:.*\.)?layers\.(?!\d)", re.ASCII)
@@ -158,11 +156,7 @@ class _ChunkPlanner(DefaultSavePlanner):
         if chunk is None:
             return super().resolve_data(write_item)
         into = torch.empty(chunk.box[1], dtype=DTYPES[chunk.tensor.dtype])
-        for read in self.indices[id(chunk.tensor)].reads(chunk.box):
-            part = into
-            for dim, (offset, length) in enumerate(zip(*read.in_wanted, strict=True)):
-                part = part.narrow(dim, offset, length)
-            self.reader.read(chunk.tensor, read, part)
+        read_box(self.indices[id(chunk.tensor)], chunk.box, self.reader, into)
         return into
 
 

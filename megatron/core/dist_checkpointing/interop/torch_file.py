@@ -1,10 +1,9 @@
-"""Files of `torch.save`, opened as data: tensors stay in the file until they are read.
+"""Files of `torch.save`, read by `torch.load(weights_only=True)`: nothing in them is executed.
 
-Two containers exist. The newer one is a zip archive without compression: `NAME/data.pkl` is a
-pickle whose persistent ids name the storages, `NAME/data/KEY` are their bytes, `NAME/byteorder`
-says how they are written. The older one is a row of pickles (magic number, version, system data,
-the value, the keys of the storages) followed by the storages, each after its number of elements.
-An archive may be inside a larger file, as in torch's distributed checkpoints.
+Tensors stay in the file: torch loads them without data (`map_location="meta"`) and returns the
+position of every storage in the archive, so a checkpoint is described without reading it. Files
+that torch cannot describe so (the form before torch 1.6, the other byte order) are loaded whole.
+Classes of the programs that wrote the file become inert `Record`s; any other name is refused.
 """
 
 from __future__ import annotations
@@ -12,34 +11,58 @@ from __future__ import annotations
 import bisect
 import io
 import os
-import struct
+import pickle
+import pickletools
+import re
 import zipfile
+from argparse import Namespace
+from collections import defaultdict
+from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError, open_inside
-from megatron.core.dist_checkpointing.interop.pickle_allowlist import Storage, StorageType, lookup
-from megatron.core.dist_checkpointing.interop.pickles import MAX_LINE, load_pickle
-from megatron.core.dist_checkpointing.interop.stored_view import StoredBytes, is_other_byte_order
+from megatron.core.dist_checkpointing.interop.pickles import (
+    Record,
+    check_tree,
+    inert_class,
+    refuse,
+)
+from megatron.core.dist_checkpointing.interop.stored_view import StoredBytes, StoredView
 from megatron.core.foundation.errors import shown
 
 MAX_PICKLE_BYTES = 1 << 30
 MAX_MEMBERS = 1 << 22
-MAX_KEY = 1 << 8
-"""Characters of the key of a storage; torch counts them."""
 _ZIP_MAGIC = b"PK\x03\x04"
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-_LEGACY_VERSION = 1001
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+
+
+def _plain_bytes(data: bytes = b"") -> bytes:
+    if type(data) is not bytes:
+        raise TypeError("not bytes")
+    return data
+
+
+_PLAIN: dict[str, Any] = {
+    "argparse.Namespace": Namespace, "types.SimpleNamespace": SimpleNamespace,
+    "collections.defaultdict": defaultdict, "builtins.frozenset": frozenset,
+    "builtins.bytes": _plain_bytes,
+} | {
+    f"builtins.{kind}": type(kind, (Record,), {"kind": f"builtins.{kind}"})
+    for kind in ("dict", "list", "int", "float", "str", "bool", "tuple")
+}  # fmt: skip
+"""Globals that torch does not know by itself, and what stands for them."""
 
 
 def read_torch_file(path: Path) -> Any:
     """Return the value of a file of `torch.save`; its tensors are `StoredView`s.
 
     Raises:
-        DamagedCheckpointError: it is not such a file, or holds what is not on the allowlist.
+        UnsafePickleError: the file names a class or function that is not on the allowlist.
+        DamagedCheckpointError: it is not such a file, or it is damaged.
     """
     with open_inside(path.parent, path.name) as (descriptor, size):
         return read_torch_range(descriptor, path, 0, size)
@@ -47,21 +70,107 @@ def read_torch_file(path: Path) -> Any:
 
 def read_torch_range(descriptor: int, path: Path, begin: int, length: int) -> Any:
     """Do as `read_torch_file` for the bytes begin .. begin + length - 1 of an open file."""
-    part = _Part(descriptor, begin, length)
-    buffered = io.BufferedReader(part, 1 << 16)
-    magic = buffered.peek(4)[:4]
-    if magic == _ZIP_MAGIC:
-        return _Archive(part, path, begin).value()
-    if magic[:1] == b"\x80":
-        return _LegacyFile(_Bounded(buffered), path, begin, length).value()
-    raise DamagedCheckpointError(
-        f"{path} is not a file of torch.save: it begins with {magic!r} at byte {begin}.",
-        rule="checkpoint files are archives (PK) or pickles",
-        fix="use another checkpoint",
-    )
+    file: Any = io.BufferedReader(_Range(descriptor, begin, length), 1 << 16)
+    magic = file.peek(4)[:4]
+    if magic != _ZIP_MAGIC and magic[:1] != b"\x80":
+        _damaged(path, begin, f"the first bytes are {magic!r}")
+    archive = _Archive(file, path, begin, length) if magic == _ZIP_MAGIC else None
+    is_described = archive is not None and not archive.is_swapped and _torch_gives_positions()
+    try:
+        names = _global_names(
+            file if archive is None else io.BufferedReader(io.BytesIO(archive.pickle))
+        )
+        stand_ins: list[Any] = [
+            (found, dotted)
+            for name in sorted(names)
+            for dotted in [name.replace("__builtin__", "builtins").replace(" ", ".")]
+            if (found := _PLAIN.get(dotted) or inert_class(name)) is not None
+        ]
+        file.seek(0)
+        with torch.serialization.safe_globals(stand_ins):
+            value = torch.load(
+                file, map_location="meta" if is_described else "cpu", weights_only=True
+            )
+    except DamagedCheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        refuse(
+            str(path), f"the global {name[1]}" if name else f"its pickle ({str(error)[-200:]!r})"
+        )
+    except Exception as error:
+        _damaged(path, begin, f"torch cannot read it ({type(error).__name__}: {error!s:.200})")
+    check_tree(value, str(path), 64 * length + (1 << 20))
+    storages: dict[int, StoredBytes] = {}
+
+    def stored(tensor: Tensor) -> StoredView:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            refuse(str(path), f"a tensor of layout {tensor.layout}")
+        storage = tensor.untyped_storage()
+        if archive is not None and is_described:
+            position = storage._checkpoint_offset or 0
+            if position not in storages:
+                storages[position] = archive.storage(position, storage.nbytes())
+        else:
+            position = storage.data_ptr()
+            if position not in storages:
+                memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+                storages[position] = StoredBytes(path, 0, storage.nbytes(), memory=memory)
+        shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        view = StoredView(storages[position], tensor.dtype, shape, stride, offset)
+        if (problem := view.problem()) is not None:
+            refuse(str(path), problem)
+        return view
+
+    return _described(value, stored)
 
 
-class _Part(io.RawIOBase):
+@lru_cache(maxsize=1)
+def _torch_gives_positions() -> bool:
+    """Return whether this torch says where a storage without data is; older releases do not."""
+    file = io.BytesIO()
+    torch.save(torch.ones(1), file)
+    file.seek(0)
+    tensor = torch.load(file, map_location="meta", weights_only=True)
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None) is not None
+
+
+def _described(value: Any, stored: Any) -> Any:
+    """Return a value with `StoredView`s for tensors, dicts for namespaces and text for devices."""
+    if isinstance(value, Tensor):
+        return stored(value)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: _described(item, stored) for key, item in value.items()}
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)([_described(item, stored) for item in value])
+    if isinstance(value, tuple):
+        return tuple(_described(item, stored) for item in value)
+    if isinstance(value, Record) and value.kind.startswith("pathlib."):
+        return "/".join(map(str, value.args))
+    return str(value) if isinstance(value, torch.device) else value
+
+
+def _global_names(stream: Any) -> set[str]:
+    """Return the names ("module name") of all globals of the pickles in a stream.
+
+    An archive has one pickle. The older form has five, and the storages follow them.
+    """
+    names: set[str] = set()
+    try:
+        for _ in range(5):
+            if stream.peek(1) == b"":
+                break
+            for opcode, argument, _ in pickletools.genops(stream):
+                if opcode.name == "GLOBAL":
+                    names.add(str(argument))
+    except (ValueError, OverflowError, MemoryError):
+        pass  # torch refuses what is damaged
+    return names
+
+
+class _Range(io.RawIOBase):
     """A range of an open file, as a file of its own."""
 
     def __init__(self, descriptor: int, begin: int, length: int) -> None:
@@ -92,195 +201,46 @@ class _Part(io.RawIOBase):
         return count
 
 
-class _Bounded:
-    """The reads that a pickle needs, none longer than a pickle may be."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def read(self, size: int) -> bytes:
-        if size > MAX_PICKLE_BYTES:
-            raise ValueError(f"a value of {size} bytes")
-        return self.file.read(size)
-
-    def readline(self) -> bytes:
-        return self.file.readline(MAX_LINE)
-
-    def tell(self) -> int:
-        return self.file.tell()
-
-
 class _Archive:
-    """One zip archive."""
-
-    def __init__(self, part: _Part, path: Path, begin: int) -> None:
-        self.part, self.path, self.begin = part, path, begin
-        part.seek(0)
-        try:
-            self.zip = zipfile.ZipFile(part)
-            members = self.zip.infolist()
-        except (zipfile.BadZipFile, OSError, ValueError, struct.error, NotImplementedError) as e:
-            self.damaged(f"its directory cannot be read ({e})")
-        except (UnicodeError, OverflowError, MemoryError) as e:
-            self.damaged(f"its directory is malformed ({type(e).__name__})")
-        self.members = {member.filename: member for member in members}
-        self.begins = sorted(member.header_offset for member in members)
-        if len(self.members) != len(members) or len(members) > MAX_MEMBERS:
-            self.damaged("two members have one name, or there are too many")
-        pickles = [name for name in self.members if name.endswith("/data.pkl")]
-        if len(pickles) != 1 or pickles[0].count("/") != 1:
-            self.damaged("it has no data.pkl, or several")
-        self.prefix = pickles[0].removesuffix("data.pkl")
-        order = self.small("byteorder", b"little").decode("latin-1")
-        if order not in ("little", "big"):
-            self.damaged(f"its byte order is {shown(order)}")
-        self.is_swapped = is_other_byte_order(order)
-        self.storages: dict[str, Storage] = {}
-
-    def value(self) -> Any:
-        data = self.contents(self.members[self.prefix + "data.pkl"], MAX_PICKLE_BYTES)
-        where = f"{self.path}!{self.prefix}data.pkl"
-        return load_pickle(data, lookup, what=where, persistent=self.persistent)
-
-    def persistent(self, identifier: Any) -> Storage:
-        """Return the storage of ("storage", class, key, device, number of elements)."""
-        key, dtype, count = _storage_id(identifier)
-        if key in self.storages:
-            return self.storages[key]
-        member = self.members.get(f"{self.prefix}data/{key}")
-        if member is None:
-            raise DamagedCheckpointError(f"the storage {shown(key)} is not in the archive")
-        begin = self.data_position(member)
-        item = 1 if dtype is None else dtype.itemsize
-        if count * item != member.file_size:
-            raise DamagedCheckpointError(
-                f"the storage {shown(key)} has {member.file_size} bytes, not {count} elements"
-            )
-        stored = StoredBytes(
-            self.path, self.begin + begin, member.file_size, member.CRC, self.is_swapped
-        )
-        self.storages[key] = Storage(stored, dtype)
-        return self.storages[key]
-
-    def data_position(self, member: zipfile.ZipInfo) -> int:
-        """Return where a member's bytes begin; its local header must agree with the directory."""
-        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            self.damaged(f"{shown(member.filename)} is compressed or encrypted")
-        if not 0 <= member.header_offset < self.part.length:
-            self.damaged(f"{shown(member.filename)} is outside of it")
-        self.part.seek(member.header_offset)
-        header = self.part.read(_LOCAL_HEADER.size) or b""
-        if len(header) != _LOCAL_HEADER.size:
-            self.damaged(f"{shown(member.filename)} is after its end")
-        fields = _LOCAL_HEADER.unpack(header)
-        name = self.part.read(fields[9]) or b""
-        if fields[0] != _ZIP_MAGIC or name != member.filename.encode():
-            self.damaged(f"{shown(member.filename)} is not where the directory says")
-        position = member.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
-        after = bisect.bisect_right(self.begins, member.header_offset)
-        end = self.begins[after] if after < len(self.begins) else self.part.length
-        if position + member.file_size > end or member.file_size < 0:
-            self.damaged(f"{shown(member.filename)} ends after it, or in another member")
-        return position
-
-    def contents(self, member: zipfile.ZipInfo, limit: int) -> bytes:
-        if member.file_size > limit:
-            self.damaged(f"{shown(member.filename)} has {member.file_size} bytes")
-        self.data_position(member)
-        try:
-            return self.zip.read(member)  # verifies the checksum
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError) as error:
-            self.damaged(f"{shown(member.filename)} cannot be read ({error})")
-
-    def small(self, name: str, default: bytes) -> bytes:
-        member = self.members.get(self.prefix + name)
-        return default if member is None else self.contents(member, 64)
-
-    def damaged(self, what: str) -> NoReturn:
-        raise DamagedCheckpointError(
-            f"{self.path} is damaged: in the archive at byte {self.begin}, {what}.",
-            rule="torch.save writes archives of stored, uncompressed members",
-            fix="use another checkpoint",
-        )
-
-
-class _LegacyFile:
-    """A file written without an archive (torch before 1.6, or asked for)."""
+    """The members of a zip archive; torch does not compare the directory with what it reads."""
 
     def __init__(self, file: Any, path: Path, begin: int, length: int) -> None:
-        self.file, self.path, self.begin, self.length = file, path, begin, length
-        self.wanted: dict[str, tuple[StoredBytesLater, torch.dtype | None, int]] = {}
+        self.path, self.begin, self.length = path, begin, length
+        try:
+            with zipfile.ZipFile(file) as archive:
+                self.members = sorted(archive.infolist(), key=lambda m: m.header_offset)
+                names = [member.filename for member in self.members]
+                (data,) = (name for name in names if name.endswith("/data.pkl"))
+                if len(set(names)) != len(names) or len(names) > MAX_MEMBERS:
+                    raise ValueError("two members have one name, or there are too many")
+                if archive.getinfo(data).file_size > MAX_PICKLE_BYTES:
+                    raise ValueError(f"{data} is too large")
+                self.pickle = archive.read(data)  # its checksum is verified
+                order = data.removesuffix("data.pkl") + "byteorder"
+                self.is_swapped = order in names and archive.read(order) != b"little"
+        except Exception as error:
+            self.damaged(f"its members cannot be read ({type(error).__name__}: {error!s:.200})")
+        self.begins = [member.header_offset for member in self.members]
 
-    def value(self) -> Any:
-        if self._next() != _LEGACY_MAGIC or self._next() != _LEGACY_VERSION:
-            self._damaged("it does not begin as torch.save does")
-        system = self._next()
-        is_little = system.get("little_endian", True) if isinstance(system, dict) else True
-        value = self._next(self.persistent)
-        keys = self._next()
-        if type(keys) is not list or any(type(key) is not str for key in keys):
-            self._damaged("the keys of its storages are no list of names")
-        position = self.file.tell()
-        swapped = is_other_byte_order("little" if is_little else "big")
-        for key in keys:
-            if key not in self.wanted:
-                self._damaged(f"a storage {shown(key)} that no tensor names")
-            later, dtype, count = self.wanted.pop(key)
-            self.file.file.seek(position)
-            header = self.file.read(8)
-            if len(header) != 8 or struct.unpack("<q" if is_little else ">q", header)[0] != count:
-                self._damaged(f"the storage {shown(key)} has another number of elements")
-            num_bytes = count * (1 if dtype is None else dtype.itemsize)
-            if position + 8 + num_bytes > self.length:
-                self._damaged(f"the storage {shown(key)} ends after the file")
-            later.settle(self.begin + position + 8, swapped)
-            position += 8 + num_bytes
-        if self.wanted:
-            self._damaged("tensors without storage")
-        return value
+    def storage(self, position: int, num_bytes: int) -> StoredBytes:
+        """Describe the storage that torch has found at a position."""
+        if num_bytes == 0:
+            return StoredBytes(self.path, 0, 0)
+        index = bisect.bisect_right(self.begins, position) - 1
+        member, end = self.members[index], [*self.begins, self.length][index + 1]
+        if member.file_size != num_bytes or position + num_bytes > end:
+            self.damaged(f"a storage of {num_bytes} bytes ends in another member")
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+            self.damaged(f"{shown(member.filename)} is compressed or encrypted")
+        return StoredBytes(self.path, self.begin + position, num_bytes, member.CRC)
 
-    def persistent(self, identifier: Any) -> Storage:
-        if type(identifier) is tuple and len(identifier) == 6 and identifier[5] is not None:
-            raise DamagedCheckpointError("a view of a storage (written by torch before 0.4)")
-        key, dtype, count = _storage_id(identifier[:5] if type(identifier) is tuple else None)
-        if key in self.wanted and self.wanted[key][1:] != (dtype, count):
-            raise DamagedCheckpointError(f"the storage {shown(key)} is described in two ways")
-        if key not in self.wanted:
-            num_bytes = count * (1 if dtype is None else dtype.itemsize)
-            if num_bytes > self.length:
-                raise DamagedCheckpointError(f"the storage {shown(key)} is larger than the file")
-            self.wanted[key] = (StoredBytesLater(self.path, num_bytes), dtype, count)
-        return Storage(self.wanted[key][0], dtype)
-
-    def _next(self, persistent: Any = None) -> Any:
-        return load_pickle(self.file, lookup, what=str(self.path), persistent=persistent)
-
-    def _damaged(self, what: str) -> NoReturn:
-        raise DamagedCheckpointError(
-            f"{self.path} is damaged: {what}.",
-            rule="a file of torch.save without archive is five pickles and the storages",
-            fix="use another checkpoint",
-        )
+    def damaged(self, what: str) -> NoReturn:
+        _damaged(self.path, self.begin, what)
 
 
-class StoredBytesLater(StoredBytes):
-    """Bytes whose offset in the file is known only after the value was read."""
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        super().__init__(path, 0, num_bytes)
-
-    def settle(self, begin: int, is_swapped: bool) -> None:
-        """Say where they are; done once, before anything is read."""
-        object.__setattr__(self, "begin", begin)
-        object.__setattr__(self, "is_swapped", is_swapped)
-
-
-def _storage_id(identifier: Any) -> tuple[str, torch.dtype | None, int]:
-    if type(identifier) is not tuple or len(identifier) != 5 or identifier[0] != "storage":
-        raise DamagedCheckpointError(f"{shown(identifier)} as a storage")
-    _, kind, key, _, count = identifier
-    if not isinstance(kind, StorageType) or type(key) is not str or len(key) > MAX_KEY:
-        raise DamagedCheckpointError(f"a storage of class {shown(kind)}")
-    if type(count) is not int or not 0 <= count < 1 << 60:
-        raise DamagedCheckpointError(f"a storage of {shown(count)} elements")
-    return key, kind.dtype, count
+def _damaged(path: Path, begin: int, what: str) -> NoReturn:
+    raise DamagedCheckpointError(
+        f"{path} is damaged: in the file of torch.save at byte {begin}, {what}.",
+        rule="torch.save writes archives of stored, uncompressed members",
+        fix="use another checkpoint",
+    )

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.dist_checkpointing.digest import checkpoint_digest
 from megatron.core.dist_checkpointing.interop.contents import InteropContents
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.dist_checkpointing.loader import load_state
@@ -29,6 +28,7 @@ from megatron.training.checkpointing import CheckpointContext, Checkpointer, Che
 from tests.harness.groups import fake_groups
 from tests.unit.dist_checkpointing.interop import interop_files as files
 from tests.unit.dist_checkpointing.interop.payloads import Runs
+from tools.checkpoint.state_digest import checkpoint_digest
 
 WRITERS = {
     "torch_dist": files.write_torch_dist,

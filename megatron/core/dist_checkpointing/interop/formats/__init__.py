@@ -1,8 +1,8 @@
-"""The formats of checkpoints besides our own, one per file.
+"""The formats of checkpoints in addition to our own, one per file.
 
-A file says how its format is told from others, opened and, if it can be, written: its record is
-`FORMAT`. Every file of this folder is imported here, so a new one is known without being named
-anywhere. `--load`, the functions of `dist_checkpointing` and the tools read the records.
+The record `FORMAT` of a file recognises, opens and, if supported, writes its format. This package
+imports every file of the folder, so a new file needs no other change. `--load`, the functions of
+`dist_checkpointing` and the tools read the records.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
+from megatron.core.dist_checkpointing.interop.contents import CheckpointFormat
 
 FORMATS: tuple[CheckpointFormat, ...] = tuple(
     importlib.import_module(f"{__name__}.{module.name}").FORMAT

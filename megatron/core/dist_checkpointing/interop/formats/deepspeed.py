@@ -23,18 +23,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.flat_ranges import Box, boxes_of_flat_range, intersection
-from megatron.core.dist_checkpointing.interop.assembly import StageNames, add_stage
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_flat_range, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import (
+    CheckpointFormat,
     ContentsBuilder,
     InteropContents,
     listed,
     not_readable,
     plain_values,
 )
-from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
-from megatron.core.dist_checkpointing.interop.gpt_names import flatten, split_of
-from megatron.core.dist_checkpointing.interop.megatron_state import common_values
+from megatron.core.dist_checkpointing.interop.rank_state import (
+    StageNames,
+    add_stage,
+    common_values,
+    flatten,
+    split_of,
+)
 from megatron.core.dist_checkpointing.interop.stored_view import (
     MAX_DIMS,
     StoredView,
@@ -234,27 +238,14 @@ def _add_piece(
 ) -> None:
     """Add a flat range of one rank's shard as boxes of the full tensor."""
     rank, size, blocks = split
-    position = 0
-    for box in boxes_of_flat_range(shape, piece.first, piece.first + piece.count):
-        count = math.prod(box[1])
-        view = piece.source.narrow(((position,), (count,))).reshaped(box[1])
-        position += count
-        if dim is None:
-            builder.add(key, box[0], view)
-            continue
-        block = shape[dim] // blocks
-        for i in range(blocks):
-            local: Box = (
-                tuple(i * block if d == dim else 0 for d in range(len(shape))),
-                tuple(block if d == dim else n for d, n in enumerate(shape)),
-            )
-            shared = intersection(box, local)
-            if shared is None:
-                continue
-            inner = tuple(o - b for o, b in zip(shared[0], box[0], strict=True))
-            shift = (i * size + rank) * block - i * block
-            offset = tuple(o + shift if d == dim else o for d, o in enumerate(shared[0]))
-            builder.add(key, offset, view.narrow((inner, shared[1])))
+    bounds = piece.first, piece.first + piece.count
+    if dim is None:
+        boxes = [(box, box[0]) for box in boxes_of_flat_range(shape, *bounds)]
+    else:
+        boxes = boxes_of_shard(shape, dim, rank=rank, size=size, stride=blocks, flat_range=bounds)
+    full = piece.source.unflattened(shape, -piece.first)
+    for box, offset in boxes:
+        builder.add(key, offset, full.narrow(box))
 
 
 def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> list[_Range]:

@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.interop.assembly import StageNames, Tensors, add_stage
 from megatron.core.dist_checkpointing.interop.contents import (
+    CheckpointFormat,
     ContentsBuilder,
     InteropContents,
     listed,
     not_readable,
 )
-from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
-from megatron.core.dist_checkpointing.interop.gpt_names import flatten
-from megatron.core.dist_checkpointing.interop.megatron_state import (
+from megatron.core.dist_checkpointing.interop.rank_state import (
+    StageNames,
+    Tensors,
+    add_stage,
     common_values,
     describe_layout,
+    flatten,
     learn_from_optimizer,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView

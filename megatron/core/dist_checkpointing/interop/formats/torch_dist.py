@@ -27,22 +27,20 @@ from megatron.core.dist_checkpointing.durable import (
 from megatron.core.dist_checkpointing.interop.buffer_state import KEY as BUFFER_KEY
 from megatron.core.dist_checkpointing.interop.buffer_state import Buckets, Layout, add_buffers
 from megatron.core.dist_checkpointing.interop.contents import (
+    CheckpointFormat,
     ContentsBuilder,
     InteropContents,
     SavedTensor,
     listed,
     not_readable,
 )
-from megatron.core.dist_checkpointing.interop.format import CheckpointFormat
-from megatron.core.dist_checkpointing.interop.megatron_state import (
+from megatron.core.dist_checkpointing.interop.pickles import Record, load_pickle
+from megatron.core.dist_checkpointing.interop.rank_state import (
     common_values,
     describe_layout,
     learn_from_optimizer,
     steps_in,
 )
-from megatron.core.dist_checkpointing.interop.pickle_allowlist import lookup
-from megatron.core.dist_checkpointing.interop.pickled_values import Record
-from megatron.core.dist_checkpointing.interop.pickles import load_pickle
 from megatron.core.dist_checkpointing.interop.stored_view import MAX_DIMS
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_file, read_torch_range
 from megatron.core.dist_checkpointing.loader import Contents
@@ -71,9 +69,9 @@ def megatron_format(directory: Path) -> str | None:
     try:
         form = json.loads(read_inside(directory, METADATA_NAME, limit_bytes=1 << 16))
     except (CheckpointError, ValueError, RecursionError):
-        return None  # the native reader says what is wrong with it
+        return None  # the native reader raises the error
     backend = form.get("sharded_backend") if isinstance(form, dict) else None
-    # A name that nobody uses is damage, of which the native reader speaks, too.
+    # An unknown name is damage; the native reader raises that error, too.
     return backend if backend in MEGATRON_FORMATS else None
 
 
@@ -143,7 +141,7 @@ class _Metadata:
     def __init__(self, directory: Path) -> None:
         self.directory, self.path = directory, directory / ".metadata"
         data = read_inside(directory, ".metadata", limit_bytes=METADATA_LIMIT)
-        root = load_pickle(data, lookup, what=str(self.path))
+        root = load_pickle(data, what=str(self.path))
         if not isinstance(root, Record) or not root.kind.endswith(".Metadata"):
             self.damaged("it holds no metadata")
         entries, locations = root["state_dict_metadata"], root["storage_data"]

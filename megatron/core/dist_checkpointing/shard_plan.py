@@ -11,6 +11,7 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.dist_checkpointing.flat_ranges import (
     Box,
@@ -20,9 +21,20 @@ from megatron.core.dist_checkpointing.flat_ranges import (
     intersection,
 )
 from megatron.core.dist_checkpointing.manifest import Shard, StoredTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.shard_file import dtype_name, element_bytes
+from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.foundation.errors import CheckpointError
+
+
+def build_factories(state: ShardedStateDict) -> Any:
+    """Return a state dict with the declarations of each factory in its place."""
+    return map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,65 @@ def plan_save(
     return SavePlan([sorted(w) for w in writes], tensors, loads)
 
 
+def stored_tensors(
+    declared: Sequence[Sequence[ShardMetadata]], *, spread_over_replicas: bool
+) -> dict[str, StoredTensor]:
+    """Describe every tensor by boxes that make it up, each with one holder.
+
+    The file of a shard is its rank; its first byte is the number of the box on that rank.
+    """
+    plan = plan_save(declared, spread_over_replicas=spread_over_replicas)
+    shards: dict[str, list[Shard]] = {key: [] for key in plan.tensors}
+    for rank, (own, chosen) in enumerate(zip(declared, plan.writes, strict=True)):
+        number = 0
+        for index, shard in enumerate(own):
+            boxes = shard.boxes()
+            if index in chosen:
+                shards[shard.key] += [
+                    Shard(offset, shape, str(rank), number + i, ())
+                    for i, (offset, shape) in enumerate(boxes)
+                ]
+            number += len(boxes)
+    return {
+        key: StoredTensor(dtype, shape, tuple(shards[key]), is_padded)
+        for key, (dtype, shape, is_padded) in plan.tensors.items()
+    }
+
+
+def neighbour_distance(places: Sequence[int]) -> int:
+    """Return how many ranks away the holder of a rank's copy is: on another node, if there is one.
+
+    Args:
+        places: node of each rank; the ranks of a node follow each other.
+    """
+    largest = max(places.count(place) for place in places)
+    return largest if largest < len(places) else 1 % len(places)
+
+
+def only_copies(
+    declared: Sequence[Sequence[ShardMetadata]], places: Sequence[int]
+) -> list[list[int]]:
+    """Return, for each rank, which of its shards no rank at another place holds.
+
+    Of the ranks of one place the first one that holds a shard sends it.
+    """
+    if len(set(places)) == 1:
+        places = range(len(places))
+    at: dict[Unit, set[int]] = {}
+    first: dict[Unit, tuple[int, int]] = {}
+    for rank, shards in enumerate(declared):
+        for index, shard in enumerate(shards):
+            unit = (shard.key, shard.offset, shard.shape, shard.flat_bounds)
+            at.setdefault(unit, set()).add(places[rank])
+            first.setdefault(unit, (rank, index))
+    chosen: list[list[int]] = [[] for _ in declared]
+    for unit, found in at.items():
+        if len(found) == 1 and len(declared) > 1:
+            rank, index = first[unit]
+            chosen[rank].append(index)
+    return chosen
+
+
 def _num_ranks(holders: Sequence[tuple[int, int]]) -> int:
     return len({rank for rank, _ in holders})
 
@@ -181,6 +252,7 @@ class ShardIndex:
     """The shards of one stored tensor, found by box without looking at all of them."""
 
     def __init__(self, tensor: StoredTensor) -> None:
+        self.tensor = tensor
         self.shards = sorted(tensor.shards, key=lambda s: s.offset[:1])
         self.starts = [s.offset[0] if s.offset else 0 for s in self.shards]
         self.longest = max((s.shape[0] if s.shape else 1 for s in self.shards), default=0)

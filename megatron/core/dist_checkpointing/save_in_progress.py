@@ -32,12 +32,17 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory, StoragePath, storage_path
-from megatron.core.dist_checkpointing.planner import SavePlan, ShardMetadata, plan_save
 from megatron.core.dist_checkpointing.shard_file import (
     StoredFile,
     dtype_name,
     hash_of,
     storage_order,
+)
+from megatron.core.dist_checkpointing.shard_plan import (
+    SavePlan,
+    ShardMetadata,
+    build_factories,
+    plan_save,
 )
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
@@ -149,7 +154,11 @@ class SaveInProgress:
             CheckpointError: on every rank, if any rank could not write or the commit failed. The
                 partial directory is removed and earlier checkpoints are as they were.
         """
-        gathered = self.peers.gather((self._problem, self._report))
+        try:
+            gathered = self.peers.gather((self._problem, self._report))
+        except MegatronError:  # another rank failed before its gather
+            self._abandon()
+            raise
         problem = self._problem
         try:
             if gathered is not None and all(p is None for p, _ in gathered):
@@ -166,10 +175,13 @@ class SaveInProgress:
         try:
             raise_on_all_ranks(problem, self.peers)
         except MegatronError:
-            self.pieces = []
-            if self.peers.rank == 0:
-                self.writer.abort()
+            self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        self.pieces = []
+        if self.peers.rank == 0:
+            self.writer.abort()
 
     def _commit(self, reports: list[_Report]) -> None:
         """Write everything but the shards and make the checkpoint exist. Coordinator only."""
@@ -247,7 +259,7 @@ def prepare_save(
 def _split_state(state: ShardedStateDict, *, is_coordinator: bool) -> _LocalState:
     """Separate tensors, objects and plain values; factories are built."""
     local = _LocalState()
-    built = map_leaves(lambda x: x.build() if isinstance(x, ShardedTensorFactory) else x, state)
+    built = build_factories(state)
     for _, leaf in leaves(built):
         if isinstance(leaf, ShardedTensor):
             if leaf.data is None:

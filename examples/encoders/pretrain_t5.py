@@ -1,4 +1,4 @@
-"""Pretrain a BERT: `torchrun --nproc-per-node 4 pretrain_bert.py --num-layers 24 ...`.
+"""Pretrain a T5: `torchrun --nproc-per-node 4 examples/encoders/pretrain_t5.py ...`.
 
 Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
 has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.
@@ -11,23 +11,17 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.context_parallel import get_batch_on_this_cp_rank
-from megatron.core.datasets.bert_dataset import (
-    BERTMaskedWordPieceDataset,
-    BERTMaskedWordPieceDatasetConfig,
-)
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.t5_dataset import (
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
 from megatron.core.enums import ModelType
 from megatron.core.foundation import device
-from megatron.core.models.bert.bert_layer_specs import (
-    get_bert_layer_local_spec,
-    get_bert_layer_with_transformer_engine_spec,
-)
-from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import backend_named, decoder_layer, encoder_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
@@ -35,11 +29,8 @@ from megatron.training.datasets.blends import masked_dataset_settings
 from megatron.training.setup.stages import is_dataset_built_on_rank
 from megatron_lattice import read_deepspeed_config
 
-SHARED_OVER_RANKS = ("text", "types", "labels", "loss_mask")
-"""Entries [b, s] of which each context-parallel rank takes its positions."""
-WHOLE = ("padding_mask", "is_random")
-"""Entries that every rank reads whole, [b, s] and [b]."""
-NUM_TOKENTYPES = 2
+ENTRIES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
+"""What a step reads of a sample, [b, s] of the encoder or [b, t] of the decoder."""
 
 
 def model_provider(
@@ -48,16 +39,15 @@ def model_provider(
     vp_stage: int | None = None,
     config: TransformerConfig | None = None,
     pg_collection: Any = None,
-) -> BertModel:
+) -> T5Model:
     """Build one chunk of the model: all of it without pipeline parallelism."""
     args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    is_local = args.transformer_impl == "local"
-    layer = get_bert_layer_local_spec if is_local else get_bert_layer_with_transformer_engine_spec
-    return BertModel(
-        config=config,
-        num_tokentypes=NUM_TOKENTYPES,
-        transformer_layer_spec=layer(),
+    backend = backend_named(args.transformer_impl)
+    return T5Model(
+        config=config or core_transformer_config_from_args(args),
+        encoder_config=None,
+        transformer_encoder_layer_spec=encoder_layer(backend),
+        transformer_decoder_layer_spec=decoder_layer(backend),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -66,41 +56,26 @@ def model_provider(
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        add_binary_head=args.bert_binary_head,
+        relative_attention_num_buckets=args.relative_attention_num_buckets,
+        relative_attention_max_distance=args.relative_attention_max_distance,
+        scales_logits=args.scale_t5_logits,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Take the next micro batch; `total` is the number of hidden tokens in the whole of it."""
-    batch = next(data_iterator)
-    where = device.current_device()
-    moved = {n: batch[n].to(where, non_blocking=True) for n in (*SHARED_OVER_RANKS, *WHOLE)}
-    local = get_batch_on_this_cp_rank({name: moved[name] for name in SHARED_OVER_RANKS})
-    return {**moved, **local, "total": moved["loss_mask"].sum()}
+    """Take the next micro batch."""
+    batch, where = next(data_iterator), device.current_device()
+    return {name: batch[name].to(where, non_blocking=True) for name in ENTRIES}
 
 
-def loss_func(
-    batch: dict[str, Tensor], output: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of hidden tokens; the loss of the pieces' order counts as the mean of them.
-
-    Args:
-        output: [b, s] the loss of every token, and [b, 2] the logits of the order.
-    """
-    losses, order_logits = output
+def loss_func(batch: dict[str, Tensor], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum the losses [b, t] of what the decoder writes."""
     mask = batch["loss_mask"].float()
     # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
     loss, num_tokens = torch.sum(losses.float() * mask), mask.sum()
-    report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
-    if order_logits is not None:
-        # The first token is on the first rank of those that share the sequence.
-        holds_first = float(ProcessGroupCollection.current().cp.rank() == 0)
-        order = F.cross_entropy(order_logits.float(), batch["is_random"]) * holds_first
-        loss = loss + order * batch["total"]
-        report["sop loss"] = torch.stack([order.detach(), torch.full_like(order, holds_first)])
-    return loss, num_tokens.int(), report
+    return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
 def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple:
@@ -110,10 +85,11 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
     output = model(
-        batch["text"],
-        batch["padding_mask"],
-        tokentype_ids=batch["types"],
+        batch["text_enc"],
+        batch["text_dec"],
+        batch["enc_mask"],
         lm_labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
     )
     return output, partial(loss_func, batch)
 
@@ -121,13 +97,12 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
     """Build the train, valid and test datasets: every stage reads where a text ends."""
     args = get_args()
-    config = BERTMaskedWordPieceDatasetConfig(
+    config = T5MaskedWordPieceDatasetConfig(
         **masked_dataset_settings(args, get_tokenizer()),
-        masking_max_ngram=3,
-        classification_head=args.bert_binary_head,
+        sequence_length_decoder=args.decoder_seq_length,
     )
     return BlendedMegatronDatasetBuilder(
-        BERTMaskedWordPieceDataset,
+        T5MaskedWordPieceDataset,
         num_samples,
         partial(is_dataset_built_on_rank, args, vp_stage),
         config,
@@ -143,6 +118,6 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={"architecture": "bert"},
+        args_defaults={"architecture": "t5"},
         deepspeed_reader=read_deepspeed_config,
     )

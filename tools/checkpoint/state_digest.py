@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.interop.opening import open_any
-from megatron.core.dist_checkpointing.loader import Contents, SliceReader
+from megatron.core.dist_checkpointing.loader import Contents, SliceReader, read_box
 from megatron.core.dist_checkpointing.manifest import StoredTensor
 from megatron.core.dist_checkpointing.object_store import ObjectDirectory
-from megatron.core.dist_checkpointing.planner import ShardIndex
 from megatron.core.dist_checkpointing.shard_file import DTYPES, as_bytes, hash_of
+from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 from megatron.core.dist_checkpointing.typed_json import dump_bytes
 from megatron.core.transport.object_collectives import SingleProcess
 
@@ -75,11 +75,7 @@ def _tensor_digest(tensor: StoredTensor, reader: SliceReader, num_rows: int | No
         if shape:
             offset[0], size[0] = begin, min(step, shape[0] - begin)
         full = torch.empty(size, dtype=DTYPES[tensor.dtype])
-        for read in index.reads((tuple(offset), tuple(size))):
-            into = full
-            for dim, (o, n) in enumerate(zip(*read.in_wanted, strict=True)):
-                into = into.narrow(dim, o, n)
-            reader.read(tensor, read, into)
+        read_box(index, (tuple(offset), tuple(size)), reader, full)
         state.update(as_bytes(full))
     return state.hexdigest()
 

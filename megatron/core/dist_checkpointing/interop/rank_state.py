@@ -1,0 +1,232 @@
+"""The state dicts of Megatron's ranks: names of parameters, plain state, and their assembly.
+
+A file with one rank's state dict does not store the layout; the split of a parameter follows from
+its name. The names before megatron.core (`language_model.encoder...`), which Megatron-DeepSpeed
+still uses, are read too. `add_stage` joins the tensors of tensor-parallel ranks as boxes of full
+tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
+from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard
+from megatron.core.dist_checkpointing.interop.contents import ContentsBuilder, plain_values
+from megatron.core.dist_checkpointing.interop.stored_view import StoredView
+from megatron.core.foundation.errors import shown
+
+MAX_NAME = 1 << 12
+"""Characters of the name of a parameter, which joins the keys of nested dicts."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How tensor-parallel ranks share a parameter."""
+
+    dim: int | None
+    """The dimension that is cut; None: every rank has all of it."""
+    is_gated: bool = False
+    """Each rank holds [gate_shard; up_shard]."""
+
+
+_OLD_NAMES = (
+    (r"^language_model\.(?:transformer|encoder)\.", "decoder."),
+    (r"^language_model\.embedding\.", "embedding."),
+    (r"^language_model\.output_layer\.", "output_layer."),
+    (r"\.self_attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.(?:self_)?attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.attention\.query_key_value\.", ".self_attention.linear_qkv."),
+    (r"\.post_attention_(?:layernorm|norm)\.", ".pre_mlp_layernorm."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"^decoder\.(?:final_norm|final_layernorm)\.", "decoder.final_layernorm."),
+)
+_OLD_PATTERNS = tuple((re.compile(old), new) for old, new in _OLD_NAMES)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)", re.ASCII)
+_ROWS = re.compile(
+    r"(?:.*\.)?(?:word_embeddings\.weight|output_layer\.weight|linear_qkv\.(?:weight|bias)"
+    r"|linear_fc1\.(?:weight|bias)|core_attention\.softmax_offset)"
+)
+_COLUMNS = re.compile(r".*\.(?:linear_proj|linear_fc2)\.weight")
+_WHOLE = re.compile(
+    r".*(?:layer_?norm[_.]?(?:weight|bias)|layernorm\.(?:weight|bias)|position_embeddings\.weight"
+    r"|(?:linear_proj|linear_fc2)\.bias)"
+)
+
+
+def flatten(tree: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, StoredView]]:
+    """Yield (dotted name, tensor) of nested dicts, in order; other values are skipped."""
+    for name, value in tree.items():
+        if len(prefix) + len(str(name)) > MAX_NAME:
+            raise DamagedCheckpointError(
+                f"the name of a tensor, {shown(prefix)}, has more than {MAX_NAME} characters."
+            )
+        if isinstance(value, StoredView):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+
+
+def canonical_name(name: str) -> str:
+    """Return the key of a parameter of one layer, under the names that checkpoints use."""
+    name = name.removeprefix("module.").removeprefix("model.")
+    for pattern, new in _OLD_PATTERNS:
+        name = pattern.sub(new, name)
+    name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+    return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+
+
+def with_layer_offset(name: str, offset: int) -> str:
+    """Return a name whose layer number counts from the first layer of the model."""
+    match = _LAYER.fullmatch(name)
+    return name if match is None else f"decoder.layers.{int(match[1]) + offset}.{match[2]}"
+
+
+def num_layers(names: Iterator[str] | list[str]) -> int:
+    """Return how many layers a stage has, from the names of its parameters."""
+    numbers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
+    return max(numbers, default=-1) + 1
+
+
+def split_of(name: str, *, is_gated: bool) -> Split | None:
+    """Return how tensor-parallel ranks split a parameter; None for a name that is not known."""
+    if _WHOLE.fullmatch(name):
+        return Split(None)
+    if _COLUMNS.fullmatch(name):
+        return Split(1)
+    if _ROWS.fullmatch(name):
+        return Split(0, is_gated and ".linear_fc1." in name)
+    return None
+
+
+def is_gated_mlp(tensors: Mapping[str, StoredView]) -> bool:
+    """Return whether the first MLP layer is twice as wide as the second one takes."""
+    for name, view in tensors.items():
+        if name.endswith(".mlp.linear_fc1.weight"):
+            second = tensors.get(name.replace("linear_fc1", "linear_fc2"))
+            return second is not None and view.shape[0] == 2 * second.shape[1]
+    return False
+
+
+Tensors = Mapping[str, StoredView]
+"""One rank's parameters by their name in the file, in the order of the model."""
+
+
+class StageNames:
+    """The keys of one pipeline stage (or virtual stage): local layer numbers become global."""
+
+    def __init__(self, tensors: Tensors, layer_offset: int) -> None:
+        self.keys = {
+            name: with_layer_offset(canonical_name(name), layer_offset) for name in tensors
+        }
+        self.num_layers = num_layers([canonical_name(name) for name in tensors])
+        self.is_gated = is_gated_mlp({canonical_name(name): view for name, view in tensors.items()})
+
+
+def add_stage(
+    builder: ContentsBuilder,
+    names: StageNames,
+    ranks: Sequence[Tensors],
+    *,
+    prefix: str = "",
+    where: Path,
+) -> list[str]:
+    """Add the parameters of one stage, or state of their shapes.
+
+    Args:
+        ranks: per tensor-parallel rank, tensors by the names of the file.
+        prefix: of the keys, for optimizer state.
+        where: the directory, for messages.
+    Returns:
+        names that were left out, because it is not known how ranks split them.
+    """
+    unknown = []
+    for name, first in ranks[0].items():
+        views = [rank.get(name) for rank in ranks]
+        if any(v is None or v.shape != first.shape or v.dtype != first.dtype for v in views):
+            raise DamagedCheckpointError(
+                f"{where}: {shown(name, 120)} is not the same on all tensor-parallel ranks.",
+                rule="ranks of one stage hold equal shares of the same parameters",
+            )
+        key = names.keys[name]
+        split = split_of(key, is_gated=names.is_gated)
+        if split is None and len(ranks) > 1:
+            unknown.append(key)
+            continue
+        shards = [view for view in views if view is not None]
+        dim = split.dim if split is not None else None
+        if dim is None or len(ranks) == 1:
+            builder.add_whole(prefix + key, first)
+            continue
+        shape = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(first.shape))
+        builder.declare(prefix + key, first.dtype, shape)
+        blocks = 2 if split is not None and split.is_gated else 1
+        for rank, view in enumerate(shards):
+            for box, offset in boxes_of_shard(
+                first.shape, dim, rank=rank, size=len(ranks), stride=blocks
+            ):
+                builder.add(prefix + key, offset, view.narrow(box))
+    return unknown
+
+
+_KEPT = ("iteration", "num_floating_point_operations_so_far", "opt_param_scheduler")
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+_SCALER = ("scale", "growth_tracker", "hysteresis_tracker")
+_LAYOUT = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size", "dp": "data_parallel_size",
+    "ep": "expert_model_parallel_size",
+}  # fmt: skip
+
+
+def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (state to keep, settings of the run) from the common state.
+
+    Counters of samples stand among Megatron's settings; loss scaler and scheduler have the same
+    fields here and there. Random states belong to another generator and are left out.
+    """
+    args = common.get("args")
+    run = plain_values(args) if isinstance(args, dict) else {}
+    state = {name: common[name] for name in _KEPT if common.get(name) is not None}
+    state |= {name: run[name] for name in _COUNTERS if isinstance(run.get(name), int)}
+    scaler = next(_found(common.get("optimizer"), "grad_scaler"), None)
+    if isinstance(scaler, dict) and all(name in scaler for name in _SCALER):
+        state["grad_scaler"] = {name: scaler[name] for name in _SCALER}
+    return state, run
+
+
+def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
+    """Take over how many updates the optimizer has made."""
+    builder.optimizer_step = steps_in(optimizer)
+
+
+def steps_in(optimizer: object) -> int:
+    """Return how many updates an optimizer's plain state says that it has made; 0 if nothing."""
+    found = [value for name in ("step", "common_step") for value in _found(optimizer, name)]
+    numbers = plain_values({str(i): value for i, value in enumerate(found)}).values()
+    steps = [value for value in numbers if isinstance(value, (int, float))]
+    return int(max(steps, default=0))
+
+
+def describe_layout(run: Mapping[str, object]) -> dict[str, Any]:
+    """Return the sizes of the axes that the settings name."""
+    return {axis: run[name] for axis, name in _LAYOUT.items() if isinstance(run.get(name), int)}
+
+
+def _found(tree: Any, name: str) -> Iterator[Any]:
+    """Yield every value that is under `name` in nested containers."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if key == name and value is not None:
+                yield value
+            else:
+                yield from _found(value, name)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _found(value, name)
