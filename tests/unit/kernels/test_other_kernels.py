@@ -26,7 +26,7 @@ from megatron.core.kernels.permutation import PERMUTATION, PLACES
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, elementwise_softmax, torch_softmax
-from megatron.core.low_precision.scaling import BLOCK_QUANTIZATION, SCALED_ROUNDING
+from megatron.core.low_precision.scaling import SCALED_CAST
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     SOFTCAP,
@@ -83,8 +83,7 @@ WRITTEN_IN_TRITON = [
     (norms.LAYER_NORM, norms.ALL_NEEDS),
     (norms.ADDED_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
-    (BLOCK_QUANTIZATION, ()),
-    (SCALED_ROUNDING, ()),
+    (SCALED_CAST, ()),
     (CHUNK_UPDATES, {ADAM}),
     (CHUNK_UPDATES, {ADAMW}),
     (BIAS_DROPOUT_ADD, ()),
