@@ -12,17 +12,8 @@ from megatron.core.foundation import optional_imports
 from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
 from megatron.core.kernels import gated_activation as gates
 from megatron.core.kernels import norms, triton_kernels
-from megatron.core.kernels.attention import (
-    ATTENTION,
-    DOCUMENTS,
-    DROPOUT,
-    HEAD_EXCHANGE,
-    WIDTHS,
-    WINDOW,
-)
-from megatron.core.kernels.attention import SOFTCAP as CAPPED_SCORES
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
-from megatron.core.kernels.permutation import PERMUTATION, PLACES
+from megatron.core.kernels.permutation import PERMUTATION
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, elementwise_softmax, torch_softmax
@@ -90,9 +81,7 @@ WRITTEN_IN_TRITON = [
     (ROTARY, ()),
     (LATENT_ROTARY, ()),
     (PERMUTATION, ()),
-    (PLACES, ()),
     (CROSS_ENTROPY, ()),
-    (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, CAPPED_SCORES, WIDTHS, WINDOW}),
 ]
 
 
