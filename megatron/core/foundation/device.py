@@ -196,6 +196,11 @@ def why_no_fp8_products() -> str | None:
     return "runs on CPUs and on NVIDIA GPUs"
 
 
+def fp8_product_multiple(device: torch.device) -> int:
+    """Return what `torch._scaled_mm` requires k and the columns to be multiples of."""
+    return 1 if device.type == "cpu" else 16
+
+
 def computes_in_kernels(device: torch.device) -> bool:
     """Return whether kernels of our own compute there, which can call no generator of torch."""
     return device.type != "cpu"

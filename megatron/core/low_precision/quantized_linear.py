@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from megatron.core.foundation.device import why_no_fp8_products
+from megatron.core.foundation.device import fp8_product_multiple, why_no_fp8_products
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request, dtype_name
 from megatron.core.low_precision import hadamard
@@ -44,8 +44,6 @@ Product: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
 `fast` allows sums of lower precision, which a forward pass can bear (`use_fast_accum`)."""
 
 BLOCK_SCALES = "scales per block"
-_FP8_TILE = 16
-"""On a GPU `torch._scaled_mm` takes a contracted dimension and columns that are multiples of it."""
 
 
 def scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -53,8 +51,8 @@ def scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, fast: bool)
     a, b = left.data, right.data
     if not (a.numel() and b.numel()):
         return torch.zeros(len(a), len(b), dtype=dtype, device=a.device)
-    if a.device.type != "cpu":
-        a, b = _padded(a, 1), _padded(b, _FP8_TILE)
+    multiple = fp8_product_multiple(a.device)
+    a, b = _padded(a, 1, multiple), _padded(b, multiple, multiple)
     assert left.factor is not None and right.factor is not None
     out = torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), scale_a=left.factor, scale_b=right.factor,
@@ -63,16 +61,16 @@ def scaled_mm(left: Quantized, right: Quantized, dtype: torch.dtype, fast: bool)
     return out[:, : len(right.data)]
 
 
-def _padded(x: Tensor, row_multiple: int) -> Tensor:
-    """Pad FP8 x [rows, k] with zeros to multiples of `row_multiple` and of `_FP8_TILE`."""
-    rows, columns = -len(x) % row_multiple, -x.shape[1] % _FP8_TILE
+def _padded(x: Tensor, row_multiple: int, column_multiple: int) -> Tensor:
+    """Pad FP8 x [rows, k] with zeros to multiples of two numbers."""
+    rows, columns = -len(x) % row_multiple, -x.shape[1] % column_multiple
     if not (rows or columns):
         return x
     return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)
 
 
 def dequantized_product(
-    left: Quantized, right: Quantized, dtype: torch.dtype, fast: bool
+    left: Quantized, right: Quantized, dtype: torch.dtype, _fast: bool
 ) -> Tensor:
     """Multiply the dequantized operands in fp32 (fp64 for fp64 operands); see `Product`."""
     wide = torch.promote_types(dtype, torch.float32)

@@ -97,7 +97,7 @@ def test_operands_with_one_scale_have_the_codes_of_the_emulation(format):
 @pytest.mark.parametrize("shape", [(16, 32), (7, 37)])
 def test_padding_to_the_tiles_of_a_gpu_does_not_change_a_product(shape):
     x = torch.randn(shape).to(torch.float8_e4m3fn)
-    padded = quantized_linear._padded(x, 16)
+    padded = quantized_linear._padded(x, 16, 16)
     assert all(size % 16 == 0 for size in padded.shape)
     assert torch.equal(padded[: shape[0], : shape[1]].float(), x.float())
     assert padded.float().abs().sum() == x.float().abs().sum()
