@@ -8,7 +8,7 @@ nothing, kernels in Triton are noted where they would be launched. The step is t
 A pass takes its bytes at the rate that passes reach on an H100: 2.7 TB/s of torch's, 2.5 TB/s of
 ours. A product takes its operations at 680 TFLOP/s, or its bytes where they take longer. Launches
 take nothing. --details prints each operation and where it is called; --write renews the table of
-docs/kernels.md.
+docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.gpu.workload import Workload
 from megatron.core.settings.command_line import read_command_line
 from tests.gpu_without_gpu.imaginary_accelerator.accelerator import register
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "kernels.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "gpu.md"
 BEGIN = "<!-- begin: written by python -m benchmarks.step_ledger --write -->"
 END = "<!-- end of the step -->"
 TORCH_RATE, OUR_RATE, PRODUCT_RATE = 2.7e12, 2.5e12, 680e12
@@ -347,7 +347,7 @@ class Flags:
     details: bool = False
     """Print each operation and where it is called."""
     write: bool = False
-    """Renew the table of docs/kernels.md."""
+    """Renew the table of docs/gpu.md."""
 
 
 def main() -> int:

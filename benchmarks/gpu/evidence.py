@@ -5,7 +5,7 @@
 
 `join` writes `benchmarks/results/gpu/DATE-CARD-COMMIT.json`, one file for each card and commit;
 stages that are joined later are added to it. A rehearsal is no evidence. Every sentence and table
-about GPUs between the marks in README.md and docs/kernels.md comes from these files; a test
+about GPUs between the marks in README.md and docs/gpu.md comes from these files; a test
 compares them.
 """
 
@@ -188,7 +188,7 @@ def block(found: Sequence[Result], lines: Callable[[Result], Iterable[str]]) -> 
 
 PAGES: dict[str, Callable[[Result], Iterable[str]]] = {
     "README.md": summary,
-    "docs/kernels.md": details,
+    "docs/gpu.md": details,
 }
 
 

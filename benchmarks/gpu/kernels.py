@@ -43,8 +43,7 @@ from megatron.core.kernels.registry import KernelTable, Request
 from megatron.core.kernels.rotary import ROTARY
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, RowStatistics, Targets
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
-from megatron.core.low_precision.formats import E4M3
-from megatron.core.low_precision.scaling import SCALED_ROUNDING
+from megatron.core.low_precision.scaling import SCALED_CAST
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -412,7 +411,7 @@ def rounding(bench: Bench) -> Case:
     x = bench.random(bench.tokens, bench.sizes.hidden_size, grad=False)
     scale = torch.ones((), device=bench.where)
     candidates = bench.table(
-        SCALED_ROUNDING, call=lambda run: lambda x, scale: run(E4M3, x, scale, None)
+        SCALED_CAST, call=lambda run: lambda x, scale: run(x, scale, torch.float8_e4m3fn)
     )
     torchs = Candidate("torch", lambda x, scale: (x * scale).to(torch.float8_e4m3fn))
     return Case([*candidates, torchs], (x, scale), 3.0 * x.numel())

@@ -147,8 +147,8 @@ class DistributedDataParallelConfig(
         return self.param_cpu_offload or self.param_offload_path is not None
 
     @property
-    def gathers_in_few_bits(self) -> bool:
-        """Whether weights are gathered in the format of their products, if that has one scale."""
+    def gathers_params_in_fp8(self) -> bool:
+        """Whether weights that their products round with one scale are gathered in FP8."""
         return (
             self.fp8_param_gather
             and self.use_distributed_optimizer

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
-from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.offload.arriving_values import ArrivingValues
 from megatron.core.transport.comm_buffer import CommBuffer
 from megatron.core.transport.work import AnyWork
@@ -36,7 +36,7 @@ class LayoutOptions:
     """Elements that a shard is a multiple of."""
     tag: int = 0
     """First message tag of the buckets."""
-    products: Sequence[LinearProducts] = ()
+    quantized: Sequence[QuantizedLinear] = ()
     """Of each parameter, where they are gathered in the format of these."""
 
 
@@ -73,7 +73,7 @@ class FlatParams:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.mesh, self.tag = options.mesh, options.tag
-        self.products = options.products
+        self.quantized = options.quantized
         self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
         separate = {id(p) for p in options.separate}
         self.plan: BufferPlan = plan_buffer(

@@ -184,6 +184,23 @@ def maps_pages(device: torch.device) -> bool:
     return device.type == "cpu" and not is_fake()
 
 
+def why_no_fp8_products() -> str | None:
+    """Return why this device cannot run `torch._scaled_mm` with one scale per tensor, or None."""
+    if device_type() == "cpu" or is_imaginary():
+        return None
+    if device_type() == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability >= (8, 9):
+            return None
+        return f"needs compute capability 8.9, and this GPU has {'.'.join(map(str, capability))}"
+    return "runs on CPUs and on NVIDIA GPUs"
+
+
+def fp8_product_multiple(device: torch.device) -> int:
+    """Return what `torch._scaled_mm` requires k and the columns to be multiples of."""
+    return 1 if device.type == "cpu" else 16
+
+
 def computes_in_kernels(device: torch.device) -> bool:
     """Return whether kernels of our own compute there, which can call no generator of torch."""
     return device.type != "cpu"

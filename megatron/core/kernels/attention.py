@@ -1,7 +1,7 @@
-"""The table of attention kernels, and what each can do.
+"""The table of attention kernels and what each supports.
 
-A new kernel is a function of the type `AttentionKernel` and one entry in `ATTENTION`. The lists
-are in order of preference. **Those of accelerators have not been run on one.**
+To add a kernel, write a function of type `AttentionKernel` and an entry in `ATTENTION`. The lists
+are in order of preference. **The entries for accelerators have not run on one.**
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from functools import partial
 from torch import Tensor
 
 from megatron.core.foundation.optional_imports import why_missing
-from megatron.core.kernels import flex_attention, library_attention, triton_kernels
+from megatron.core.kernels import library_attention
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.kernels.cpu.block_attention import cpu_block_attention
 from megatron.core.kernels.registry import OTHER_DEVICES, Choice, Kernel, KernelTable, Request
-from megatron.core.kernels.torch_attention import sdpa, sdpa_with_mask, unfused
+from megatron.core.kernels.torch_attention import cpu_block_attention, sdpa, sdpa_with_mask, unfused
 
 WIDEST_FLASH = 256
-"""Elements of a head in the kernels of flash-attention and Transformer Engine, and in ours."""
+"""Largest head width of the kernels of flash-attention and Transformer Engine."""
 
-# What an attention may need beyond plain causal or full attention of a sequence to itself.
+# Needs beyond plain causal or full attention of a sequence to itself.
 MASK = "an attention_mask"
 BIAS = "an attention_bias"
 LENGTHS = "fewer queries than keys"
@@ -32,7 +31,7 @@ SOFTCAP = "soft-capping"
 SINK = "a sink"
 DROPOUT = "dropout independent of the layout"
 MAX_LOGITS = "the largest scores"
-OWN_DROPOUT = "dropout"  # drawn by the kernel as it likes
+OWN_DROPOUT = "dropout"  # the mask may depend on the layout
 WIDE_HEADS = f"heads wider than {WIDEST_FLASH}"
 HEAD_EXCHANGE = "context parallelism by all-to-all"
 PARTIAL_KEYS = "context parallelism by a ring or gathered keys"
@@ -80,16 +79,10 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
             ),
             Kernel(
                 "flex",
-                flex_attention.flex,
+                library_attention.flex,
                 _POSITIONS | _SCORES | {HEAD_EXCHANGE, WIDE_HEADS},
                 dtypes=frozenset({"bfloat16", "float16", "float32"}),
-                missing=flex_attention.missing,
-            ),
-            triton_kernels.entry(
-                "attention",
-                "flash_attention",
-                _POSITIONS | _DROPOUTS | {SOFTCAP, HEAD_EXCHANGE},
-                _LIBRARY_DTYPES,
+                missing=library_attention.why_no_flex,
             ),
             Kernel(
                 "sdpa-mask",
@@ -119,26 +112,25 @@ ATTENTION: KernelTable[AttentionKernel] = KernelTable(
 )
 
 ASKED: dict[str, tuple[str, ...]] = {
-    "flash": ("flash-attn", "sdpa", "flex", "triton", "sdpa-mask", "unfused"),
-    "fused": ("transformer-engine", "sdpa", "flex", "triton", "sdpa-mask", "unfused"),
+    "flash": ("flash-attn", "sdpa", "flex", "sdpa-mask", "unfused"),
+    "fused": ("transformer-engine", "sdpa", "flex", "sdpa-mask", "unfused"),
     "unfused": ("unfused",),
     "local": ("unfused",),
     "auto": (),
 }
-"""Value of `--attention-backend` -> kernels that go before all others."""
+"""Value of `--attention-backend` -> kernels that are preferred, in this order."""
 
 DRAWS_DROPOUT = ("flash", "fused")
-"""Values of `--attention-backend` with which kernels may draw dropout as they like: what is dropped
-then depends on the layout. Otherwise a faster kernel that does is passed over."""
+"""Values of `--attention-backend` that permit kernels whose dropout masks depend on the layout."""
 
 
 def dropout_need(backend: str) -> str:
-    """Return what dropout needs with a value of `--attention-backend`."""
+    """Return the need that dropout adds with a value of `--attention-backend`."""
     return OWN_DROPOUT if backend in DRAWS_DROPOUT else DROPOUT
 
 
 def attention_needs(options: AttentionOptions, backend: str) -> set[str]:
-    """Return what is needed according to the options and `--attention-backend` alone."""
+    """Return the needs that follow from the options and `--attention-backend` alone."""
     given = {
         MASK: options.attention_mask is not None,
         BIAS: options.attention_bias is not None,
@@ -153,7 +145,7 @@ def attention_needs(options: AttentionOptions, backend: str) -> set[str]:
 
 
 def context_parallel_need(comm_type: str | None) -> set[str]:
-    """Return what ranks that share a sequence need; `comm_type` None is one rank."""
+    """Return the needs of context parallelism; `comm_type` None is one rank per sequence."""
     if comm_type is None:
         return set()
     return {HEAD_EXCHANGE if comm_type == "a2a" else PARTIAL_KEYS}

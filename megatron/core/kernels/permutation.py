@@ -1,4 +1,4 @@
-"""The tables of what brings tokens into the order of their experts and back.
+"""Bring tokens into the order of their experts and back.
 
 Legend: t tokens, h hidden, e experts, n rows: one for each expert of each token.
 """
@@ -54,38 +54,8 @@ class IndexPermutation:
         return rows.new_zeros((self.num_tokens, rows.shape[1])).index_add(0, self.token, rows)
 
 
-class Places(Protocol):
-    """Places of rows among more, which are zero."""
-
-    def put(self, rows: Tensor) -> Tensor:
-        """Return [total, h] with rows [n, h] at their places, zeros elsewhere."""
-
-    def take(self, padded: Tensor) -> Tensor:
-        """Return the rows [n, h] of padded [total, h] at the places."""
-
-
-class IndexPlaces:
-    """By torch's copies of rows.
-
-    Args:
-        position: int64 [n], no place twice but one that nothing is read from; total: places.
-    """
-
-    def __init__(self, position: Tensor, total: int) -> None:
-        self.position, self.total = position, total
-
-    def put(self, rows: Tensor) -> Tensor:
-        """Return [total, h] of [n, h]; see `Places`."""
-        return rows.new_zeros((self.total, rows.shape[1])).index_copy(0, self.position, rows)
-
-    def take(self, padded: Tensor) -> Tensor:
-        """Return [n, h] of [total, h]; see `Places`."""
-        return padded.index_select(0, self.position)
-
-
 MakePermutation: TypeAlias = Callable[[Tensor, Tensor, int], Permutation]
 _INDEXED = Kernel("index", IndexPermutation)
-_PLACED = Kernel("index", IndexPlaces)
 
 PERMUTATION: KernelTable[MakePermutation] = KernelTable(
     "permutation of tokens",
@@ -95,11 +65,3 @@ PERMUTATION: KernelTable[MakePermutation] = KernelTable(
     },
 )
 """Functions of (expert [n], token [n], t)."""
-PLACES: KernelTable[Callable[[Tensor, int], Places]] = KernelTable(
-    "rows at given places",
-    {
-        "cpu": (_PLACED,),
-        OTHER_DEVICES: (triton_kernels.entry("permutation", "RowPlaces"), _PLACED),
-    },
-)
-"""Functions of (position [n], total)."""

@@ -1,1 +1,1 @@
-"""Matrix products of numbers with few bits: formats, scales, recipes, products of layers."""
+"""Low-precision matrix products: scales, recipes, and the products of a linear layer."""

@@ -1,18 +1,20 @@
-"""Recipes: which operand of a product is rounded to which format, and how it is scaled.
+"""Recipes: the format and the scaling of each operand of a product.
 
 A linear layer has three products, of its input x [t, i], weight w [o, i] and output gradient
 g [t, o]: forward x w^T contracts i, the input gradient g w contracts o, the weight gradient g^T x
-contracts t. Blocks lie along the contracted dimension, so an operand of two products is rounded for
-each of them, from the same unrounded tensor.
+contracts t. Blocks lie along the contracted dimension, so an operand of two products is rounded
+twice, each time from the unrounded tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.low_precision.formats import E4M3, E5M2, ElementFormat
 from megatron.core.low_precision.scaling import (
     BlockScaling,
     Scaling,
@@ -20,13 +22,14 @@ from megatron.core.low_precision.scaling import (
     TwoLevelScaling,
 )
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
 
 
 class Operand(Enum):
-    """What a product multiplies."""
+    """An operand of a layer's products."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -34,21 +37,21 @@ class Operand(Enum):
 
     @property
     def index(self) -> int:
-        """Place in the order in which they are named here."""
+        """Column of this operand in an `AmaxHistory`."""
         return list(Operand).index(self)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one layer's products are computed in few bits.
+    """How the operands of a layer's products are rounded.
 
     Attributes:
-        name: as the flags call it.
-        scalings: of each operand.
-        uses_history: amaxes are those of earlier steps; otherwise of the tensor itself.
-        rounds_at_random: gradients are rounded at random, with the right expected value.
-        rotates: operands of weight gradients go through a random Hadamard transform, which spreads
-            outliers over their block.
+        name: the value of `--fp8-recipe` or `--fp4-recipe`.
+        scalings: scaling of each operand.
+        uses_history: scale by amaxes of earlier steps, not by the amax of the tensor.
+        rounds_at_random: gradients are rounded stochastically, without bias.
+        rotates: a random Hadamard transform spreads outliers of the weight gradient's operands
+            over their block.
     """
 
     name: str
@@ -59,29 +62,29 @@ class Recipe:
 
 
 def fp8_recipe(kind: str, format: str, margin: int = 0) -> Recipe:
-    """Return a recipe of 8-bit products.
+    """Return an FP8 recipe.
 
     Args:
         kind: "delayed", "tensorwise", "blockwise" or "mxfp8".
-        format: "e4m3" for all operands, or "hybrid": gradients, whose range is wider, in E5M2.
-        margin: powers of two left free above the amax of earlier steps, for "delayed".
+        format: "e4m3" for all operands, or "hybrid": gradients in E5M2, which has more range.
+        margin: for "delayed": powers of two left free above the amax of earlier steps.
     """
     gradient = E5M2 if format == "hybrid" else E4M3
-
-    def of(scalings: tuple[Scaling, Scaling, Scaling], uses_history: bool = False) -> Recipe:
-        named = dict(zip(Operand, scalings, strict=True))
-        return Recipe(kind, named, uses_history=uses_history)
-
-    if kind == "delayed":
-        forward = TensorScaling(E4M3, margin)
-        return of((forward, forward, TensorScaling(gradient, margin)), uses_history=True)
-    if kind == "tensorwise":
-        return of((TensorScaling(E4M3), TensorScaling(E4M3), TensorScaling(gradient)))
-    if kind == "blockwise":
-        tile = BlockScaling(E4M3, BLOCK, row_block_size=BLOCK)
-        return of((BlockScaling(E4M3, BLOCK), tile, BlockScaling(gradient, BLOCK)))
-    if kind == "mxfp8":
-        return of((_mx(E4M3), _mx(E4M3), _mx(gradient)))
+    tile = BlockScaling(E4M3, BLOCK, row_block_size=BLOCK)
+    of_kind: dict[str, Callable[[torch.dtype], Scaling]] = {
+        "delayed": lambda dtype: TensorScaling(dtype, margin),
+        "tensorwise": TensorScaling,
+        "blockwise": lambda dtype: BlockScaling(dtype, BLOCK),
+        "mxfp8": lambda dtype: BlockScaling(dtype, MX_BLOCK, is_e8m0=True),
+    }
+    if kind in of_kind:
+        scaled = of_kind[kind]
+        scalings = {
+            Operand.INPUT: scaled(E4M3),
+            Operand.WEIGHT: tile if kind == "blockwise" else scaled(E4M3),
+            Operand.GRADIENT: scaled(gradient),
+        }
+        return Recipe(kind, scalings, uses_history=kind == "delayed")
     raise ConfigError(
         f"fp8_recipe={kind!r} has no recipe.",
         rule="it is delayed, tensorwise, blockwise or mxfp8",
@@ -90,12 +93,8 @@ def fp8_recipe(kind: str, format: str, margin: int = 0) -> Recipe:
     )
 
 
-def _mx(format: ElementFormat) -> BlockScaling:
-    return BlockScaling(format, MX_BLOCK, is_e8m0=True)
-
-
 def fp4_recipe(kind: str) -> Recipe:
-    """Return a recipe of 4-bit products: "nvfp4"."""
+    """Return an FP4 recipe: "nvfp4"."""
     if kind != "nvfp4":
         raise ConfigError(
             f"fp4_recipe={kind!r} has no recipe.",
@@ -105,6 +104,7 @@ def fp4_recipe(kind: str) -> Recipe:
         )
     rows = TwoLevelScaling(NVFP4_BLOCK)
     tile = TwoLevelScaling(NVFP4_BLOCK, row_block_size=NVFP4_BLOCK)
-    scalings: tuple[Scaling, Scaling, Scaling] = (rows, tile, rows)
-    named = dict(zip(Operand, scalings, strict=True))
-    return Recipe(kind, named, rounds_at_random=True, rotates=True)
+    scalings: dict[Operand, Scaling] = {
+        Operand.INPUT: rows, Operand.WEIGHT: tile, Operand.GRADIENT: rows
+    }  # fmt: skip
+    return Recipe(kind, scalings, rounds_at_random=True, rotates=True)

@@ -1,25 +1,26 @@
-"""How tensors are scaled before they are rounded: by one number, by blocks, or by both.
+"""Scale and round the operands of low-precision products: one scale per tensor, per block, or both.
 
 A product contracts the last dimension of both operands, x [rows, k] and y [columns, k], so scales
 may change along rows freely, and along k in blocks: within a block they are taken out of the sum.
 The last block of a row may be shorter.
 
-- One scale of a tensor: P. Micikevicius et al., "FP8 Formats for Deep Learning", section 3.3,
-  arXiv 2209.05433.
+- E4M3 and E5M2, one scale per tensor: P. Micikevicius et al., "FP8 Formats for Deep Learning",
+  table 1 and section 3.3, arXiv 2209.05433.
 - Blocks of 1 x 128, tiles of 128 x 128: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.3.2,
   arXiv 2412.19437.
 - Blocks of 32 with a power of two: "OCP Microscaling Formats (MX) Specification" 1.0, sections 5.2
   and 6.3; the scale is rounded up, as A. Mishra et al., "Recipes for Pre-training LLMs with MXFP8",
-  section 3, arXiv 2506.08027, so that the largest element of a block is not cut.
+  section 3, arXiv 2506.08027, so that the largest element of a block is not clipped.
 - Blocks of 16 with an E4M3 scale, and a scale of the tensor: NVIDIA, "Pretraining Large Language
-  Models with NVFP4", section 2 and appendix C, arXiv 2509.25149.
+  Models with NVFP4", section 2 and appendix C, arXiv 2509.25149. E2M1: the MX specification, 5.3.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,53 +28,89 @@ from torch import Tensor
 
 from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
-from megatron.core.low_precision.formats import (
-    E2M1,
-    E4M3,
-    E8M0_BIAS,
-    ElementFormat,
-    in_working_dtype,
-    power_of_two_below,
+
+LARGEST_E2M1 = 6.0
+E8M0_BIAS = 127
+"""E8M0 scales are the powers of two from 2^-127 to 2^127."""
+_LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def in_working_dtype(x: Tensor) -> Tensor:
+    """Return x [...] in the dtype it is scaled in: fp64 if x is fp64, else fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def torch_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [...] times scale [] in an FP8 dtype: nearest, ties to even, saturating."""
+    largest = torch.finfo(dtype).max
+    return (in_working_dtype(x) * scale).clamp_(-largest, largest).to(dtype)
+
+
+SCALED_CAST: KernelTable[Callable[[Tensor, Tensor, torch.dtype], Tensor]] = KernelTable(
+    "FP8 cast with one scale",
+    {
+        "cpu": (Kernel("torch", torch_cast),),
+        OTHER_DEVICES: (
+            triton_kernels.entry("quantization", "scaled_cast"),
+            Kernel("torch", torch_cast),
+        ),
+    },
 )
 
-_LARGEST_FP32 = torch.finfo(torch.float32).max
+
+def scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply x [...] by scale [] and round to FP8; numbers beyond the range saturate."""
+    return SCALED_CAST.choose(Request.of(x)).kernel.run(x, scale, dtype)
+
+
+def round_to_e2m1(x: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Round x [...] to E2M1 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6), kept in the dtype of x.
+
+    torch has a dtype for pairs of E2M1 codes, but no cast to it.
+
+    Args:
+        uniform: in [0, 1), like x: round to one of the two neighbours, to each with a probability
+            that makes the expected value x. None rounds to the nearest, ties to even codes.
+    """
+    x = x.clamp(-LARGEST_E2M1, LARGEST_E2M1)
+    magnitude = x.abs()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(x.dtype)
+    units = magnitude / spacing
+    units = units.round_() if uniform is None else units.add_(uniform).floor_()
+    return torch.copysign(units.mul_(spacing), x)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """An operand as a product takes it.
+    """A scaled and rounded operand of a product.
 
     Attributes:
-        values: [rows, k], elements times the scales of their blocks: exact in fp32, because both
-            have few bits.
-        factor: [] fp32 by which the product is multiplied at its end; None is 1. The inverse of the
-            tensor's scale is not a power of two, so it is kept apart.
-        format: of the elements.
-        elements: [rows, k], what is rounded.
-        block_scales: [rows, blocks], or [row tiles, blocks] of tiles; None without blocks.
+        data: [rows, k]. With one scale per tensor: FP8. With scales per block: elements times
+            scales, in fp32 (or fp64), which holds these products exactly.
+        factor: [] in fp32 (or fp64), by which the product is multiplied at its end; None is 1.
+        block_scales: [rows, blocks], or [row tiles, blocks]; None without blocks.
     """
 
-    values: Tensor
-    format: ElementFormat
-    elements: Tensor
+    data: Tensor
     factor: Tensor | None = None
     block_scales: Tensor | None = None
 
     def dequantized(self) -> Tensor:
-        """Return the numbers that it stands for, [rows, k]."""
-        return self.values if self.factor is None else self.values * self.factor
+        """Return the numbers that the operand stands for, [rows, k], in fp32 or fp64."""
+        data = in_working_dtype(self.data)
+        return data if self.factor is None else data * self.factor
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of which other ranks hold the rest.
+    """One dimension of a matrix whose other elements are on other ranks.
 
     Attributes:
         positions: int64, the place of each local element in the whole dimension.
         total: length of the whole dimension.
-        piece: length of the runs of neighbours that ranks hold, the same on all of them. Each
-            starts at a multiple of it; two of a rank may be neighbours.
-        largest: takes the maximum of a tensor over those ranks, element by element.
+        piece: length of the runs of neighbours that ranks hold, equal on all ranks. Each run starts
+            at a multiple of it; two runs of a rank may be neighbours.
+        largest: reduces a tensor to its elementwise maximum over those ranks (a collective).
     """
 
     positions: Tensor
@@ -82,16 +119,17 @@ class Cut:
     largest: Callable[[Tensor], Tensor]
 
     def keeps_whole(self, block: int) -> bool:
-        """Whether no block of the whole dimension has elements on two ranks.
+        """Whether every block of the whole dimension is on one rank.
 
-        All ranks say the same, since those that say no meet in `largest`.
+        The answer must be equal on all ranks: where it is False, they enter the collective
+        `largest`.
         """
         return self.piece % block == 0
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """How the rows and columns of a matrix are cut; None: this rank holds all of a dimension."""
+    """How the rows and columns of a matrix are cut; None: this rank holds the whole dimension."""
 
     rows: Cut | None = None
     columns: Cut | None = None
@@ -103,17 +141,8 @@ NOT_CUT = Cuts()
 class Scaling(Protocol):
     """One way to scale and round an operand."""
 
-    @property
-    def block_size(self) -> int:
-        """Elements along the contracted dimension that share a scale; 1: the whole tensor does."""
-
-    @property
-    def row_block_size(self) -> int:
-        """Rows that share a scale."""
-
-    @property
-    def needs_amax(self) -> bool:
-        """Whether the largest magnitude of the tensor has to be known."""
+    needs_amax: ClassVar[bool]
+    """Whether `quantize` needs the largest magnitude of the whole tensor."""
 
     def quantize(
         self,
@@ -125,37 +154,35 @@ class Scaling(Protocol):
         """Scale and round x [rows, k].
 
         Args:
-            amax: [] in the dtype x is rounded in, of the whole tensor of which x may be a part.
-            uniform: in [0, 1), [rows, k]: round at random. None rounds to the nearest.
-            cuts: where blocks reach over to other ranks.
+            amax: [] in the working dtype, of the whole tensor; x may be a part of it.
+            uniform: in [0, 1), [rows, k]: round E2M1 stochastically. FP8 is rounded to the nearest.
+            cuts: where ranks share blocks; they take part in all-reduces of the blocks' maxima.
         """
 
 
 @dataclass(frozen=True)
 class TensorScaling:
-    """One scale, which brings `amax` to the largest number of the format.
+    """One scale, which brings `amax` to the largest number of the FP8 dtype.
 
     Attributes:
         margin: powers of two that are left free above amax.
     """
 
-    format: ElementFormat
+    dtype: torch.dtype
     margin: int = 0
-    block_size: int = 1
-    row_block_size: int = 1
-    needs_amax: bool = True
+    needs_amax: ClassVar[bool] = True
 
     @property
     def amax_of_scale_one(self) -> float:
-        """Amax for which elements are rounded as they are."""
-        return self.format.largest / 2.0**self.margin
+        """Amax for which the scale is 1."""
+        return torch.finfo(self.dtype).max / 2.0**self.margin
 
     def scale(self, amax: Tensor) -> Tensor:
-        """Return what a tensor of this amax, [] fp32, is multiplied with; NaN if it is not finite.
+        """Return the scale of a tensor with this amax, [] fp32; NaN if amax is not finite.
 
-        Infinities in a tensor shall not vanish in a rounded product: the loss has to show them.
+        A rounded product must not hide infinities of its operands: the loss has to show them.
         """
-        scale = (self.format.largest / amax) / 2.0**self.margin
+        scale = (torch.finfo(self.dtype).max / amax) / 2.0**self.margin
         scale = torch.where(amax == 0, 1.0, scale.clamp(max=_LARGEST_FP32))
         return torch.where(amax.isfinite(), scale, torch.nan)
 
@@ -166,11 +193,10 @@ class TensorScaling:
         uniform: Tensor | None = None,
         cuts: Cuts = NOT_CUT,
     ) -> Quantized:
-        """See `Scaling`."""
-        assert amax is not None, "one scale of a tensor needs its amax"
+        """Round x [rows, k] to FP8 data [rows, k]."""
+        assert amax is not None, "the scale of the tensor needs its amax"
         scale = self.scale(amax)
-        elements = round_to_scale(self.format, x, scale, uniform)
-        return Quantized(elements, self.format, elements, 1.0 / scale)
+        return Quantized(scaled_cast(x, scale, self.dtype), 1.0 / scale)
 
 
 @dataclass(frozen=True)
@@ -179,17 +205,17 @@ class BlockScaling:
 
     Attributes:
         is_e8m0: scales stay in the range of E8M0, 2^-127 ... 2^127.
-        rounds_up: no element is above the largest number after scaling. Otherwise the scale is the
-            largest power of two in amax over the largest one in the format (the OCP
-            specification, section 6.3), and elements above are cut.
+        rounds_up: no scaled element exceeds the largest number. Otherwise the scale is the
+            largest power of two in amax over the largest one in the format (MX specification,
+            section 6.3), and larger elements saturate.
     """
 
-    format: ElementFormat
+    dtype: torch.dtype
     block_size: int
     row_block_size: int = 1
     is_e8m0: bool = False
     rounds_up: bool = True
-    needs_amax: bool = False
+    needs_amax: ClassVar[bool] = False
 
     def quantize(
         self,
@@ -198,29 +224,27 @@ class BlockScaling:
         uniform: Tensor | None = None,
         cuts: Cuts = NOT_CUT,
     ) -> Quantized:
-        """See `Scaling`; amax is not read."""
-        needs = _needs(uniform)
-        if self.row_block_size > 1:
-            needs.add(TILES)
-        if cuts.columns is not None:
-            needs.add(SHARED_BLOCKS)
-        kernel = BLOCK_QUANTIZATION.choose(Request.of(x, needs)).kernel
-        return kernel.run(self, x, uniform, cuts)
+        """Round x [rows, k] to dequantized data [rows, k]."""
+        x = in_working_dtype(x)
+        blocks = _Blocks(x, self.row_block_size, self.block_size, cuts)
+        scales = self.block_scales(blocks.amax())
+        spread = blocks.spread(scales)
+        elements = torch_cast(x / spread, x.new_ones(()), self.dtype).to(x.dtype)
+        return Quantized(elements * spread, None, scales)
 
     def block_scales(self, amax: Tensor) -> Tensor:
-        """Return the scale of blocks with these amaxes, [...]; NaN where one is not finite."""
-        # The largest power of two that is not above amax, over that of the largest number.
-        power = power_of_two_below(amax.double())
-        scale = power * 2.0**-self.format.highest_exponent
+        """Return the scales of blocks with these amaxes, [...]; NaN where one is not finite."""
+        largest_fraction, largest_exponent = math.frexp(torch.finfo(self.dtype).max)
+        fraction, exponent = torch.frexp(amax.double())
+        exponent = exponent - largest_exponent
         if self.rounds_up:
-            # amax = fraction * power, and the largest number is a fraction times a power as well.
-            largest_fraction = self.format.largest * 2.0**-self.format.highest_exponent
-            scale = torch.where(amax > largest_fraction * power, 2.0 * scale, scale)
+            exponent = exponent + (fraction > largest_fraction)
         if self.is_e8m0:
-            scale = scale.clamp(2.0**-E8M0_BIAS, 2.0**E8M0_BIAS)
+            exponent = torch.where(amax == 0, -E8M0_BIAS, exponent.clamp(-E8M0_BIAS, E8M0_BIAS))
         else:
-            scale = torch.where(amax == 0, 1.0, scale.clamp(2.0**-126, 2.0**127))
-        return torch.where(amax.isfinite(), scale, torch.nan).to(amax.dtype)
+            exponent = torch.where(amax == 0, 0, exponent.clamp(-126, 127))
+        scales = torch.exp2(exponent.double())
+        return torch.where(amax.isfinite(), scales, torch.nan).to(amax.dtype)
 
 
 @dataclass(frozen=True)
@@ -235,7 +259,7 @@ class TwoLevelScaling:
 
     block_size: int = 16
     row_block_size: int = 1
-    needs_amax: bool = True
+    needs_amax: ClassVar[bool] = True
 
     def quantize(
         self,
@@ -244,27 +268,28 @@ class TwoLevelScaling:
         uniform: Tensor | None = None,
         cuts: Cuts = NOT_CUT,
     ) -> Quantized:
-        """See `Scaling`."""
+        """Round x [rows, k] to dequantized data [rows, k], without the scale of the tensor."""
         assert amax is not None, "the scale of the tensor needs its amax"
-        encode = (E4M3.largest * E2M1.largest / amax).clamp(max=_LARGEST_FP32)
+        x = in_working_dtype(x)
+        largest_scale = torch.finfo(torch.float8_e4m3fn).max
+        encode = (largest_scale * LARGEST_E2M1 / amax).clamp(max=_LARGEST_FP32)
         encode = torch.where(amax == 0, 1.0, encode)
         encode = torch.where(amax.isfinite(), encode, torch.nan)
         decode = 1.0 / encode
-        x = in_working_dtype(x)
         blocks = _Blocks(x, self.row_block_size, self.block_size, cuts)
-        wanted = blocks.amax() / E2M1.largest * encode
-        scales = E4M3.round(wanted.clamp(max=_LARGEST_FP32))
+        wanted = blocks.amax() / LARGEST_E2M1 * encode
+        scales = torch_cast(wanted, wanted.new_ones(()), torch.float8_e4m3fn).to(x.dtype)
         # A block scale of 0 has an infinite inverse; its elements are multiplied by 0 in the end.
         inverse = (1.0 / (scales * decode)).clamp(max=_LARGEST_FP32)
-        elements = E2M1.round(x * blocks.spread(inverse), uniform)
-        return Quantized(elements * blocks.spread(scales), E2M1, elements, decode, scales)
+        elements = round_to_e2m1(x * blocks.spread(inverse), uniform)
+        return Quantized(elements * blocks.spread(scales), decode, scales)
 
 
 class _Axis:
     """Blocks along one dimension of a matrix.
 
-    A dimension whose pieces on other ranks share blocks with those here has numbered blocks: their
-    amax is that over all ranks.
+    Where ranks share blocks of the dimension, each element has the number of its block, and the
+    amax of a block is taken over all of these ranks.
     """
 
     def __init__(self, size: int, block: int, cut: Cut | None, device: torch.device) -> None:
@@ -306,7 +331,7 @@ class _Blocks:
         self._columns = _Axis(x.shape[1], n, cuts.columns, x.device)
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude of each block, [row blocks, blocks], on all ranks."""
+        """Return the largest magnitude of each block, [row blocks, blocks], over all ranks."""
         found = self._columns.amax(self.values.abs(), 1)
         if self._rows.block > 1:
             found = self._rows.amax(found, 0)
@@ -320,75 +345,3 @@ class _Blocks:
         if self._rows.block > 1:
             scales = self._rows.spread(scales, 0)
         return self._columns.spread(scales, 1)
-
-
-# Kernels --------------------------------------------------------------------------------------
-
-RANDOM = "random rounding"
-TILES = "tiles"
-SHARED_BLOCKS = "blocks that reach over to other ranks"
-_ALL = frozenset({RANDOM, TILES, SHARED_BLOCKS})
-
-
-def _needs(uniform: Tensor | None) -> set[str]:
-    return set() if uniform is None else {RANDOM}
-
-
-def _round_by_steps(
-    format: ElementFormat, x: Tensor, scale: Tensor, uniform: Tensor | None
-) -> Tensor:
-    return format.round(in_working_dtype(x) * scale, uniform)
-
-
-def _round_fused(
-    format: ElementFormat, x: Tensor, scale: Tensor, _uniform: Tensor | None
-) -> Tensor:
-    run = triton_kernels.deferred("quantization", "round_scaled")
-    out: Tensor = run(x, scale, format.largest, format.lowest_exponent, format.mantissa_bits)
-    return out
-
-
-def _quantize_by_steps(
-    scaling: BlockScaling, x: Tensor, uniform: Tensor | None, cuts: Cuts
-) -> Quantized:
-    x = in_working_dtype(x)
-    blocks = _Blocks(x, scaling.row_block_size, scaling.block_size, cuts)
-    scales = scaling.block_scales(blocks.amax())
-    spread = blocks.spread(scales)
-    elements = scaling.format.round(x / spread, uniform)
-    return Quantized(elements * spread, scaling.format, elements, None, scales)
-
-
-def _quantize_fused(
-    scaling: BlockScaling, x: Tensor, _uniform: Tensor | None, _cuts: Cuts
-) -> Quantized:
-    format = scaling.format
-    exponents = format.lowest_exponent, format.highest_exponent
-    values, elements, scales = triton_kernels.deferred("quantization", "quantize_blocks")(
-        x, scaling.block_size, format.largest, exponents, format.mantissa_bits,
-        scaling.is_e8m0, scaling.rounds_up,
-    )  # fmt: skip
-    return Quantized(values, format, elements, None, scales)
-
-
-def round_to_scale(
-    format: ElementFormat, x: Tensor, scale: Tensor, uniform: Tensor | None = None
-) -> Tensor:
-    """Multiply x [...] with scale [] and round: numbers of the format, fp32 (or fp64) [...]."""
-    kernel = SCALED_ROUNDING.choose(Request.of(x, _needs(uniform))).kernel
-    elements: Tensor = kernel.run(format, x, scale, uniform)
-    return elements
-
-
-def _table(operation: str, by_steps: Callable[..., Any], fused: Callable[..., Any]) -> KernelTable:
-    steps = Kernel("steps", by_steps, _ALL)
-    one_pass = Kernel(
-        "triton", fused, dtypes=triton_kernels.DTYPES, missing=triton_kernels.missing, library=True
-    )
-    return KernelTable(operation, {"cpu": (steps,), OTHER_DEVICES: (one_pass, steps)})
-
-
-SCALED_ROUNDING = _table("rounding with one scale", _round_by_steps, _round_fused)
-"""Functions of (format, x [...], scale [], uniform) -> elements."""
-BLOCK_QUANTIZATION = _table("quantization of blocks", _quantize_by_steps, _quantize_fused)
-"""Functions of (scaling, x [rows, k], uniform, cuts) -> `Quantized`."""

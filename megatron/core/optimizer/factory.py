@@ -215,7 +215,7 @@ def _is_sharded(chunk: nn.Module) -> bool:
 def _check_gathers(model_chunks: Sequence[nn.Module], is_chunked: bool) -> None:
     """Refuse weights that are rounded for their gather where state completes them."""
     if is_chunked and any(
-        isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.gathers_in_few_bits
+        isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.gathers_params_in_fp8
         for chunk in model_chunks
     ):
         raise ConfigError(

@@ -246,21 +246,21 @@ class MegatronOptimizer:
         if "state" in state_dict:
             load_declared_state(self.optimizer, self.shards, state_dict)
             self.num_updates = int(state_dict["state"]["step"])
-            self._round_again()
+            self._requantize()
             return
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.num_updates = state_dict["num_updates"]
         for (_, main), stored in zip(self._copies, state_dict["main_params"], strict=True):
             main.data.copy_(stored)
-        self._round_again()
+        self._requantize()
 
     @torch.no_grad()
-    def _round_again(self) -> None:
-        """Make the weights that are gathered in few bits from the main weights.
+    def _requantize(self) -> None:
+        """Round the weights that are gathered in FP8 again, from the main weights.
 
-        They are the same as before, but their layers learn what the unrounded ones were.
+        The rounded weights do not change, but their layers get the amaxes of the unrounded weights.
         """
-        chunks = [c for c in self._replicated_chunks() if c.ddp_config.gathers_in_few_bits]
+        chunks = [c for c in self._replicated_chunks() if c.ddp_config.gathers_params_in_fp8]
         if chunks:
             for values, main in self._copies:
                 values.copy_(main)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.foundation.device import current_device
 from megatron.core.kernels.chunks import CHUNK, DocumentRows
-from megatron.core.kernels.gated_delta_rule import DeltaChunks, delta_chunks
+from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.recurrent_mixer import (

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels.chunks import CHUNK
-from megatron.core.kernels.kimi_delta_rule import kimi_delta_chunks
+from megatron.core.kernels.delta_rules import kimi_delta_chunks
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.recurrent_mixer import fill_log_decays, fill_step_biases, wide

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.kernels.weight_gradient import main_grad_addmm
-from megatron.core.low_precision.products import Call, LinearProducts
+from megatron.core.low_precision.quantized_linear import GemmContext, QuantizedLinear
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -70,8 +70,8 @@ class LinearCommSpec:
     """Write weight and bias gradients into `main_grad` where the parameter has one."""
     overlaps: bool = True
     """Overlap the input-gradient collective with the weight-gradient GEMM."""
-    products: LinearProducts | None = None
-    """Multiply operands of few bits; None multiplies in the dtype of the tensors."""
+    quantized: QuantizedLinear | None = None
+    """Low-precision products; None multiplies in the dtype of the tensors."""
 
     @cached_property
     def communicates(self) -> bool:
@@ -94,7 +94,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
         as the two modes say, on `plan.group`.
     """
     communicates = spec.communicates
-    if spec.products is not None:
+    if spec.quantized is not None:
         records = torch.is_grad_enabled()
         return _ParallelLinear.apply(x, weight, bias, spec, communicates, records)
     if not communicates and not torch.is_grad_enabled():
@@ -149,13 +149,13 @@ class _ParallelLinear(torch.autograd.Function):
         output_mode = spec.output_mode if communicates else OutputMode.LOCAL
         if input_mode is InputMode.SEQUENCE_SHARD:
             x = collectives.all_gather(x, spec.group)
-        ctx.call = None
-        if spec.products is not None:
+        ctx.context = None
+        if spec.quantized is not None:
             shards = None
             if InputMode.SEQUENCE_SHARD is input_mode or output_mode is OutputMode.REDUCE_SCATTER:
                 shards = spec.group
-            ctx.call = spec.products.call(x, shards, records_amax)
-            out = spec.products.forward(x, weight, ctx.call)
+            ctx.context = spec.quantized.context(x, shards, records_amax)
+            out = spec.quantized.forward(x, weight, ctx.context)
             if output_mode is OutputMode.LOCAL:
                 return out if bias is None else out.add_(bias)
         elif output_mode is OutputMode.LOCAL:
@@ -179,7 +179,7 @@ class _ParallelLinear(torch.autograd.Function):
             grad = collectives.all_gather(grad, spec.group)
 
         waits = needs_weight and deferred_wgrad.defer_wgrad(
-            partial(_deferred_weight_gradient, ctx.weight, grad, x, spec, input_mode, ctx.call)
+            partial(_deferred_weight_gradient, ctx.weight, grad, x, spec, input_mode, ctx.context)
         )
         needs_weight = needs_weight and not waits
         gathering = None
@@ -188,7 +188,7 @@ class _ParallelLinear(torch.autograd.Function):
 
         grad_x, reducing = None, None
         if needs_input:
-            grad_x = _input_gradient(grad, weight, spec, ctx.call)
+            grad_x = _input_gradient(grad, weight, spec, ctx.context)
             if input_mode is InputMode.REPLICATED:
                 reducing = collectives.start_all_reduce(grad_x, spec.group)
             elif input_mode is InputMode.SEQUENCE_SHARD:
@@ -200,7 +200,7 @@ class _ParallelLinear(torch.autograd.Function):
         if needs_weight:
             if gathering is not None:
                 x = gathering.wait()
-            grad_weight = _weight_gradient(ctx.weight, grad, x, spec, ctx.call)
+            grad_weight = _weight_gradient(ctx.weight, grad, x, spec, ctx.context)
         if needs_bias:
             # Under a scattered output each rank sees its own rows: the sum is partial over the
             # group, and the parameter's `partial_grad_axes` says so.
@@ -211,24 +211,24 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def _input_gradient(
-    grad: Tensor, weight: Tensor, spec: LinearCommSpec, call: Call | None
+    grad: Tensor, weight: Tensor, spec: LinearCommSpec, context: GemmContext | None
 ) -> Tensor:
     """Compute grad [..., o] @ weight [o, i]: [..., i]."""
-    if spec.products is not None:
-        assert call is not None
-        return spec.products.input_gradient(grad, weight, call)
+    if spec.quantized is not None:
+        assert context is not None
+        return spec.quantized.input_gradient(grad, weight, context)
     rows = grad.reshape(-1, grad.shape[-1])  # [t, o]
     return (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
 
 
 def _weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, call: Call | None
+    weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, context: GemmContext | None
 ) -> Tensor | None:
     """Form grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
     fuses = spec.fuses_main_grad and has_main_grad(weight)
-    if spec.products is not None:
-        assert call is not None
-        total = spec.products.weight_gradient(grad, x, call)
+    if spec.quantized is not None:
+        assert context is not None
+        total = spec.quantized.weight_gradient(grad, x, context)
         if fuses:
             accumulate_main_grad(weight, total)
         return None if fuses else total
@@ -245,12 +245,12 @@ def _deferred_weight_gradient(
     x: Tensor,
     spec: LinearCommSpec,
     input_mode: InputMode,
-    call: Call | None,
+    context: GemmContext | None,
 ) -> None:
     """Form a weight gradient after its backward pass, and put it where the pass would have."""
     if input_mode is InputMode.SEQUENCE_SHARD:
         x = collectives.all_gather(x, spec.group)
-    total = _weight_gradient(weight, grad, x, spec, call)
+    total = _weight_gradient(weight, grad, x, spec, context)
     if total is not None:
         add_gradient(weight, total)
 

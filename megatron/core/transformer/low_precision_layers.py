@@ -1,7 +1,8 @@
-"""Which linear layers of a transformer layer multiply operands of few bits.
+"""Give the linear layers of a transformer layer their low-precision products.
 
-Those of attention, MLP and experts: column-parallel, row-parallel and grouped ones. Embedding,
-output layer, router, and down projections that every rank holds whole keep the dtype of the model.
+The column-parallel, row-parallel and grouped layers of attention, MLP and experts multiply in low
+precision. Embedding, output layer, router, and projections that tensor parallelism does not split
+keep the dtype of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.low_precision.amax_history import AmaxHistory
-from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.low_precision.recipes import Recipe, fp4_recipe, fp8_recipe
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,16 +33,16 @@ _HISTORY = "amax_history"
 
 
 def recipe_of(config: TransformerConfig) -> Recipe | None:
-    """Return the recipe that a config asks for, or None."""
+    """Return the low-precision recipe of a config, or None."""
     if config.fp8:
         return fp8_recipe(config.fp8_recipe, config.fp8, config.fp8_margin)
     return fp4_recipe(config.fp4_recipe) if config.fp4 else None
 
 
 def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) -> bool:
-    """Return whether layer `layer_number`, from 1, follows the recipe of the config.
+    """Return whether layer `layer_number`, counted from 1, follows the recipe of the config.
 
-    Layers after the last one, which predict further tokens, count as last ones.
+    Layers of multi-token prediction have numbers above `num_layers` and count as last layers.
     """
     if not config.first_last_layers_bf16:
         return True
@@ -50,10 +51,10 @@ def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) ->
 
 
 def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupCollection) -> None:
-    """Let the linear layers inside a transformer layer follow the recipe of their config.
+    """Give the linear layers inside a transformer layer the products of their config's recipe.
 
     Raises:
-        ConfigError: none of its layers can.
+        ConfigError: the layer has no linear layer that supports low precision.
     """
     config = getattr(layer, "config", None)
     recipe = recipe_of(config) if isinstance(config, TransformerConfig) else None
@@ -66,22 +67,22 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
         raise ConfigError(
             f"{recipe.name} in a transformer layer of {type(layer).__name__} without linear layers"
             " of this package.",
-            rule="operands of few bits are rounded by the local linear layers",
+            rule="the local linear layers alone multiply in low precision",
             flags=["--fp8-format", "--fp4-format", "--transformer-impl"],
             fix="use --transformer-impl local",
         )
     for part in found:
-        # The history of a layer that does not use it is there too: layers are stacked when saved.
+        # Layers that keep the dtype of the model have a history too: checkpoints stack all layers.
         names = _history_names(part) if recipe.uses_history else []
         histories = [_new_history(part, name, config) for name in names]
         if not acts:
             continue
         weights = _weights(part)
-        products = [
-            LinearProducts(
+        quantized = [
+            QuantizedLinear(
                 recipe=recipe,
                 tp=part.tp_group,
-                # The tokens of an expert are those that came to this rank.
+                # An expert multiplies the tokens that were dispatched to this rank.
                 cp=SINGLE_RANK if part.is_expert else groups.cp,
                 split_dim=get_param_meta(weight).split_dim,
                 stride=get_param_meta(weight).stride,
@@ -91,9 +92,9 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
             for index, weight in enumerate(weights)
         ]
         if isinstance(part, GroupedLinear):
-            part.products = products
+            part.quantized = quantized
         else:
-            part.spec = replace(part.spec, products=products[0])
+            part.spec = replace(part.spec, quantized=quantized[0])
 
 
 def _history_names(part: ParallelLayer) -> list[str]:
@@ -117,40 +118,41 @@ def _weights(part: _Linear) -> list[nn.Parameter]:
     return [part.weight]
 
 
-def _layers_of_few_bits(
+def _low_precision_layers(
     model: Sequence[nn.Module],
-) -> Iterator[tuple[_Linear, Sequence[LinearProducts]]]:
-    """Yield the layers that multiply in few bits, with the products of each of their weights."""
+) -> Iterator[tuple[_Linear, Sequence[QuantizedLinear]]]:
+    """Yield the layers that multiply in low precision, with the products of each weight."""
     for chunk in model:
         for part in chunk.modules():
-            if isinstance(part, GroupedLinear) and part.products:
-                yield part, part.products
-            elif isinstance(part, _ONE) and part.spec.products is not None:
-                yield part, [part.spec.products]
+            if isinstance(part, GroupedLinear) and part.quantized:
+                yield part, part.quantized
+            elif isinstance(part, _ONE) and part.spec.quantized is not None:
+                yield part, [part.spec.quantized]
 
 
-def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, LinearProducts]:
-    """Return the weights that have one scale in their products, and these products."""
+def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, QuantizedLinear]:
+    """Return the weights that all products round with one scale, and their products."""
     return {
-        weight: products
-        for part, owned in _layers_of_few_bits([model])
-        for weight, products in zip(_weights(part), owned, strict=True)
-        if products.has_one_weight_scale
+        weight: quantized
+        for part, owned in _low_precision_layers([model])
+        for weight, quantized in zip(_weights(part), owned, strict=True)
+        if quantized.has_one_weight_scale
     }
 
 
 def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
-    for part, owned in _layers_of_few_bits(model):
-        for products in owned:
-            if products.history is not None:
-                yield part.is_expert, products.history
+    for part, owned in _low_precision_layers(model):
+        for quantized in owned:
+            if quantized.history is not None:
+                yield part.is_expert, quantized.history
 
 
 def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Enter the amaxes of this step into the histories of all chunks of this rank.
+    """Enter the amaxes of this step into the histories of all model chunks of this rank.
 
-    Communication, for the delayed recipe alone: one all-reduce of maxima over tp x cp x dp, which
-    are the ranks of one pipeline stage, and for experts over the ranks that share them.
+    Communication:
+        with delayed scaling only: one all-reduce (maximum) over the ranks of the pipeline stage
+        (tp x cp x dp), and for experts over the ranks that share the expert.
     """
     found = list(_histories(model))
     reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}

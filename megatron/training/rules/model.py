@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.low_precision.spreading import HADAMARD_SIZE as RUN
+from megatron.core.low_precision.hadamard import HADAMARD_SIZE as RUN
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.transformer.config.layer_kinds import hybrid_pattern
 from megatron.training.config.resolved import ResolvedRun

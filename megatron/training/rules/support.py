@@ -105,19 +105,19 @@ def notes(config: RunConfig) -> list[str]:
             elif is_without_owner(spec, config):
                 why = f"has no effect without {_named(owners)}"
         if not why and spec.name == "fp8_param_gather":
-            why = why_not_in_few_bits(config)
+            why = why_no_fp8_param_gather(config)
         if why:
             lines.append(f"{_as_typed(spec, value)}: {why}.")
     return lines
 
 
-def why_not_in_few_bits(config: RunConfig) -> str:
-    """Return why --fp8-param-gather changes nothing in a run that multiplies in 8 bits, or ""."""
+def why_no_fp8_param_gather(config: RunConfig) -> str:
+    """Return why --fp8-param-gather has no effect in a run with FP8 products, or ""."""
     recipe, value = config.value_of("fp8_recipe"), config.value_of
     if recipe not in ("delayed", "tensorwise"):
         why = f"{recipe} rounds a weight by blocks along each dimension, from the unrounded one"
     elif not value("bf16"):
-        why = "weights of 8 bits stand for those of --bf16 alone"
+        why = "FP8 weights replace weights of --bf16 alone"
     elif (
         value("use_precision_aware_optimizer")
         or value("optimizer_cpu_offload")

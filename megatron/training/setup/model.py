@@ -36,7 +36,7 @@ from megatron.training.arguments import run_as_in
 from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.printing import print_rank_0
-from megatron.training.rules.support import why_not_in_few_bits
+from megatron.training.rules.support import why_no_fp8_param_gather
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -51,7 +51,7 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     optimizer = run.optimizer
     all_on_host = optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 1.0
     fields["overlap_cpu_optimizer_d2h_h2d"] &= all_on_host
-    fields["fp8_param_gather"] &= not why_not_in_few_bits(run.config)
+    fields["fp8_param_gather"] &= not why_no_fp8_param_gather(run.config)
     return DistributedDataParallelConfig(**fields)
 
 

@@ -52,7 +52,7 @@ MODULES_ELSEWHERE = {
 """Class of a module in `megatron.core` that no model here has -> why."""
 _INTEGERS = "exchanges integers, which have no gradient"
 SITES_ELSEWHERE = {
-    "low_precision.products:LinearProducts.call": _INTEGERS,
+    "low_precision.quantized_linear:QuantizedLinear.context": _INTEGERS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
     "transformer.moe.static_exchange:StaticPlan.of": _INTEGERS,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.low_precision.recipes import fp4_recipe, fp8_recipe
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.initialization import init_method_normal
@@ -133,11 +133,11 @@ RECIPES = {
 def use_recipe(module: ParallelMLP, recipe) -> ParallelMLP:
     for layer in (module.up, module.down):
         meta = get_param_meta(layer.weight)
-        products = LinearProducts(
+        quantized = QuantizedLinear(
             recipe=recipe, tp=layer.tp_group, cp=SINGLE_RANK, split_dim=meta.split_dim,
             stride=meta.stride,
         )  # fmt: skip
-        layer.spec = replace(layer.spec, products=products)
+        layer.spec = replace(layer.spec, quantized=quantized)
     return module.double()
 
 

@@ -8,7 +8,7 @@ accelerator, the peak of memory by what it is for, and bytes by group. Mixed dev
 that a kernel refuses stop it.
 
 With --results each rank is a line of a file of JSON; those that it has are not taken again, and
---document prints it as the table of docs/kernels.md.
+--document prints it as a table.
 """
 
 from __future__ import annotations

@@ -154,20 +154,6 @@ def _rotary_cases() -> dict[str, KernelCase]:
             "REST": rest,
         }
         cases[name] = KernelCase(rotary.rotation_kernel, types, constants | warps, "2 of 2")
-    pairs = {"INTERLEAVED": True, "PAIRS": 32}
-    cases["latent keys 128 + 64"] = KernelCase(
-        rotary.latent_key_kernel,
-        arguments("key_ptr shared_ptr cos_ptr sin_ptr out_ptr", "",
-                  sizes + "key_s key_b key_n shared_s shared_b"),
-        {**pairs, "HEADS": rotary.heads_of_program(128, 192), "WIDTH": 128, **warps},
-        "2 of 2",
-    )  # fmt: skip
-    cases["latent keys 128 + 64, backward"] = KernelCase(
-        rotary.shared_key_gradient_kernel,
-        arguments("grad_ptr cos_ptr sin_ptr out_ptr", "", sizes + "grad_s grad_b grad_n"),
-        {**pairs, "HEADS": rotary.heads_of_program(128, 64), **warps},
-        "1 of 1",
-    )
     return cases
 
 
@@ -177,10 +163,7 @@ def _permutation_cases() -> dict[str, KernelCase]:
     source = {"source_ptr": "*i64"}
     return {
         "rows to experts": KernelCase(
-            permutation.gather_kernel, rows | source, {"HAS_GAPS": False, **constants}, "2 of 2"
-        ),
-        "rows to places": KernelCase(
-            permutation.gather_kernel, rows | source, {"HAS_GAPS": True, **constants}, "2 of 2"
+            permutation.gather_kernel, rows | source, constants, "2 of 2"
         ),
         "sums of rows": KernelCase(
             permutation.sum_kernel,

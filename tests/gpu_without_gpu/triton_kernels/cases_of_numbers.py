@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron.core.kernels.triton_kernels import adam, quantization
-from megatron.core.low_precision.formats import E4M3, E5M2
 from tests.gpu_without_gpu.triton_kernels.kernel_case import KernelCase, arguments
 
 
@@ -28,30 +29,18 @@ def _adam_cases() -> dict[str, KernelCase]:
 
 
 def _quantization_cases() -> dict[str, KernelCase]:
-    outputs = "values_ptr elements_ptr scales_ptr"
-    types = arguments("x_ptr", outputs, "rows width x_row blocks")
-    transposed = arguments("x_ptr", outputs, "rows width x_column blocks")
-    cases = {}
-    for name, format in (("E4M3", E4M3), ("E5M2", E5M2)):
-        numbers = {"LARGEST": format.largest, "LOWEST": format.lowest_exponent,
-                   "MANTISSA": format.mantissa_bits}  # fmt: skip
-        of_blocks = numbers | {"HIGHEST": format.highest_exponent, "ROUNDS_UP": True,
-                               "num_warps": quantization.NUM_WARPS}  # fmt: skip
-        for kind, block in (("MXFP8", 32), ("blocks of 128", 128)):
-            rows = {"BLOCK": block, "ROWS": quantization.ELEMENTS // block, "IS_E8M0": block == 32}
-            cases[f"{kind}, {name}"] = KernelCase(
-                quantization.blocks_kernel, types, of_blocks | rows | {"x_column": 1}, "3 of 3"
-            )
-            cases[f"{kind}, {name}, transposed"] = KernelCase(
-                quantization.blocks_kernel, transposed, of_blocks | rows | {"x_row": 1}, "3 of 3"
-            )
-        cases[f"one scale, {name}"] = KernelCase(
-            quantization.elements_kernel,
-            arguments("x_ptr", "scale_ptr out_ptr", "count"),
-            {**numbers, "ELEMENTS": quantization.ELEMENTS, "num_warps": quantization.NUM_WARPS},
+    return {
+        f"FP8 cast, {name}": KernelCase(
+            quantization.scaled_cast_kernel,
+            arguments("x_ptr", "scale_ptr", "count") | {"out_ptr": "*u8"},
+            {"LARGEST": torch.finfo(format).max, "LOWEST": lowest, "MANTISSA": mantissa,
+             "ELEMENTS": quantization.ELEMENTS, "num_warps": quantization.NUM_WARPS},
             "2 of 2",
         )
-    return cases
+        for name, format, lowest, mantissa in (
+            ("E4M3", torch.float8_e4m3fn, -6, 3), ("E5M2", torch.float8_e5m2, -14, 2)
+        )
+    }  # fmt: skip
 
 
 NUMBER_CASES = _adam_cases() | _quantization_cases()

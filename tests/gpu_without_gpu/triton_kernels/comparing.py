@@ -6,25 +6,16 @@ import os
 
 import torch
 
-from tests.gpu_without_gpu.triton_kernels.host_as_device import ON_DEVICE, WHERE
+from tests.gpu_without_gpu.triton_kernels.host_as_device import WHERE
 from tests.harness.tolerances import (
     BF16_REORDERED_SUM,
     BF16_TRUNCATED,
-    BF16_WHOLE_MODEL,
-    FP16_WHOLE_MODEL,
     FP32_REORDERED_SUM,
     assert_close,
 )
 
 assert WHERE == "1" or os.environ.get("TRITON_INTERPRET") == "1", "these run in the interpreter"
 TOLERANCE_OF = {torch.float32: FP32_REORDERED_SUM, torch.bfloat16: BF16_TRUNCATED}
-HALF = {torch.float16: FP16_WHOLE_MODEL, torch.bfloat16: BF16_WHOLE_MODEL}
-"""Of attention, whose weights and gradients of scores are rounded in between."""
-ATTENTION_TOLERANCE_OF = (
-    HALF  # the table of kernels has no Triton attention in fp32, which takes long to compile
-    if ON_DEVICE
-    else {torch.float32: FP32_REORDERED_SUM, torch.float16: HALF[torch.float16]}
-)
 
 
 def as_tuple(found):

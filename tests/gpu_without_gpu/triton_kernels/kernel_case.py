@@ -16,14 +16,12 @@ class KernelCase:
         constants: values of the others, and `num_warps`, `num_stages`.
         bytes_moved: what it reads and writes of the tensors, in units of one of them, and the
             least that could be: "5 of 5".
-        is_listed: whether the document has it; all are compiled.
     """
 
     kernel: Any
     arguments: dict[str, str]
     constants: dict[str, Any] = field(default_factory=dict)
     bytes_moved: str = ""
-    is_listed: bool = True
 
 
 def arguments(half: str = "", floats: str = "", ints: str = "", reals: str = "") -> dict[str, str]:

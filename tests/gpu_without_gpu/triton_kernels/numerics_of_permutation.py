@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.kernels.permutation import IndexPermutation, IndexPlaces
-from megatron.core.kernels.triton_kernels.permutation import RowPlaces, SortedPermutation
+from megatron.core.kernels.permutation import IndexPermutation
+from megatron.core.kernels.triton_kernels.permutation import SortedPermutation
 from megatron.core.transformer.moe.token_dispatcher import expert_assignments
 from tests.gpu_without_gpu.triton_kernels.comparing import TOLERANCE_OF, compare
 
@@ -44,21 +44,6 @@ def check_permutation(dtype, t, e, h, k):
     inputs = [torch.randn(t, h).to(dtype), probs, torch.randn(len(token), h).to(dtype)]
     compare(there_and_back(SortedPermutation), there_and_back(IndexPermutation), inputs,
             TOLERANCE_OF[dtype])  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE_OF)
-def test_rows_at_places(dtype):
-    position = torch.tensor([0, 3, 4, 9])
-
-    def there_and_back(kind):
-        def run(rows, padded):
-            places = kind(position, 12)
-            return places.put(rows), places.take(padded)
-
-        return run
-
-    inputs = [torch.randn(4, 1030).to(dtype), torch.randn(12, 1030).to(dtype)]
-    compare(there_and_back(RowPlaces), there_and_back(IndexPlaces), inputs, TOLERANCE_OF[dtype])
 
 
 def test_a_sum_of_rows_does_not_round_in_between():

@@ -1,6 +1,6 @@
 """Compile each kernel ahead of time for four generations of GPUs, and count what it takes.
 
-    python -m tests.gpu_without_gpu.triton_kernels.resources     # the table of docs/kernels.md
+    python -m tests.gpu_without_gpu.triton_kernels.resources     # a table
 
 Registers, stack and local memory (where registers spill to) and shared memory are those of the
 compiled program, as NVIDIA's `cuobjdump` reads them.
@@ -19,7 +19,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.gpu_without_gpu.triton_kernels.cases_of_attention import ATTENTION_CASES
 from tests.gpu_without_gpu.triton_kernels.cases_of_layers import LAYER_CASES
 from tests.gpu_without_gpu.triton_kernels.cases_of_numbers import NUMBER_CASES
 
@@ -44,10 +43,9 @@ class Resources:
     spilled_bytes: int
     """Per thread: stack and local memory."""
     shared_bytes: int
-    has_tensor_cores: bool
 
 
-CASES = LAYER_CASES | NUMBER_CASES | ATTENTION_CASES
+CASES = LAYER_CASES | NUMBER_CASES
 """Name -> kernel."""
 
 
@@ -77,24 +75,20 @@ def resources(name: str, target: str) -> Resources:
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     counts = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", listing)}
-    ptx = compiled.asm["ptx"]
     return Resources(
         registers=counts["REG"],
         spilled_bytes=counts["STACK"] + counts["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        has_tensor_cores=bool(re.search(r"mma\.sync|wgmma|tcgen05", ptx)),
     )
 
 
 def table() -> list[str]:
-    """Return the lines of the table of docs/kernels.md."""
+    """Return the lines of a table of all kernels."""
     lines = [
         "| kernel | tensors moved | " + " | ".join(SHARED_LIMIT) + " | spills |",
         "|---" * (len(SHARED_LIMIT) + 3) + "|",
     ]
     for name, case in CASES.items():
-        if not case.is_listed:
-            continue
         found = [resources(name, target) for target in SHARED_LIMIT]
         cells = [f"{r.registers} / {_kib(r.shared_bytes)}" for r in found]
         spilled = max(r.spilled_bytes for r in found)

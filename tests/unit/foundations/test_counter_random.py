@@ -6,8 +6,7 @@ import torch
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.kernels.cpu.block_attention import cpu_block_attention
-from megatron.core.kernels.torch_attention import unfused
+from megatron.core.kernels.torch_attention import cpu_block_attention, unfused
 from megatron.core.parameters import counter_random
 from megatron.core.parameters.counter_random import (
     keep_threshold,

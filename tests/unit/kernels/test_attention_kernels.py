@@ -14,7 +14,7 @@ from megatron.core.kernels.attention import ATTENTION, choose_attention
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.blockwise_attention import blockwise_attention
-from megatron.core.kernels.flex_attention import MASK_BLOCK, _block_mask, flex_attention_with
+from megatron.core.kernels.library_attention import MASK_BLOCK, _block_mask, flex_attention_with
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.torch_attention import sdpa_with_mask, unfused
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
@@ -53,7 +53,7 @@ def test_an_asked_kernel_goes_first_where_it_can():
 
 def has_triton(monkeypatch, answer):
     """Let flex attention believe it; the memory of the table is not asked."""
-    monkeypatch.setattr("megatron.core.kernels.flex_attention.has", lambda name: answer)
+    monkeypatch.setattr("megatron.core.kernels.library_attention.has", lambda name: answer)
 
 
 def has_libraries(monkeypatch, *names):

@@ -97,21 +97,10 @@ def test_the_report_says_what_dropout_costs_or_gives_up(backend):
         )
     else:
         assert line == (
-            "attention: triton if installed, else unfused"
+            "attention: unfused"
             " (sdpa, flash-attn, transformer-engine, flex, sdpa-mask: does not"
             " support dropout independent of the layout; --attention-backend flash or fused lets"
             " the kernel draw dropout by the layout)"
         )
     (line,) = attention_on_a_planned_gpu(config, backend="transformer_engine")
     assert line.endswith("(the kernel draws dropout: what is dropped depends on the layout)")
-
-
-@pytest.mark.parametrize(
-    ("width", "first"),
-    [(192, "triton if installed"), (256, "triton if installed"), (264, "unfused")],
-)
-def test_our_own_attention_takes_heads_up_to_256_with_dropout_and_soft_capping(width, first):
-    options = {"kv_channels": width, "attention_dropout": 0.1, "attn_logit_softcapping": 5.0}
-    config = make_model(**options).config
-    (line,) = attention_on_a_planned_gpu(replace(config, params_dtype=torch.bfloat16))
-    assert line.startswith(f"attention: {first}")

@@ -12,21 +12,12 @@ from megatron.core.foundation import optional_imports
 from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
 from megatron.core.kernels import gated_activation as gates
 from megatron.core.kernels import norms, triton_kernels
-from megatron.core.kernels.attention import (
-    ATTENTION,
-    DOCUMENTS,
-    DROPOUT,
-    HEAD_EXCHANGE,
-    WIDTHS,
-    WINDOW,
-)
-from megatron.core.kernels.attention import SOFTCAP as CAPPED_SCORES
 from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS, loop
-from megatron.core.kernels.permutation import PERMUTATION, PLACES
+from megatron.core.kernels.permutation import PERMUTATION
 from megatron.core.kernels.registry import Kernel, KernelTable, Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, ROTARY, UNFUSED
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, elementwise_softmax, torch_softmax
-from megatron.core.low_precision.scaling import BLOCK_QUANTIZATION, SCALED_ROUNDING
+from megatron.core.low_precision.scaling import SCALED_CAST
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     SOFTCAP,
@@ -83,17 +74,14 @@ WRITTEN_IN_TRITON = [
     (norms.LAYER_NORM, norms.ALL_NEEDS),
     (norms.ADDED_NORM, norms.ALL_NEEDS),
     (gates.GATED, ()),
-    (BLOCK_QUANTIZATION, ()),
-    (SCALED_ROUNDING, ()),
+    (SCALED_CAST, ()),
     (CHUNK_UPDATES, {ADAM}),
     (CHUNK_UPDATES, {ADAMW}),
     (BIAS_DROPOUT_ADD, ()),
     (ROTARY, ()),
     (LATENT_ROTARY, ()),
     (PERMUTATION, ()),
-    (PLACES, ()),
     (CROSS_ENTROPY, ()),
-    (ATTENTION, {DOCUMENTS, DROPOUT, HEAD_EXCHANGE, CAPPED_SCORES, WIDTHS, WINDOW}),
 ]
 
 

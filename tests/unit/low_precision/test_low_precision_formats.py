@@ -1,22 +1,35 @@
-"""Formats, scales, recipes. A million values: `python -m tests.parity.low_precision_formats`."""
+"""Formats, scales, recipes, products against their emulation.
+
+A million values: `python -m tests.parity.low_precision_formats`.
+"""
 
 import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.kernels.registry import Request
+from megatron.core.low_precision import quantized_linear
 from megatron.core.low_precision.amax_history import AmaxHistory
-from megatron.core.low_precision.products import LinearProducts
-from megatron.core.low_precision.recipes import fp8_recipe
-from megatron.core.low_precision.scaling import Cut
-from megatron.core.low_precision.spreading import rotate
+from megatron.core.low_precision.hadamard import rotate
+from megatron.core.low_precision.quantized_linear import (
+    BLOCK_SCALES,
+    LOW_PRECISION_PRODUCTS,
+    QuantizedLinear,
+    dequantized_product,
+    scaled_mm,
+)
+from megatron.core.low_precision.recipes import Operand, fp4_recipe, fp8_recipe
+from megatron.core.low_precision.scaling import Cut, TensorScaling
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.context import AuxLossScale, within_step
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.low_precision_layers import multiplies_in_low_precision
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.harness.tolerances import BF16_ROUNDED_ONCE, FP32_REORDERED_SUM, assert_close
+from tests.parity.low_precision_emulation import E4M3, E5M2, emulated_product
 from tests.parity.low_precision_formats import by_definition, digest, own
 
-# Of what torchao 0.18 makes of the same values.
+# Digests of the codes that torchao 0.18 computes from the same values.
 TORCHAO = {
     "MX e4m3 scales, RCEIL": "8dca9a05d086e9c3",
     "MX e4m3 elements, RCEIL": "01c91b3c4e508033",
@@ -26,10 +39,6 @@ TORCHAO = {
     "MX e5m2 elements, RCEIL": "e0f2f730ae3db015",
     "MX e5m2 scales, FLOOR": "eaef3aa7f9864173",
     "MX e5m2 elements, FLOOR": "d89cc513137afc1e",
-    "MX e2m1 scales, RCEIL": "56b60b20c16d4ceb",
-    "MX e2m1 elements, RCEIL": "edce2c20a42300cb",
-    "MX e2m1 scales, FLOOR": "15c42d611a2dfe9e",
-    "MX e2m1 elements, FLOOR": "3b8ba46196bd5367",
     "NVFP4 scales": "ce19644c6c787a92",
     "NVFP4 elements": "d95182ec65a6b84c",
 }
@@ -42,6 +51,97 @@ def test_elements_and_scales_are_those_of_the_definitions():
 
 def test_codes_are_those_of_torchao():
     assert {name: digest(codes) for name, codes in own(2**15)} == TORCHAO
+
+
+RECIPES = {
+    **{kind: fp8_recipe(kind, "hybrid") for kind in ("tensorwise", "blockwise", "mxfp8")},
+    "nvfp4": fp4_recipe("nvfp4"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 64, 128), (5, 7, 37), (1, 3, 1), (0, 4, 8), (4, 3, 0)])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_products_are_those_of_the_emulation(kind, shape, dtype):
+    torch.manual_seed(0)
+    rows, columns, width = shape
+    x, y = torch.randn(rows, width, dtype=dtype), torch.randn(columns, width, dtype=dtype)
+    operands = []
+    for operand, values in ((Operand.GRADIENT, x), (Operand.WEIGHT, y)):
+        scaling = RECIPES[kind].scalings[operand]
+        amax = quantized_linear.largest_magnitude(values)
+        operands.append(scaling.quantize(values, amax if scaling.needs_amax else None))
+    left, right = operands
+    factors = [part.factor for part in operands if part.factor is not None]
+    factor = torch.stack(factors).double().prod() if factors else torch.ones(())
+    expected = emulated_product(left.data, right.data, factor)
+    tolerance = FP32_REORDERED_SUM if dtype == torch.float32 else BF16_ROUNDED_ONCE
+    runs = (
+        [dequantized_product] if left.block_scales is not None else [scaled_mm, dequantized_product]
+    )
+    for run in runs:
+        found = run(left, right, dtype, False)
+        assert found.dtype == dtype
+        assert_close(found, expected, tolerance, run.__name__)
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=lambda format: format.name)
+def test_operands_with_one_scale_have_the_codes_of_the_emulation(format):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64) * torch.logspace(-30, 5, 64)[:, None]
+    scaling, amax = TensorScaling(format.dtype, margin=1), x.abs().amax()
+    found = scaling.quantize(x, amax).data.view(torch.uint8)
+    assert torch.equal(found, format.encode(x * scaling.scale(amax)))
+
+
+@pytest.mark.parametrize("shape", [(16, 32), (7, 37)])
+def test_padding_to_the_tiles_of_a_gpu_does_not_change_a_product(shape):
+    x = torch.randn(shape).to(torch.float8_e4m3fn)
+    padded = quantized_linear._padded(x, 16, 16)
+    assert all(size % 16 == 0 for size in padded.shape)
+    assert torch.equal(padded[: shape[0], : shape[1]].float(), x.float())
+    assert padded.float().abs().sum() == x.float().abs().sum()
+
+
+def test_forward_products_alone_sum_fast(monkeypatch):
+    calls = []
+    product = torch._scaled_mm
+
+    def recording(a, b, **options):
+        assert b.t().is_contiguous()  # what a GPU takes: the second operand column by column
+        calls.append(options["use_fast_accum"])
+        return product(a, b, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", recording)
+    x, weight, grad = torch.randn(4, 2, 16), torch.randn(8, 16), torch.randn(4, 2, 8)
+    quantized = QuantizedLinear(
+        recipe=fp8_recipe("tensorwise", "hybrid"), tp=SINGLE_RANK, cp=SINGLE_RANK, split_dim=None
+    )
+    context = quantized.context(x, None, records=True)
+    assert quantized.forward(x, weight, context).shape == (4, 2, 8)
+    assert quantized.input_gradient(grad, weight, context).shape == (4, 2, 16)
+    assert quantized.weight_gradient(grad, x, context).shape == (8, 16)
+    assert calls == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "needs", "why_not", "kernel", "reasons"),
+    [
+        ("bfloat16", (), None, "scaled-mm", ""),
+        ("bfloat16", (), "needs X", "dequantized", "scaled-mm needs X"),
+        ("bfloat16", (BLOCK_SCALES,), None, "dequantized",
+         "scaled-mm does not support scales per block"),
+        ("float64", (), None, "dequantized",
+         "scaled-mm computes in bfloat16, float16, float32, not in float64"),
+    ],
+)  # fmt: skip
+def test_what_torch_cannot_multiply_is_dequantized_with_a_reason(
+    monkeypatch, dtype, needs, why_not, kernel, reasons
+):
+    fp8 = LOW_PRECISION_PRODUCTS.of_device("cuda")[0]
+    monkeypatch.setitem(fp8.__dict__, "missing", lambda: why_not)
+    choice = LOW_PRECISION_PRODUCTS._choose(Request("cuda", dtype, frozenset(needs)), ())
+    assert (choice.kernel.name, choice.reasons) == (kernel, reasons)
 
 
 def test_a_rotation_of_both_operands_leaves_their_product():
@@ -71,16 +171,16 @@ def test_gradients_are_rounded_at_the_same_steps_whatever_the_layout_multiplies_
 
     def gradients(unit: float) -> tuple[torch.Tensor, torch.Tensor]:
         history = AmaxHistory(torch.nn.Module(), "amax_history", 1, uses_largest=False)
-        products = LinearProducts(
+        quantized = QuantizedLinear(
             recipe=recipe, tp=SINGLE_RANK, cp=SINGLE_RANK, split_dim=None,
             history=history if recipe.uses_history else None,
         )  # fmt: skip
         with within_step(aux_loss_scale=AuxLossScale(unit)):
-            call = products.call(x, None, records=True)
+            context = quantized.context(x, None, records=True)
         own = grad.double() * unit
         return (
-            products.input_gradient(own, weight.double(), call) / unit,
-            products.weight_gradient(own, x.double(), call) / unit,
+            quantized.input_gradient(own, weight.double(), context) / unit,
+            quantized.weight_gradient(own, x.double(), context) / unit,
         )
 
     for found, expected in zip(gradients(unit), gradients(1.0), strict=True):

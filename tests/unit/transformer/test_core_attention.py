@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.kernels import torch_attention as block_module
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, key_range, masked_keys
-from megatron.core.kernels.cpu import block_attention as block_module
-from megatron.core.kernels.cpu.block_attention import cpu_block_attention
+from megatron.core.kernels.torch_attention import cpu_block_attention
 from megatron.core.parameters.rng import rng_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType

@@ -21,7 +21,7 @@ from megatron.core.distributed.zero.stage import ZeroStage
 from megatron.core.distributed.zero.stage1 import ParamAndGradBuffer
 from megatron.core.distributed.zero.stage2 import Zero2Buffer
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
-from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.transformer.low_precision_layers import weights_of_one_scale
@@ -51,7 +51,7 @@ def build_stages(
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
     stages: list[ZeroStage] = []
-    quantized = _gathered_in_few_bits(module, config)
+    quantized = _fp8_gathered(module, config)
     for (dtype, is_expert, _), parameters in _by_kind(module, unit_of, quantized).items():
         mesh = mesh_of(is_expert)
         numel, device = sum(p.numel() for _, p in parameters), parameters[0][1].device
@@ -64,24 +64,23 @@ def build_stages(
             units=[unit_of[p] for _, p in parameters] if units else None,
             single_bucket_units={number for number, unit in enumerate(units) if unit.is_layer},
             tag=len(stages) * _TAGS_PER_BUFFER,
-            products=[quantized[p] for _, p in parameters if p in quantized],
+            quantized=[quantized[p] for _, p in parameters if p in quantized],
         )
         stages.append(_stage(module, config, parameters, options, dtype, policy_of(mesh)))
     return stages
 
 
-def _gathered_in_few_bits(
+def _fp8_gathered(
     module: nn.Module, config: DistributedDataParallelConfig
-) -> dict[nn.Parameter, LinearProducts]:
-    """Return the parameters that are gathered in the format of their products.
+) -> dict[nn.Parameter, QuantizedLinear]:
+    """Return the bf16 parameters that are gathered in FP8, with their products.
 
-    Not those in fp16, whose range is smaller than that of a scaled E4M3 number, nor fp32, which
-    are their own main weights.
+    fp16 has less range than scaled E4M3 numbers, and fp32 parameters are their own main weights.
     """
-    if not config.gathers_in_few_bits:
+    if not config.gathers_params_in_fp8:
         return {}
     found = weights_of_one_scale(module)
-    return {p: products for p, products in found.items() if p.dtype == torch.bfloat16}
+    return {p: quantized for p, quantized in found.items() if p.dtype == torch.bfloat16}
 
 
 def _by_kind(
@@ -89,7 +88,7 @@ def _by_kind(
     unit_of: dict[nn.Parameter, int],
     quantized: Collection[nn.Parameter],
 ) -> dict[tuple[torch.dtype, bool, bool], Named]:
-    """Return (dtype, is_expert, is gathered in few bits) -> trained parameters.
+    """Return (dtype, is_expert, is gathered in FP8) -> trained parameters.
 
     They are in the order of their units if any. A parameter without elements has nothing to
     reduce, to shard or to update: it is in no buffer.

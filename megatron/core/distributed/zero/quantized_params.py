@@ -1,12 +1,12 @@
-"""Parameters of which one byte per element is gathered: E4M3, with one scale for each tensor.
+"""Parameters that are gathered in E4M3, one byte per element, with one scale per tensor.
 
-An owner scales and rounds its piece of a weight as the products of the layer would, with the
-scale of the whole tensor, and sends the codes. What a rank keeps, in the dtype of the model, is the
-number of each code; the products scale and round it to the same code again, because bf16 has more
-bits. So a step computes what it would with parameters that were gathered as they are.
+The owner of a piece of a weight scales and rounds the piece as the products of the layer do, with
+the scale of the whole tensor, and sends the codes. Each rank stores the rounded numbers in bf16.
+The products round them to the same codes again, because bf16 has more bits. So a step computes the
+same numbers as with parameters that are gathered in bf16.
 
-The largest magnitudes are those of the unrounded weights, of all pieces; the history of delayed
-scaling takes them from here.
+The amaxes are taken over all pieces of the unrounded weights; the history of delayed scaling uses
+them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from megatron.core.distributed.communication import gather_parameters
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import Piece
 from megatron.core.distributed.zero.gathered_params import GatheredParams
-from megatron.core.low_precision.formats import E4M3
-from megatron.core.low_precision.products import LinearProducts, largest_magnitude
-from megatron.core.low_precision.scaling import round_to_scale
+from megatron.core.low_precision.quantized_linear import QuantizedLinear, largest_magnitude
+from megatron.core.low_precision.scaling import scaled_cast
 from megatron.core.transport import backend
 from megatron.core.transport.work import Steps, Work
 
 
 class QuantizedParams(GatheredParams):
-    """The weights of layers that multiply in E4M3 with a scale of the tensor. See `GatheredParams`.
+    """Weights that layers multiply in E4M3 with one scale per tensor; see `GatheredParams`.
 
     Args:
-        products: how each parameter of the layout is rounded.
+        quantized: products of each parameter of the layout.
     Communication:
         one all-reduce of a number for each parameter over the shards and over the tensor-parallel
         ranks, then all-gathers of one byte per element.
     """
 
-    def __init__(self, flat: FlatParams, products: Sequence[LinearProducts]) -> None:
+    def __init__(self, flat: FlatParams, quantized: Sequence[QuantizedLinear]) -> None:
         super().__init__(flat)
-        self._products = list(products)
+        self._quantized = list(quantized)
         self._codes = flat.zeros(flat.plan.numel, torch.uint8)
-        # One number more says whether any rank's weights have changed.
-        self._amaxes = torch.zeros(len(products) + 1, device=flat.device)
-        self._factors = torch.ones(len(products), device=flat.device)
+        # The last element is 1 if the weights have changed on any rank.
+        self._amaxes = torch.zeros(len(quantized) + 1, device=flat.device)
+        self._factors = torch.ones(len(quantized), device=flat.device)
 
     def start(self) -> None:
         """Round the own shards, and start to gather the codes of all ranks, first layers first."""
@@ -79,21 +78,19 @@ class QuantizedParams(GatheredParams):
             found[piece.index] = torch.maximum(found[piece.index], amax)
             same = self._numbers(codes, piece.index).eq(values).all()
             found[-1] = torch.maximum(found[-1], same.logical_not().float())
-        for group in (self._flat.mesh.shard, self._products[0].tp):
+        for group in (self._flat.mesh.shard, self._quantized[0].tp):
             backend.all_reduce(found, group, ReduceOp.MAX)
-        # Rounded weights that nobody has changed have the amaxes of those they were made of.
+        # Unchanged rounded weights keep the amaxes of the unrounded weights.
         self._amaxes = torch.where(found[-1] > 0, found, self._amaxes)
-        scales = []
-        for products, amax in zip(self._products, self._amaxes[:-1], strict=True):
-            scales.append(products.scale_of_weight(amax))
-        scale = torch.stack(scales)
+        amaxes = zip(self._quantized, self._amaxes[:-1], strict=True)
+        scale = torch.stack([quantized.scale_of_weight(amax) for quantized, amax in amaxes])
         self._factors = 1.0 / scale
         for piece, values, codes in self._own_pieces():
-            elements = round_to_scale(E4M3, values, scale[piece.index])
-            codes.copy_(elements.to(torch.float8_e4m3fn).view(torch.uint8))
+            rounded = scaled_cast(values, scale[piece.index], torch.float8_e4m3fn)
+            codes.copy_(rounded.view(torch.uint8))
 
     def _numbers(self, codes: Tensor, index: int) -> Tensor:
-        """Return what codes [n] of a parameter stand for, in its dtype."""
+        """Return the numbers of codes [n] of a parameter, in its dtype."""
         numbers = codes.view(torch.float8_e4m3fn).float() * self._factors[index]
         return numbers.to(self._flat.dtype)
 
@@ -110,7 +107,7 @@ class QuantizedParams(GatheredParams):
 
 
 def gathered_params(flat: FlatParams, *, is_updated_on_host: bool = False) -> GatheredParams:
-    """Return how the updated parameters of a layout are gathered."""
-    if flat.products and flat.mesh.shard_size > 1:
-        return QuantizedParams(flat, flat.products)
+    """Return the object that gathers the updated parameters of a layout."""
+    if flat.quantized and flat.mesh.shard_size > 1:
+        return QuantizedParams(flat, flat.quantized)
     return GatheredParams(flat, is_updated_on_host=is_updated_on_host)

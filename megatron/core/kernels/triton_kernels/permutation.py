@@ -1,10 +1,10 @@
-"""Rows of tokens in the order of their experts, and sums of them, without atomic additions.
+"""Copies of tokens in the order of their experts, and sums of copies, without atomic additions.
 
-The rows of a token are listed once for each permutation, by a sort on the device. Forward and
-backward then gather one row for each row, or sum the rows of a list in fp32 and in a fixed order.
-The host learns no count.
+A sort on the device lists the copies of each token, once per permutation. Forward and backward then
+gather one row per copy, or sum the copies of a token in fp32 and in a fixed order. The host reads
+no count.
 
-Legend: t tokens, h hidden, e experts, n rows: one for each expert of each token.
+Legend: t tokens, h hidden, e experts, n copies: one for each expert of each token.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ NUM_WARPS = 4
 
 
 @triton.jit
-def gather_kernel(x_ptr, source_ptr, out_ptr, width, HAS_GAPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Copy some columns of the source of a row; a source of -1 is a row of zeros."""
+def gather_kernel(x_ptr, source_ptr, out_ptr, width, COLUMNS: tl.constexpr):
+    """Copy some columns of the source of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     source = tl.load(source_ptr + row).to(tl.int64)
-    reads = inside & (source >= 0) if HAS_GAPS else inside
-    x = tl.load(x_ptr + source * width + columns, mask=reads, other=0.0)
+    x = tl.load(x_ptr + source * width + columns, mask=inside, other=0.0)
     tl.store(out_ptr + row * width + columns, x, mask=inside)
 
 
 @triton.jit
 def sum_kernel(x_ptr, order_ptr, begins_ptr, out_ptr, width, COLUMNS: tl.constexpr):
-    """Sum some columns of the rows that a token has."""
+    """Sum some columns of the copies of a token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -47,12 +46,12 @@ def sum_kernel(x_ptr, order_ptr, begins_ptr, out_ptr, width, COLUMNS: tl.constex
     tl.store(out_ptr + token * width + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gather(x: Tensor, source: Tensor, *, has_gaps: bool = False) -> Tensor:
-    """Return row source[i] of x [., h] as row i, zeros where it is -1."""
+def gather(x: Tensor, source: Tensor) -> Tensor:
+    """Return row source[i] of x [., h] as row i."""
     x = x.contiguous()
     out = x.new_empty((len(source), x.shape[1]))
     gather_kernel[(len(source), triton.cdiv(x.shape[1], COLUMNS))](
-        x, source, out, x.shape[1], HAS_GAPS=has_gaps, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+        x, source, out, x.shape[1], COLUMNS=COLUMNS, num_warps=NUM_WARPS
     )
     return out
 
@@ -124,35 +123,3 @@ class SortedPermutation:
     def unpermute(self, rows: Tensor) -> Tensor:
         """Return [t, h] of [n, h]."""
         return _LinearMap.apply(rows, self.sums, self.copies)
-
-
-class RowPlaces:
-    """See `kernels.permutation.Places`.
-
-    Args:
-        position: int64 [n], no place twice; total: places.
-    """
-
-    def __init__(self, position: Tensor, total: int) -> None:
-        self.position = position
-        rows = torch.arange(len(position), device=position.device)
-        self.row_at = torch.full((total,), -1, device=position.device).index_copy_(
-            0, position, rows
-        )
-        """int64 [total], the row at each place, -1 where there is none."""
-
-    def placed(self, rows: Tensor) -> Tensor:
-        """Return [total, h] of [n, h], zeros where no row is, without autograd."""
-        return gather(rows, self.row_at, has_gaps=True)
-
-    def taken(self, padded: Tensor) -> Tensor:
-        """Return [n, h] of [total, h], without autograd."""
-        return gather(padded, self.position)
-
-    def put(self, rows: Tensor) -> Tensor:
-        """Return [total, h] of [n, h]."""
-        return _LinearMap.apply(rows, self.placed, self.taken)
-
-    def take(self, padded: Tensor) -> Tensor:
-        """Return [n, h] of [total, h]."""
-        return _LinearMap.apply(padded, self.taken, self.placed)

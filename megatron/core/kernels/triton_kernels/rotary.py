@@ -1,11 +1,11 @@
 """Rotary embedding of heads in one pass, forward and backward.
 
-A program takes some heads of one token, rotates their channels in fp32 and copies the others. The
-gradient is the rotation by the opposite angle; that of a key which all heads share is summed over
-heads first. Cosines and sines are read for one channel of each pair.
+A program rotates the channels of some heads of one token in fp32 and copies the other channels. The
+gradient is the rotation by the opposite angle. Cosines and sines are read for one channel of each
+pair.
 
-Legend: s sequence, b micro batch, n heads, w channels of a head, r rotated channels; of latent
-attention d channels without position and p with it.
+Legend: s sequence, b micro batch, n heads, w channels of a head, r rotated channels; in latent
+attention d channels without a position and p channels with a position.
 """
 
 from __future__ import annotations
@@ -98,61 +98,6 @@ def rotation_kernel(
         tl.store(out_ptr + out_rows[:, None] + column[None, :], rest, mask=column_inside)
 
 
-@triton.jit
-def latent_key_kernel(
-    key_ptr, shared_ptr, cos_ptr, sin_ptr, out_ptr, key_s, key_b, key_n, shared_s, shared_b,
-    cos_s, cos_b, batch, heads, width, pairs,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Join some heads of a token, [d], with the rotated key of all heads, [p].
-
-    out: [s, b, n, d+p], contiguous.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    there = head < heads
-    column = tl.arange(0, WIDTH)
-    inside = there[:, None] & (column < width)[None, :]
-    rows = s * key_s + b * key_b + head * key_n
-    out_rows = (token * heads + head) * (width + 2 * pairs)
-    key = tl.load(key_ptr + rows[:, None] + column[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + out_rows[:, None] + column[None, :], key, mask=inside)
-    angles = s * cos_s + b * cos_b
-    # The same row for each head: read once, and stored in the layout it was loaded in.
-    shared = head * 0 + s * shared_s + b * shared_b
-    x, y = _load_pairs(shared_ptr, shared, there, pairs, INTERLEAVED, HEADS, PAIRS)
-    x, y = _turned(x, y, cos_ptr + angles, sin_ptr + angles, pairs, 1.0, INTERLEAVED, PAIRS)
-    _store_pairs(out_ptr, out_rows + width, there, pairs, x, y, INTERLEAVED, HEADS, PAIRS)
-
-
-@triton.jit
-def shared_key_gradient_kernel(
-    grad_ptr, cos_ptr, sin_ptr, out_ptr, grad_s, grad_b, grad_n, cos_s, cos_b,
-    batch, heads, width, pairs,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Sum the gradient of a token's rotated key over heads, and rotate it back.
-
-    grad: [s, b, n, d+p]; out: [s, b, p], contiguous.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    s, b = token // batch, token % batch
-    total_x = tl.zeros((HEADS, PAIRS), tl.float32)
-    total_y = tl.zeros((HEADS, PAIRS), tl.float32)
-    for begin in range(0, heads, HEADS):
-        head = begin + tl.arange(0, HEADS)
-        rows = s * grad_s + b * grad_b + head * grad_n + width
-        x, y = _load_pairs(grad_ptr, rows, head < heads, pairs, INTERLEAVED, HEADS, PAIRS)
-        total_x += x
-        total_y += y
-    x, y = tl.sum(total_x, 0)[None, :], tl.sum(total_y, 0)[None, :]
-    angles = s * cos_s + b * cos_b
-    x, y = _turned(x, y, cos_ptr + angles, sin_ptr + angles, pairs, -1.0, INTERLEAVED, PAIRS)
-    row = token * 2 * pairs + tl.zeros((1,), tl.int64)
-    _store_pairs(out_ptr, row, row >= 0, pairs, x, y, INTERLEAVED, 1, PAIRS)
-
-
 class _Rotation(torch.autograd.Function):
     """x [s, b, ..., w], cos, sin -> [s, b, ..., w]; keeps the angles."""
 
@@ -169,42 +114,6 @@ class _Rotation(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         grad_x = _rotate(grad, cos, sin, ctx.first, ctx.interleaved, -1.0)
         return grad_x, None, None, None, None
-
-
-class _LatentKey(torch.autograd.Function):
-    """key [s, b, n, d], shared key [s, b, p], cos, sin -> [s, b, n, d+p]; keeps the angles."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        (s, b, n, d), p = key.shape, shared.shape[-1]
-        out = key.new_empty((s, b, n, d + p))
-        width = triton.next_power_of_2(d)
-        block = heads_of_program(n, width + p)
-        latent_key_kernel[(s * b, triton.cdiv(n, block))](
-            key, shared, cos, sin, out, *key.stride()[:3], *shared.stride()[:2],
-            *_angle_strides(cos), b, n, d, p // 2, INTERLEAVED=interleaved, HEADS=block,
-            PAIRS=triton.next_power_of_2(p // 2), WIDTH=width, num_warps=NUM_WARPS,
-        )  # fmt: skip
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        grad = _with_rows(grad)
-        s, b, n, width = grad.shape
-        p = cos.shape[-1]
-        grad_shared = grad.new_empty((s, b, p))
-        pairs = triton.next_power_of_2(p // 2)
-        shared_key_gradient_kernel[(s * b,)](
-            grad, cos, sin, grad_shared, *grad.stride()[:3], *_angle_strides(cos),
-            b, n, width - p, p // 2, INTERLEAVED=ctx.interleaved,
-            HEADS=heads_of_program(n, 2 * pairs), PAIRS=pairs, num_warps=NUM_WARPS,
-        )  # fmt: skip
-        return grad[..., : width - p], grad_shared, None, None, None
 
 
 def heads_of_program(heads: int, width: int) -> int:
@@ -253,7 +162,7 @@ def latent_rotation(
     query: Tensor, key: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate the last p of query, key [s, b, n, d+p]; see `kernels.rotary.LatentRotation`."""
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, heads = cos.contiguous(), sin.contiguous(), key.shape[:-1]
     query = _Rotation.apply(query, cos, sin, key.shape[-1], interleaved)
-    key, shared_key = _with_rows(key), _with_rows(shared_key)
-    return query, _LatentKey.apply(key, shared_key, cos, sin, interleaved)
+    shared_key = _Rotation.apply(shared_key.unsqueeze(2), cos, sin, 0, interleaved)
+    return query, torch.cat((key, shared_key.expand(*heads, -1)), -1)

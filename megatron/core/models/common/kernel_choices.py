@@ -13,6 +13,9 @@ from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
 from megatron.core.kernels.norms import TRAINING, WEIGHT_DTYPE
 from megatron.core.kernels.registry import Choice, Request, dtype_name
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
+from megatron.core.low_precision.quantized_linear import BLOCK_SCALES, LOW_PRECISION_PRODUCTS
+from megatron.core.low_precision.recipes import Operand
+from megatron.core.low_precision.scaling import TensorScaling
 from megatron.core.models.common.language_module.language_module import (
     LOSS,
     asked_loss,
@@ -21,6 +24,7 @@ from megatron.core.models.common.language_module.language_module import (
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
 from megatron.core.transformer.dot_product_attention import asked_backend
+from megatron.core.transformer.low_precision_layers import recipe_of
 from megatron.core.transformer.moe.dispatchers import EXCHANGE, choose_exchange
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -115,6 +119,11 @@ def kernel_choices(
         fuses = config.bias_activation_fusion
         chosen_gate = GATED.choose(request(gate.needs()), () if fuses else ("plain",))
         lines.append(_line("gated activation", chosen_gate))
+    recipe = recipe_of(config)
+    if recipe is not None:
+        has_blocks = not isinstance(recipe.scalings[Operand.INPUT], TensorScaling)
+        products = LOW_PRECISION_PRODUCTS.choose(request([BLOCK_SCALES] if has_blocks else []))
+        lines.append(_line(LOW_PRECISION_PRODUCTS.operation, products))
     if config.num_moe_experts and config.moe_grouped_gemm:
         lines.append(_line("grouped products", GROUPED_PRODUCTS.choose(request(()))))
     if config.num_moe_experts and config.moe_token_dispatcher_type == "flex":

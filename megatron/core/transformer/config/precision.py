@@ -38,7 +38,7 @@ class PrecisionConfig:
     fp8_wgrad: bool = flag(
         True, "--no-fp8-wgrad", help="Compute weight gradients in the dtype of the model."
     )
-    """Compute weight gradients from operands of few bits too, not only outputs and input
+    """Compute weight gradients from low-precision operands too, not only outputs and input
     gradients."""
     fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",), per_micro_batch=_SHARED_SCALES)
     """Multiply operands of 4 bits in the linear layers of the transformer layers."""
@@ -87,7 +87,7 @@ class PrecisionConfig:
     """Accepted for compatibility; the native norm is used."""
 
     def check_low_precision(self, mlp_chunks: int) -> list[MegatronError]:
-        """Return what is wrong with products of few bits."""
+        """Return problems of the low-precision settings."""
         problems: list[MegatronError] = []
         if self.fp8 and self.fp4:
             problems.append(
@@ -101,7 +101,7 @@ class PrecisionConfig:
         if (self.fp8 or self.fp4) and mlp_chunks > 1:
             problems.append(
                 ConfigError(
-                    f"mlp_chunks_for_training={mlp_chunks} with operands of few bits.",
+                    f"mlp_chunks_for_training={mlp_chunks} with low-precision products.",
                     rule="blocks and scales of weight gradients are made of all tokens of a micro"
                     " batch",
                     flags=["--mlp-chunks-for-training", "--fp8-format", "--fp4-format"],

@@ -27,7 +27,7 @@ from megatron.core.kernels.row_counts import (
     split_rows,
 )
 from megatron.core.kernels.weight_gradient import main_grad_addmm
-from megatron.core.low_precision.products import LinearProducts
+from megatron.core.low_precision.quantized_linear import QuantizedLinear
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -86,8 +86,8 @@ class GroupedLinear(ParallelLayer):
             )
             self.register_parameter(f"bias{index}", added)
         self.num_gemms, self.uses_bias = num_gemms, bias
-        self.products: list[LinearProducts] = []
-        """Of each map, where operands have few bits."""
+        self.quantized: list[QuantizedLinear] = []
+        """The low-precision products of each weight; empty without low precision."""
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights [o, i], expert by expert."""
@@ -105,7 +105,7 @@ class GroupedLinear(ParallelLayer):
             tokens_per_expert,
             self.weights(),
             self.config.gradient_accumulation_fusion,
-            self.products,
+            self.quantized,
         )
 
 
@@ -114,19 +114,19 @@ def grouped_linear(
     tokens_per_expert: Sequence[int],
     weights: Sequence[Tensor],
     fuses_main_grad: bool = True,
-    products: Sequence[LinearProducts] = (),
+    quantized: Sequence[QuantizedLinear] = (),
 ) -> Tensor:
     """Multiply the rows of each expert with the transpose of its weight.
 
     Args:
         x: [n, i]; num_rows: rows of each expert; weights: [o, i] each.
         fuses_main_grad: write weight gradients into `main_grad` where a weight has one.
-        products: of each weight, for operands of few bits; none multiply in the dtype of x.
+        quantized: low-precision products of each weight; empty to multiply in the dtype of x.
     Returns:
         [n, o].
     """
-    if products:
-        experts = zip(split_rows(x, tokens_per_expert), weights, products, strict=True)
+    if quantized:
+        experts = zip(split_rows(x, tokens_per_expert), weights, quantized, strict=True)
         records = torch.is_grad_enabled()
         return join_rows(
             [_LowPrecisionLinear.apply(*expert, fuses_main_grad, records) for expert in experts],
@@ -189,21 +189,21 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, products: LinearProducts, fuses: bool, records: bool
+        ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedLinear, fuses: bool, records: bool
     ) -> Tensor:
-        ctx.products, ctx.fuses, ctx.weight = products, fuses, weight
-        ctx.call = products.call(x, None, records)
+        ctx.quantized, ctx.fuses, ctx.weight = quantized, fuses, weight
+        ctx.context = quantized.context(x, None, records)
         ctx.save_for_backward(x, weight)
-        return products.forward(x, weight, ctx.call)
+        return quantized.forward(x, weight, ctx.context)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = ctx.products.input_gradient(grad, weight, ctx.call)
+            grad_x = ctx.quantized.input_gradient(grad, weight, ctx.context)
         if ctx.needs_input_grad[1]:
-            call = partial(ctx.products.weight_gradient, grad, x, ctx.call)
+            call = partial(ctx.quantized.weight_gradient, grad, x, ctx.context)
             later = partial(_add_low_precision_wgrad, ctx.weight, call, ctx.fuses)
             if not deferred_wgrad.defer_wgrad(later):
                 grad_weight = _place(ctx.weight, call(), ctx.fuses)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import is_host_memory
-from megatron.core.kernels.permutation import PERMUTATION, PLACES, IndexPermutation, Permutation
+from megatron.core.kernels.permutation import PERMUTATION, IndexPermutation, Permutation
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -103,17 +103,20 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     shift = begins - (counts.cumsum(0) - counts)
     total = num_experts * capacity
     position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
-    # Rows of no expert come in a place after all others, which is cut off.
+    # Padding tokens go to one extra slot at the end, which is dropped.
     spare = int(isinstance(sent.tokens_per_expert, RowCounts))
     position = torch.where(group < num_experts, position, total) if spare else position
-    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
-    weights = sent.probs.new_zeros(total + spare).index_copy(0, position, sent.probs)
+
+    def in_slots(rows: Tensor) -> Tensor:
+        empty = rows.new_zeros((total + spare, *rows.shape[1:]))
+        return empty.index_copy(0, position, rows)[:total]
+
     return DispatchedTokens(
-        places.put(sent.tokens)[:total],
-        weights[:total],
+        in_slots(sent.tokens),
+        in_slots(sent.probs),
         [capacity] * num_experts,
         lambda output, overlap_fn=None: sent.combine(
-            places.take(F.pad(output, (0, 0, 0, spare))), overlap_fn
+            F.pad(output, (0, 0, 0, spare)).index_select(0, position), overlap_fn
         ),
         sent.num_dropped,
     )

@@ -1,4 +1,4 @@
-"""Weights are gathered in eight bits, and training computes what it does with those of sixteen."""
+"""Weights are gathered in FP8, and training computes the same numbers as with bf16 gathers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.checkpointing.gpt_run import Layout, Model, Run, resume_a
 from tests.harness.distributed import run_distributed
 
 NUM_STEPS = 3
-FEW_BITS = {"fp8_param_gather": True}
+FP8_GATHER = {"fp8_param_gather": True}
 UNCLIPPED = {"clip_grad": 0.0}
 """The norm is summed buffer by buffer, and rounded weights are in one of their own."""
 
@@ -38,7 +38,7 @@ def trained(groups, layout, model, ddp):
         run.train(NUM_STEPS)
     (chunk,) = run.chunks
     kinds = {type(buffer._values) for buffer in chunk.gradient_buffers}
-    rounded = sum(b.flat.plan.numel for b in chunk.gradient_buffers if b.flat.products)
+    rounded = sum(b.flat.plan.numel for b in chunk.gradient_buffers if b.flat.quantized)
     main = Counter()
     for item in run.optimizer.shards:  # a weight may be in several buckets
         main[item.shard.name] += item.main_param.detach().double().sum().item()
@@ -72,7 +72,7 @@ def test_one_byte_travels_per_element_and_nothing_else_changes(layout, recipe, e
     model = Model(dtype="bf16", fp8="hybrid", recipe=recipe, experts=experts, dropout=0.0)
     plain, few = (
         run_distributed(trained, layout.size, layout, model, ddp, **layout.axes())
-        for ddp in ({}, FEW_BITS)
+        for ddp in ({}, FP8_GATHER)
     )
     for (losses, main, *_), (same_losses, same_main, num_bytes, rounded, kinds) in zip(
         plain, few, strict=True
@@ -87,7 +87,7 @@ def test_one_byte_travels_per_element_and_nothing_else_changes(layout, recipe, e
 def test_recipes_that_round_a_weight_by_blocks_gather_it_as_it_is():
     model = Model(dtype="bf16", fp8="hybrid", recipe="mxfp8", dropout=0.0)
     layout = Layout(dp=2, zero=1)
-    for *_, kinds in run_distributed(trained, 2, layout, model, FEW_BITS, **layout.axes()):
+    for *_, kinds in run_distributed(trained, 2, layout, model, FP8_GATHER, **layout.axes()):
         assert kinds == {GatheredParams}
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_in_another_layout_is_the_same_run(ram_path):
     # By delayed scaling, whose histories hold what unrounded weights were.
     model = Model(dtype="bf16", fp8="hybrid", recipe="delayed", dropout=0.0)
     found = {}
-    for name, ddp in (("plain", {}), ("few bits", FEW_BITS)):
+    for name, ddp in (("plain", {}), ("FP8", FP8_GATHER)):
         for layout, stops in ((Layout(dp=2, zero=2), [2]), (Layout(tp=2, dp=2, zero=1), [1, 1])):
             found[name, layout] = run_distributed(
                 resume_and_train, layout.size, layout, model, ram_path / name, stops,
@@ -109,7 +109,7 @@ def refused(groups):
     state = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
     with pytest.raises(ConfigError, match="fp8_param_gather with optimizer state that completes"):
         Run(groups, Layout(dp=2, zero=1), Model(dtype="bf16", fp8="hybrid"), optimizer=state,
-            ddp=FEW_BITS)  # fmt: skip
+            ddp=FP8_GATHER)  # fmt: skip
 
 
 def test_state_that_completes_the_weights_of_the_model_is_refused():

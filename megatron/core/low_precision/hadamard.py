@@ -1,4 +1,4 @@
-"""Random rounding bits that do not depend on the layout, and the random Hadamard transform."""
+"""The random Hadamard transform, and bits for stochastic rounding that no layout changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.parameters.rng import derive_seed
 
 HADAMARD_SIZE = 16
 _SIGNS = 0b1011_0010_1110_0100
-"""Which of 16 elements change their sign: drawn once, the same for all layers and steps."""
+"""Bit i negates element i of 16: drawn once, the same for all layers and steps."""
 
 
 def hash_bits(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def row_keys(key: Sequence[int | str], *rows: Tensor) -> Tensor:
-    """Hash what identifies rows, int64 [t] each, under a key: int32 [t]."""
+    """Hash the numbers that identify each token, int64 [t] each, under a key: int32 [t]."""
     found = torch.full_like(rows[0], derive_seed(*key) & 0x7FFF_FFFF, dtype=torch.int32)
     for part in rows:
         for half in (part & 0x7FFF_FFFF, part >> 31):
@@ -41,21 +41,21 @@ def row_keys(key: Sequence[int | str], *rows: Tensor) -> Tensor:
 
 
 def uniform(keys: Tensor, columns: Tensor) -> Tensor:
-    """Return numbers in [0, 1), fp32 [t, k], each from its row's key and its column.
+    """Return numbers in [0, 1), fp32 [t, k], each from its token's key and its column.
 
     Args:
         keys: int32 [t].
-        columns: int64 [k], places in the whole tensor.
+        columns: int64 [k], columns of the whole tensor.
     """
     bits = hash_bits(keys[:, None] ^ hash_bits(columns.to(torch.int32) + 1)[None, :])
     return _shifted(bits, 8).float().mul_(2.0**-24)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Multiply runs of 16 elements of x [rows, k] with a Hadamard matrix and random signs.
+    """Multiply runs of 16 elements of x [rows, k] by a Hadamard matrix with random signs.
 
-    An orthogonal matrix applied to both operands along the contracted dimension leaves their
-    product. R. Ashkboos et al., "QuaRot", section 3, arXiv 2404.00456.
+    The matrix is orthogonal: applied to both operands along the contracted dimension, it does not
+    change their product. R. Ashkboos et al., "QuaRot", section 3, arXiv 2404.00456.
 
     Returns:
         [rows, k], k padded with zeros to a multiple of 16.

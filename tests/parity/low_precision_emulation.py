@@ -1,16 +1,14 @@
-"""Number formats of four and eight bits: rounding, codes, and the scales of blocks.
+"""Bit-exact emulation of low-precision formats and products: the oracle of their tests.
 
 E4M3 and E5M2: P. Micikevicius et al., "FP8 Formats for Deep Learning", table 1, arXiv 2209.05433.
-E2M1 and E8M0: Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0, section 5.3
+E2M1 and E8M0: Open Compute Project, "OCP Microscaling Formats (MX) Specification" 1.0, sections 5.3
 and 5.4.1.
 
-A number is a sign, an exponent field of `exponent_bits` and `mantissa_bits` of a fraction. Field 0
-holds the subnormal numbers, whose spacing is that of the smallest normal ones. Rounding goes to the
-nearest number, of two equally near ones to that with an even code, and what is too large becomes
-the largest number (saturation): a scale shall keep values in range, and one infinity would spoil a
-whole product.
+A number has a sign, an exponent field of `exponent_bits` and `mantissa_bits` of a fraction. Field 0
+holds the subnormal numbers, spaced as the smallest normal numbers are. Rounding is to the nearest
+number, ties to the even code, and saturates.
 
-All of it is arithmetic on fp32 or fp64 tensors, exact to the bit on any device.
+Everything is arithmetic on fp32 or fp64 tensors, without torch's low-precision dtypes.
 """
 
 from __future__ import annotations
@@ -155,7 +153,9 @@ def e8m0_codes(scales: Tensor) -> Tensor:
     return torch.where(scales.isnan(), E8M0_NAN, exponents).to(torch.uint8)
 
 
-def e8m0_numbers(codes: Tensor) -> Tensor:
-    """Return the scales of codes, uint8 [...], in fp32."""
-    numbers = torch.exp2(codes.double() - E8M0_BIAS).float()
-    return torch.where(codes == E8M0_NAN, torch.nan, numbers)
+def emulated_product(left: Tensor, right: Tensor, factor: Tensor) -> Tensor:
+    """Return left [m, k] times the transpose of right [n, k] times factor []: [m, n] fp64.
+
+    Elements and scales are exact in fp64, and sums of their products nearly so.
+    """
+    return left.double() @ right.double().t() * factor.double()
