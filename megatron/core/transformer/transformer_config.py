@@ -13,9 +13,12 @@ import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.settings.computation import LayerComputation, OtherLayers
 from megatron.core.settings.field_types import check_types
-from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+from megatron.core.settings.inert_flags import (
+    refused_settings,
+    warn_of_unused_settings,
+    with_inert_fields,
+)
 from megatron.core.transformer.config.activation_offload import DROPPED_BY, ActivationOffloadConfig
 from megatron.core.transformer.config.block import BlockConfig
 from megatron.core.transformer.config.captured_graphs import GraphConfig
@@ -39,6 +42,7 @@ from megatron.core.utils import best_divisor
 
 
 @dataclass
+@with_inert_fields("transformer")
 class TransformerConfig(
     StageConfig,
     RecomputeConfig,
@@ -56,8 +60,6 @@ class TransformerConfig(
     GraphConfig,
     BlockConfig,
     ShapeConfig,
-    LayerComputation,
-    OtherLayers,
     ModelParallelConfig,
 ):
     """Everything that layers need to know. Names and defaults are Megatron's."""

@@ -73,28 +73,10 @@ class ModelSettings(
     """Give the output head its own weights instead of the embedding's."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    export_force_local_attention: bool = flag(False, refuse="use --transformer-impl local")
-    """Take the local attention when a model is exported."""
-    enable_gpt_oss: bool = flag(
-        False,
-        refuse="use --load-hf with a GPT-OSS model, or say what it stands for:"
-        " --position-embedding-type yarn --rotary-scaling-factor 32 and so on",
-    )
-    """The shape of GPT-OSS."""
     spec: list[str] | None = flag(None, nargs="*")
     """Own layer spec: module and function name (or module.function)."""
-    mtp_hybrid_override_pattern: str | None = flag(
-        None, refuse="write the layers of later tokens after / in --hybrid-layer-pattern"
-    )
-    """Letters of the layers that predict later tokens."""
     init_method_xavier_uniform: bool = False
     """Draw initial weights from the Xavier uniform distribution instead."""
-    fp16_lm_cross_entropy: bool = flag(False, refuse="the loss is computed in fp32")
-    """Compute the cross entropy in half precision."""
-    use_mcore_models: bool = flag(False, note="models are always those of megatron.core")
-    """Accepted from older launch scripts."""
-    use_legacy_models: bool = flag(False, refuse="drop it: models are those of megatron.core")
-    """Ask for models from before megatron.core."""
 
 
 @dataclass(kw_only=True)

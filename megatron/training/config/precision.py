@@ -29,8 +29,6 @@ class PrecisionSettings(
     """Bias and GELU one by one."""
     bias_swiglu_fusion: bool = flag(True, "--no-bias-swiglu-fusion")
     """Bias and SwiGLU one by one."""
-    use_flash_attn: bool = flag(False, note="a flash kernel is chosen wherever one exists")
-    """Older switch for flash attention."""
     empty_unused_memory_level: int = flag(
         0, choices=(0, 1, 2), only_on_gpu="only memory of a device is kept for the next tensors"
     )
