@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron.compatibility.accepted import accepted
 from tests.architecture import words
+from tests.architecture.ignored_arguments import ignored_arguments
 from tests.architecture.parameters import arguments, docstring_of_method, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
 
@@ -212,7 +212,7 @@ def device_branches() -> Iterator[str]:
 def unread_parameters() -> Iterator[str]:
     """Parameters that a function takes and never reads, and that are not in the table of what is
     accepted for compatibility."""
-    table = accepted()
+    table = ignored_arguments()
     for place, function, name in unread():
         if (function, name) not in table:
             yield f"{place} {function.partition(':')[2]}({name})"

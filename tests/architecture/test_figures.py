@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.compatibility.accepted import accepted
 from megatron.deepspeed.reading import key_at
 from tests.architecture.figures import (
     FIGURES,
@@ -18,6 +17,7 @@ from tests.architecture.figures import (
     small_modules,
     tensor_functions,
 )
+from tests.architecture.ignored_arguments import ignored_arguments
 from tests.architecture.parameters import unread
 
 BOUNDS = {
@@ -55,7 +55,7 @@ def test_tensor_functions_give_shapes():
 
 def test_the_table_of_accepted_parameters_holds_what_is_unread_and_nothing_else():
     found = {(function, name) for _, function, name in unread()}
-    stale = sorted(set(accepted()) - found)
+    stale = sorted(set(ignored_arguments()) - found)
     assert not stale, "\n".join(f"{function} {name}" for function, name in stale)
 
 
