@@ -24,8 +24,8 @@ from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import memory_of_stages, planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.resolved import resolve_vocabulary
 from megatron.training.config.run import RunConfig
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.memory import MemoryEstimate
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check

@@ -182,7 +182,7 @@ def _run_engine(service: Service, server: Any) -> None:
 def main() -> None:
     """Load and serve."""
     status = RunStatus.of_this_process()
-    with failures_reported(status, []):
+    with failures_reported(status):
         require("uvicorn", purpose="tools/run_text_generation_server.py")
         session = open_session(model_provider, ServerFlags)
         options, limits = session.options, limits_of(session.options)

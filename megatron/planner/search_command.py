@@ -31,7 +31,7 @@ from megatron.planner.run_workload import (
 from megatron.planner.search_report import Chosen, refusal, report
 from megatron.planner.workload import Workloads
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import (
     RunConfig,
     all_flags,
@@ -39,7 +39,6 @@ from megatron.training.config.run import (
     opposites_by_spelling,
     plain,
 )
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check

@@ -11,18 +11,20 @@ from typing import Any
 
 from megatron.core.settings.flags import FlagSpec, flag_specs
 from megatron.core.settings.inert_flags import with_inert_fields
-from megatron.training.config.adapters import LoraSettings
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.encoders import EncoderSettings
-from megatron.training.config.experts import ExpertSettings
 from megatron.training.config.logging import LaunchSettings, LoggingSettings
-from megatron.training.config.model import LatentAttentionSettings, ModelSettings
-from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.model import (
+    EncoderSettings,
+    ExpertSettings,
+    LatentAttentionSettings,
+    LoraSettings,
+    ModelSettings,
+    VisionSettings,
+)
+from megatron.training.config.optimizer import OptimizerSettings, PrecisionSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
-from megatron.training.config.precision import PrecisionSettings
-from megatron.training.config.vision import VisionSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,9 @@ from torch import nn
 from megatron.core.settings.flags import arg_name, from_args
 from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.experts import ExpertSettings
-from megatron.training.config.model import LatentAttentionSettings, ModelSettings
+from megatron.training.config.model import ExpertSettings, LatentAttentionSettings, ModelSettings
+from megatron.training.config.optimizer import PrecisionSettings
 from megatron.training.config.parallelism import ParallelismSettings
-from megatron.training.config.precision import PrecisionSettings
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 

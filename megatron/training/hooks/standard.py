@@ -12,8 +12,7 @@ from megatron.core.optimizer.replica_check import ReplicaCheck
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
-from megatron.training.config.phases import transitions_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, transitions_of
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.checks import CompareReplicas, GuardAgainstSpikes, WatchForSpikes
 from megatron.training.hooks.counters import ProgressFile, PublishCounters

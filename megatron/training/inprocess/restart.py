@@ -11,7 +11,6 @@ import gc
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -37,14 +36,9 @@ from megatron.training.setup.distributed import shut_down
 def run_with_restarts(
     membership: Membership,
     status: RunStatus,
-    store_slot: list[Any],
     run: Callable[[Generation], None],
 ) -> None:
-    """Call `run` in one generation after another, until it returns or fails by its own fault.
-
-    Args:
-        store_slot: receives the store of the generation, for the report of a failure.
-    """
+    """Call `run` in one generation after another, until it returns or fails by its own fault."""
     copies = MemoryCopies()
     while True:
         status.activity = "waiting for the other ranks"
@@ -53,7 +47,6 @@ def run_with_restarts(
         status.begin_anew(place.rank, place.local_rank, place.generation)
         connections = Connections()
         watch = Watch(place, connections.abort)
-        store_slot.clear()
         try:
             run(Generation(place, watch, copies))
             watch.leave()

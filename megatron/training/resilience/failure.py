@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -346,23 +346,16 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
 
 
 @contextmanager
-def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterator[None]:
+def failures_reported(status: RunStatus) -> Iterator[None]:
     """Turn an exception of the run into the report and `SystemExit`.
 
     Of a rank that torchrun started, also the end of torchrun itself, and SIGTERM, which torchrun
     sends when another rank has ended: the thread that waits in a collective hears of neither.
-
-    Args:
-        store_slot: holds the rendezvous store once there is one.
     """
-
-    def store() -> Any:
-        return store_slot[0] if store_slot else None
-
     watch = status.watch = open_watch(
         rank_info.launcher_process(),
-        on_orphaned=lambda: _end_orphaned(status, store()),
-        before_end=lambda: _report_lost_peer(status, store()),
+        on_orphaned=lambda: _end_orphaned(status, status.store),
+        before_end=lambda: _report_lost_peer(status, status.store),
     )
     with interrupted_once():
         try:
@@ -372,7 +365,7 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            code = report(standard_output.cause_of(error), status, store())
+            code = report(standard_output.cause_of(error), status, status.store)
             raise SystemExit(code) from None
         finally:
             if status.heart is not None:

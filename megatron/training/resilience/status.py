@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.foundation.heartbeat.layout import Word
 from megatron.core.foundation.heartbeat.place import PLACE
@@ -33,6 +34,8 @@ class RunStatus:
     save_directory: str | None = None
     has_claimed: bool = False
     """Whether the save directory is this run's own; no other run may save there, nor report."""
+    store: Any = None
+    """The rendezvous store, once it is connected."""
     peers: LocalPeers | None = None
     """The ranks of this node, once they are known."""
     watch: Watch | None = None
@@ -63,7 +66,7 @@ class RunStatus:
         self.rank, self.local_rank, self.attempt = rank, local_rank, attempt
         self.iteration, self.last_good_checkpoint = 0, None
         self.has_begun = self.has_claimed = False
-        self.peers = None
+        self.peers = self.store = None
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

@@ -18,8 +18,7 @@ from megatron.core.num_microbatches_calculator import build_num_microbatches_cal
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
-from megatron.training.config.phases import phase_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, phase_of
 from megatron.training.datasets.audit import audited
 from megatron.training.datasets.loader import build_pretraining_data_loader, collate_in_memory
 from megatron.training.datasets.packed_rows import Packing, RankOfPacking
@@ -79,10 +78,10 @@ def build_data(
     """Build the datasets and open iterators at the place where the run stands.
 
     Args:
-        provider: `provider([train, valid, test])`, or with a further argument `vp_stage`, returns
-            three datasets. With the attribute `is_distributed = True` it is called on every rank
-            and decides itself what to build there; otherwise only tensor-parallel rank 0 builds,
-            and the forward step is expected to broadcast.
+        provider: `provider([train, valid, test])`, or with further arguments `vp_stage` and `run`,
+            returns three datasets. With the attribute `is_distributed = True` it is called on
+            every rank and decides itself what to build there; otherwise only tensor-parallel rank
+            0 builds, and the forward step is expected to broadcast.
     Raises:
         ConfigError: ranks share rows of samples, and not all of them build the datasets.
     Communication:
@@ -147,9 +146,9 @@ def _chunk_data(
         )
     if not builds_everywhere and groups.tp.rank() != 0:
         return DataIterators()
-    options: dict[str, Any] = {}
-    if "vp_stage" in inspect.signature(provider).parameters:
-        options["vp_stage"] = vp_stage
+    options: dict[str, Any] = {"vp_stage": vp_stage, "run": run}
+    known = inspect.signature(provider).parameters
+    options = {name: value for name, value in options.items() if name in known}
     consumed = state.consumed_train_samples
     begin = phase_of(run, consumed).begin
     datasets = provider(list(sample_counts(run, consumed)), **options)

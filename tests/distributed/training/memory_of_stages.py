@@ -24,7 +24,7 @@ from megatron.core.settings.command_line import NoFlags, read_command_line
 from megatron.training.cli.dry_run import memory_of_stages
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
-from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.config.resolved import resolve_vocabulary
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.setup.model import build_model
 from megatron.training.setup.optimizer import build_optimizer

@@ -414,7 +414,7 @@ IN_A_RUN = """
 from torch.distributed import HashStore
 from megatron.training.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
-start_session(read, RunStatus(), [], store=HashStore())
+start_session(read, RunStatus(), store=HashStore())
 """
 
 
