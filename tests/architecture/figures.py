@@ -320,7 +320,6 @@ SMALL_WITH_REASON = {
     "megatron/deepspeed/ops/lion.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,
-    "megatron/core/transformer/config/stages.py": ENTRY,
     "megatron/hugging_face/families/phi3.py": ENTRY,
 }
 """Small modules with one importer that stay: path -> why."""

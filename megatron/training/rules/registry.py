@@ -114,5 +114,7 @@ def settings_agree(run: ResolvedRun) -> Iterator[MegatronError]:
         if first.holds(run) and second.holds(run) and (provided is None or provided.holds(run)):
             word = "without" if second.is_negated else "with"
             found = f"{first.shown(run)} {word} {second.shown(run)}."
-            flags = [each.spec.flag for each in (first, second, provided) if each is not None]
+            named = [each.spec for each in (first, second, provided) if each is not None]
+            # The script sets the architecture, so no flag of the user's could change it.
+            flags = [spec.flag for spec in named if spec.name != "architecture"]
             yield problem(found, reason, *flags, fix=fix)

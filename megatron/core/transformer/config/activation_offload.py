@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 OFFLOAD_MODULES = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
@@ -57,7 +60,7 @@ class ActivationOffloadConfig:
         return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
 
 
-def activation_offload_problems(config: Any) -> Iterator[MegatronError]:
+def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of these settings."""
     granularity = config.recompute_granularity
     recomputed = config.recompute_modules or ()

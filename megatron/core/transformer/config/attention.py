@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
@@ -188,7 +191,7 @@ def _of_size(name: str, value: float | None, rule: str, example: float) -> Confi
     )
 
 
-def sparse_attention_problems(config: Any) -> Iterator[MegatronError]:
+def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of layers with sparse attention."""
     has_latents = config.multi_latent_attention
     q_lora_rank = config.q_lora_rank

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.utils import best_divisor
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def combination_problems(config: Any) -> Iterator[MegatronError]:
+
+def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield which fields of different groups exclude each other."""
     pattern = config.window_attn_skip_freq
     if isinstance(pattern, list) and (len(pattern) != config.num_layers or set(pattern) - {0, 1}):
@@ -83,9 +86,9 @@ def combination_problems(config: Any) -> Iterator[MegatronError]:
         )
 
 
-def split_problems(config: Any) -> Iterator[MegatronError]:
+def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield what cannot be split over the tensor-parallel ranks."""
-    tp = config.tensor_model_parallel_size
+    tp, width = config.tensor_model_parallel_size, config.ffn_hidden_size or 0
     if config.num_attention_heads % tp:
         yield ConfigError(
             f"num_attention_heads={config.num_attention_heads} cannot be split over"
@@ -94,7 +97,7 @@ def split_problems(config: Any) -> Iterator[MegatronError]:
             flags=["--num-attention-heads", "--tensor-model-parallel-size"],
             fix=f"use --tensor-model-parallel-size {best_divisor(config.num_attention_heads, tp)}",
         )
-    groups = config.num_query_groups
+    groups = config.num_query_groups or 1
     if groups % tp and tp % groups:
         yield ConfigError(
             f"num_query_groups={groups} does not fit tensor-parallel size {tp}.",
@@ -102,11 +105,10 @@ def split_problems(config: Any) -> Iterator[MegatronError]:
             flags=["--num-query-groups", "--tensor-model-parallel-size"],
             fix=f"use --tensor-model-parallel-size {best_divisor(groups, tp)}",
         )
-    if config.ffn_hidden_size % tp:
+    if width % tp:
         yield ConfigError(
-            f"ffn_hidden_size={config.ffn_hidden_size} cannot be split over tensor-parallel"
-            f" size {tp}.",
+            f"ffn_hidden_size={width} cannot be split over tensor-parallel size {tp}.",
             rule="each tensor-parallel rank owns an equal part of the MLP",
             flags=["--ffn-hidden-size", "--tensor-model-parallel-size"],
-            fix=f"use --ffn-hidden-size {-(-config.ffn_hidden_size // tp) * tp}",
+            fix=f"use --ffn-hidden-size {-(-width // tp) * tp}",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
@@ -15,6 +15,9 @@ from megatron.core.transformer.config.expert_exchange import (
     exchange_problems,
 )
 from megatron.core.utils import best_divisor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -156,7 +159,7 @@ def _problem(found: str, rule: str, *flags: str, fix: str) -> ConfigError:
     return ConfigError(found, rule=rule, flags=list(flags), fix=fix)
 
 
-def derive_experts(config: Any) -> None:
+def derive_experts(config: TransformerConfig) -> None:
     """Fill the width of an expert, and whether expert layers are recomputed."""
     if "moe" in (config.recompute_modules or []):
         config.moe_layer_recompute = True
@@ -164,7 +167,7 @@ def derive_experts(config: Any) -> None:
         config.moe_ffn_hidden_size = config.ffn_hidden_size
 
 
-def expert_problems(config: Any) -> Iterator[MegatronError]:
+def expert_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of the experts, their router and their split over ranks."""
     expert_parallel = config.expert_model_parallel_size
     if config.num_moe_experts is None:
@@ -191,8 +194,8 @@ def expert_problems(config: Any) -> Iterator[MegatronError]:
     yield from exchange_problems(config)
 
 
-def _sizes_problems(config: Any) -> Iterator[MegatronError]:
-    experts, num_layers = config.num_moe_experts, config.num_layers
+def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    experts, num_layers = config.num_moe_experts or 0, config.num_layers
     expert_parallel = config.expert_model_parallel_size
     expert_tp = config.expert_tensor_parallel_size or 1
     if experts < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import float_pair, layer_pattern
@@ -23,6 +23,9 @@ from megatron.core.transformer.config.layer_kinds import (
     hybrid_pattern,
 )
 from megatron.core.utils import best_divisor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MIXER_OF_VARIANT = {
     "gated_delta_net": GATED_DELTA_NET,
@@ -125,7 +128,7 @@ class LinearAttentionConfig:
         )
 
 
-def derive_mixers(config: Any) -> None:
+def derive_mixers(config: TransformerConfig) -> None:
     """Fill the number of heads of Mamba-2."""
     if config.mamba_num_heads is None and config.mamba_head_dim > 0:
         config.mamba_num_heads = 2 * config.hidden_size // config.mamba_head_dim
@@ -152,7 +155,7 @@ def _split_problems(
         )
 
 
-def linear_attention_problems(config: Any) -> Iterator[MegatronError]:
+def linear_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of these layers."""
     num_layers, tp = config.num_layers, config.tensor_model_parallel_size
     if config.hybrid_layer_pattern is None and config.experimental_attention_variant is None:

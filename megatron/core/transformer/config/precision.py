@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, no_flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _SHARED_SCALES = "the ranks that share a scale are the same for all micro batches"
 
@@ -92,7 +95,7 @@ class PrecisionConfig:
     """Accepted for compatibility; the native norm is used."""
 
 
-def precision_problems(config: Any) -> Iterator[MegatronError]:
+def precision_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield what is wrong with products of few bits."""
     mlp_chunks = config.mlp_chunks_for_training
     if config.fp8 and config.fp4:
@@ -160,7 +163,7 @@ class RecomputeConfig:
         return self.recompute_granularity == "selective" and module in modules
 
 
-def recompute_problems(config: Any) -> Iterator[MegatronError]:
+def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield the problems of the recompute settings."""
     sequence_parallel = config.sequence_parallel
     has_latents = config.multi_latent_attention

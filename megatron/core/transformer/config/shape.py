@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.parameters.initialization import init_method_normal, scaled_init_method_normal
 from megatron.core.settings.flags import flag, no_flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
@@ -84,7 +87,7 @@ def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
         )
 
 
-def derive_shape(config: Any) -> None:
+def derive_shape(config: TransformerConfig) -> None:
     """Fill the sizes that follow from others."""
     if config.ffn_hidden_size is None:
         config.ffn_hidden_size = 4 * config.hidden_size
@@ -114,7 +117,7 @@ class InitializationConfig:
     """That of embeddings; None means init_method_std."""
 
 
-def derive_initialization(config: Any) -> None:
+def derive_initialization(config: TransformerConfig) -> None:
     """Fill the initialisers that were not given."""
     if config.embedding_init_method is None:
         std = config.embedding_init_method_std
@@ -198,7 +201,7 @@ def maximal_update_problems(config: MaximalUpdateConfig) -> Iterator[MegatronErr
             )
 
 
-def derive_maximal_update(config: Any) -> None:
+def derive_maximal_update(config: TransformerConfig) -> None:
     """Fill the width multiplier."""
     base = config.mup_base_hidden_size
     if config.use_mup and base is not None and base > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.core.context_parallel import CP_COMM_TYPES
 from megatron.core.foundation.errors import ConfigError, MegatronError
@@ -13,6 +13,9 @@ from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout, 
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flags import flag
 from megatron.core.utils import best_divisor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
@@ -36,7 +39,7 @@ class StageConfig:
     rank has, unless virtual_pipeline_model_parallel_size does."""
 
 
-def derive_virtual_stages(config: Any) -> None:
+def derive_virtual_stages(config: TransformerConfig) -> None:
     """Fill virtual_pipeline_model_parallel_size from the schedule or the layout."""
     size, layout = config.pipeline_model_parallel_size, config.pipeline_model_parallel_layout
     num_chunks = schedule_named(config.pipeline_schedule).num_chunks or 1
@@ -48,7 +51,7 @@ def derive_virtual_stages(config: Any) -> None:
         config.virtual_pipeline_model_parallel_size = virtual_stages_of(layout, size)
 
 
-def cp_comm_type_of_layer(config: Any, layer_number: int) -> str | None:
+def cp_comm_type_of_layer(config: TransformerConfig, layer_number: int) -> str | None:
     """Return how a layer, by its 1-based number, sees the keys of other ranks; None on one rank."""
     kinds = config.cp_comm_type
     if config.context_parallel_size == 1:
@@ -59,7 +62,7 @@ def cp_comm_type_of_layer(config: Any, layer_number: int) -> str | None:
     return kinds or "p2p"
 
 
-def context_parallel_problems(config: Any) -> Iterator[MegatronError]:
+def context_parallel_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield what is wrong with the context parallelism of a `TransformerConfig`."""
     cp, kinds = config.context_parallel_size, config.cp_comm_type
     levels = config.hierarchical_context_parallel_sizes
@@ -98,7 +101,7 @@ def context_parallel_problems(config: Any) -> Iterator[MegatronError]:
         )
         return
     for kind in sorted(used & {"a2a", "a2a+p2p"}):
-        ranks = cp if kind == "a2a" else levels[0]
+        ranks = cp if kind == "a2a" or levels is None else levels[0]
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         if heads % ranks:
             yield ConfigError(
@@ -114,7 +117,7 @@ def context_parallel_problems(config: Any) -> Iterator[MegatronError]:
 _FLAG = "--overlap-moe-expert-parallel-comm"
 
 
-def overlap_f_b_problems(config: Any) -> Iterator[MegatronError]:
+def overlap_f_b_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     """Yield why forwards and backwards of a `TransformerConfig` cannot overlap."""
     if not config.overlap_moe_expert_parallel_comm:
         return
