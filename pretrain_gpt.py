@@ -20,10 +20,11 @@ from megatron.core.foundation import device
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training import get_timers, get_tokenizer, pretrain
 from megatron.training.cli.parser import ParsedCommand
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.setup.layer_spec import layer_spec
 from megatron.training.setup.stages import is_dataset_built_on_rank
@@ -40,30 +41,31 @@ def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    *,
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    run: ResolvedRun,
 ) -> GPTModel:
     """Build one chunk of the model: all of it without pipeline parallelism."""
-    args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    layers = layer_spec(args, config, vp_stage)
+    model = run.model
+    layers = layer_spec(model, config, vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,
         mtp_block_spec=get_gpt_mtp_block_spec(
-            config, layers, args.transformer_impl == "transformer_engine"
+            config, layers, model.transformer_impl == "transformer_engine"
         ),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=run.tokenizer.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=run.latent_attention.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
@@ -116,13 +118,14 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+def datasets_provider(
+    num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
+) -> list:
     """Build the train, valid and test datasets on the ranks that read data."""
-    args = get_args()
-    config = gpt_dataset_config(args, get_tokenizer())
-    kind = gpt_dataset_class(args)
+    config = gpt_dataset_config(run, get_tokenizer())
+    kind = gpt_dataset_class(run.data)
     return BlendedMegatronDatasetBuilder(
-        kind, num_samples, partial(is_dataset_built_on_rank, args, vp_stage), config
+        kind, num_samples, partial(is_dataset_built_on_rank, run, vp_stage), config
     ).build()
 
 

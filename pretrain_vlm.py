@@ -20,10 +20,10 @@ from megatron.core.models.vision.vision_language_model import VisionLanguageMode
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.settings.flags import from_args
+from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training import get_timers, get_tokenizer, pretrain
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.image_texts import image_text_datasets
 from megatron.training.setup.layer_spec import layer_spec
 from megatron_lattice import read_deepspeed_config
@@ -38,36 +38,37 @@ def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    *,
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    run: ResolvedRun,
 ) -> VisionLanguageModel:
     """Build one chunk of the model: all of it without pipeline parallelism."""
-    args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    model = VisionLanguageModel(
+    model, vision = run.model, run.vision
+    chunk = VisionLanguageModel(
         config=config,
-        transformer_layer_spec=layer_spec(args, config, vp_stage),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        transformer_layer_spec=layer_spec(model, config, vp_stage),
+        vocab_size=run.tokenizer.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vision_config=from_args(VisionConfig, vars(args)),
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=run.latent_attention.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        vision_config=VisionConfig(**fields_of(VisionConfig, vision)),
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
-    model.freeze(
-        freeze_language_model=args.freeze_LM,
-        freeze_vision_model=args.freeze_ViT,
-        freeze_vision_projection=args.freeze_projection,
+    chunk.freeze(
+        freeze_language_model=vision.freeze_lm,
+        freeze_vision_model=vision.freeze_vit,
+        freeze_vision_projection=vision.freeze_projection,
     )
-    return model
+    return chunk
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
@@ -110,13 +111,14 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
     return call_model(batch, model, batch["labels"]), partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+def datasets_provider(
+    num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
+) -> list:
     """Build the train, valid and test datasets: every stage reads positions, one images."""
-    args = get_args()
-    layout = pipeline_layout(core_transformer_config_from_args(args))
+    layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()
     return image_text_datasets(
-        args, get_tokenizer(), num_samples, has_patches=layout.has_embedding(pp_rank, vp_stage)
+        run, get_tokenizer(), num_samples, has_patches=layout.has_embedding(pp_rank, vp_stage)
     )
 
 

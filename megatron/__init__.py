@@ -1,5 +1,5 @@
 """Lattice: a model-parallel transformer pretraining framework."""
 
-from megatron.compatibility.lookup import install as _install_names
+from megatron.compatibility.import_hook import install as _install_names
 
 _install_names()

@@ -21,7 +21,7 @@ from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.config.resolved import resolve_vocabulary
 from megatron.training.datasets.blends import gpt_dataset_class, gpt_dataset_config
 from megatron.training.datasets.iterators import sample_counts
 from megatron.training.rules import resolve_and_check
@@ -40,14 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: parse_command_line(argv, deepspeed_reader=read_deepspeed_config), planned_world_size
     )
     tokenizer = build_tokenizer(run.namespace())
-    args = resolve_vocabulary(run, int(tokenizer.vocab_size)).namespace()
-    args.rank, args.world_size = _place()
-    config = gpt_dataset_config(args, tokenizer)
+    rank, world_size = _place()
+    run = resolve_vocabulary(run, int(tokenizer.vocab_size))
+    run = run.overlaid({"rank": rank, "world_size": world_size})
+    config = gpt_dataset_config(run, tokenizer)
     if config.mock:
         print("synthetic samples: nothing to build")
         return ExitStatus.DONE
     parts = BlendedMegatronDatasetBuilder(
-        gpt_dataset_class(args), list(sample_counts(run)), lambda: True, config
+        gpt_dataset_class(run.data), list(sample_counts(run)), lambda: True, config
     ).build()
     for split, part in zip(Split, parts, strict=True):
         for dataset in part if isinstance(part, list) else [part]:

@@ -47,7 +47,7 @@ class HarnessFlags:
 def main() -> None:
     """Load, ask, print."""
     status = RunStatus.of_this_process()
-    with failures_reported(status, []):
+    with failures_reported(status):
         session = open_session(model_provider, HarnessFlags)
         harness = require("lm_eval", purpose=PURPOSE)
         tasks = require("lm_eval.tasks", purpose=PURPOSE)

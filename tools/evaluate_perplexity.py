@@ -111,7 +111,7 @@ def check_windows(window: int, stride: int, longest: int) -> None:
 def main() -> None:
     """Load, score, print."""
     status = RunStatus.of_this_process()
-    with failures_reported(status, []):
+    with failures_reported(status):
         session = open_session(model_provider, PerplexityFlags)
         options = session.options
         window = options.window or session.run.model.seq_length + 1

@@ -175,7 +175,7 @@ def described(prompt: str, found: Continuation) -> str:
 def main() -> None:
     """Load, continue, print."""
     status = RunStatus.of_this_process()
-    with failures_reported(status, []):
+    with failures_reported(status):
         session = open_session(model_provider, GenerateFlags)
         options, tokenizer = session.options, session.tokenizer
         prompts = prompts_of(options)

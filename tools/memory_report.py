@@ -24,8 +24,8 @@ from megatron.core.settings.flags import flag
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.dry_run import planned_world_size
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
+from megatron.training.config.resolved import resolve_vocabulary
 from megatron.training.config.run import RunConfig
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.memory_timeline import Kind
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.traced_memory import StageMemory, memory_of_stages

@@ -175,7 +175,7 @@ def listen(host: str, port: int) -> socket.socket:
 def main() -> None:
     """Load and serve."""
     status = RunStatus.of_this_process()
-    with failures_reported(status, []):
+    with failures_reported(status):
         # Not above: without the extra this raises an error that names it.
         from megatron.inference.server import App, http_server
 

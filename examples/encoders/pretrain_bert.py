@@ -29,8 +29,8 @@ from megatron.core.models.bert.bert_layer_specs import (
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training import get_timers, get_tokenizer, pretrain
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.blends import masked_dataset_settings
 from megatron.training.setup.stages import is_dataset_built_on_rank
 from megatron_lattice import read_deepspeed_config
@@ -46,27 +46,28 @@ def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    *,
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    run: ResolvedRun,
 ) -> BertModel:
     """Build one chunk of the model: all of it without pipeline parallelism."""
-    args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    is_local = args.transformer_impl == "local"
+    model = run.model
+    is_local = model.transformer_impl == "local"
     layer = get_bert_layer_local_spec if is_local else get_bert_layer_with_transformer_engine_spec
     return BertModel(
         config=config,
         num_tokentypes=NUM_TOKENTYPES,
         transformer_layer_spec=layer(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=run.tokenizer.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        add_binary_head=args.bert_binary_head,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        add_binary_head=run.encoders.bert_binary_head,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -118,18 +119,19 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
     return output, partial(loss_func, batch)
 
 
-def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+def datasets_provider(
+    num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
+) -> list:
     """Build the train, valid and test datasets: every stage reads where a text ends."""
-    args = get_args()
     config = BERTMaskedWordPieceDatasetConfig(
-        **masked_dataset_settings(args, get_tokenizer()),
+        **masked_dataset_settings(run, get_tokenizer()),
         masking_max_ngram=3,
-        classification_head=args.bert_binary_head,
+        classification_head=run.encoders.bert_binary_head,
     )
     return BlendedMegatronDatasetBuilder(
         BERTMaskedWordPieceDataset,
         num_samples,
-        partial(is_dataset_built_on_rank, args, vp_stage),
+        partial(is_dataset_built_on_rank, run, vp_stage),
         config,
     ).build()
 

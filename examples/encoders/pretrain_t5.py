@@ -22,9 +22,10 @@ from megatron.core.enums import ModelType
 from megatron.core.foundation import device
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import backend_named, decoder_layer, encoder_layer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training import get_timers, get_tokenizer, pretrain
+from megatron.training.config.resolved import ResolvedRun
 from megatron.training.datasets.blends import masked_dataset_settings
 from megatron.training.setup.stages import is_dataset_built_on_rank
 from megatron_lattice import read_deepspeed_config
@@ -37,28 +38,30 @@ def model_provider(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    config: TransformerConfig | None = None,
-    pg_collection: Any = None,
+    *,
+    config: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+    run: ResolvedRun,
 ) -> T5Model:
     """Build one chunk of the model: all of it without pipeline parallelism."""
-    args = get_args()
-    backend = backend_named(args.transformer_impl)
+    model, encoders = run.model, run.encoders
+    backend = backend_named(model.transformer_impl)
     return T5Model(
-        config=config or core_transformer_config_from_args(args),
+        config=config,
         encoder_config=None,
         transformer_encoder_layer_spec=encoder_layer(backend),
         transformer_decoder_layer_spec=decoder_layer(backend),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=run.tokenizer.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        relative_attention_num_buckets=args.relative_attention_num_buckets,
-        relative_attention_max_distance=args.relative_attention_max_distance,
-        scales_logits=args.scale_t5_logits,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        relative_attention_num_buckets=encoders.relative_attention_num_buckets,
+        relative_attention_max_distance=encoders.relative_attention_max_distance,
+        scales_logits=encoders.scale_t5_logits,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -94,17 +97,18 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
     return output, partial(loss_func, batch)
 
 
-def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+def datasets_provider(
+    num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
+) -> list:
     """Build the train, valid and test datasets: every stage reads where a text ends."""
-    args = get_args()
     config = T5MaskedWordPieceDatasetConfig(
-        **masked_dataset_settings(args, get_tokenizer()),
-        sequence_length_decoder=args.decoder_seq_length,
+        **masked_dataset_settings(run, get_tokenizer()),
+        sequence_length_decoder=run.encoders.decoder_seq_length,
     )
     return BlendedMegatronDatasetBuilder(
         T5MaskedWordPieceDataset,
         num_samples,
-        partial(is_dataset_built_on_rank, args, vp_stage),
+        partial(is_dataset_built_on_rank, run, vp_stage),
         config,
     ).build()
 

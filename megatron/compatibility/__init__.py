@@ -1,6 +1,5 @@
-"""Megatron's names for what is called, placed or built otherwise here.
+"""Names that code written for Megatron imports and the framework itself does not use.
 
-`elsewhere` says where a name of Megatron is defined in this framework, `lacking` gives the reason
-why a feature is not here, and `lookup` lets imports find both. Modules beside them hold the small
-functions that exist for such code alone. Nothing in the framework itself uses this package.
+`import_hook` makes the names of `aliases.tsv` importable. The other modules define the names that
+exist for such code alone; each has the name of the Megatron module, or group of modules, it serves.
 """

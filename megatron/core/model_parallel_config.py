@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
-from megatron.core.settings.computation import (
-    EveryComputation,
-    ParallelComputation,
-    WeightGradientComputation,
-)
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag, no_flag
-from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+from megatron.core.settings.inert_flags import (
+    refused_settings,
+    warn_of_unused_settings,
+    with_inert_fields,
+)
 
 NoSync = Callable[[], AbstractContextManager[None]]
 
@@ -126,13 +125,8 @@ class ParallelFlags:
 
 
 @dataclass
-class ModelParallelConfig(
-    ParallelFlags,
-    HalfPrecision,
-    ParallelComputation,
-    WeightGradientComputation,
-    EveryComputation,
-):
+@with_inert_fields("parallel")
+class ModelParallelConfig(ParallelFlags, HalfPrecision):
     """How the model is spread over ranks, dtypes, and the callbacks that the training loop sets."""
 
     enable_autocast: bool = False

@@ -99,20 +99,15 @@ def initialize_model_parallel(
         order=order,
         rank_offset=rank_offset,
     )
-    factory = GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes))
     groups = build_process_groups(
         layout,
-        factory=factory,
+        factory=GroupFactory(timeout=timedelta(minutes=distributed_timeout_minutes)),
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,
         position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         hybrid_context_parallel=hybrid_context_parallel,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-    )
-    groups = groups.with_groups(
-        factory=factory,
         virtual_pipeline_size=virtual_pipeline_model_parallel_size,
-        virtual_pipeline_rank=None if virtual_pipeline_model_parallel_size is None else 0,
     )
     ProcessGroupCollection.set_current(groups)
     return groups

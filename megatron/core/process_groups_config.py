@@ -267,6 +267,7 @@ def build_process_groups(
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     hybrid_context_parallel: bool = False,
     num_distributed_optimizer_instances: int = 1,
+    virtual_pipeline_size: int | None = None,
 ) -> RunProcessGroups:
     """Create the groups of this rank. torch.distributed must be initialised.
 
@@ -276,6 +277,7 @@ def build_process_groups(
         hybrid_context_parallel: also groups of neighbours of dp_cp that may split a micro batch.
         num_distributed_optimizer_instances: into how many replicas dp_cp is cut for sharded
             optimizer state.
+        virtual_pipeline_size: model chunks per pipeline rank; None without virtual stages.
     Raises:
         TopologyError: the replicas of the weights cannot be cut into that many instances.
     Communication:
@@ -312,7 +314,14 @@ def build_process_groups(
         for level in range(num_levels):
             members.pop(f"hcp_{level}", None)
     groups["hybrid_cp"] = {s: groups.pop(f"hybrid_cp_{s}") for s in hybrid_sizes}
-    return RunProcessGroups(**groups, ranks=members, layout=layout)
+    return RunProcessGroups(
+        **groups,
+        ranks=members,
+        layout=layout,
+        factory=factory,
+        virtual_pipeline_size=virtual_pipeline_size,
+        virtual_pipeline_rank=None if virtual_pipeline_size is None else 0,
+    )
 
 
 def _create_plans_of_other_layouts(

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -306,25 +306,18 @@ def _let_others_report(status: RunStatus, store: Any) -> None:
 
 
 @contextmanager
-def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterator[None]:
+def failures_reported(status: RunStatus) -> Iterator[None]:
     """Turn an exception of the run into the report and `SystemExit`.
 
     A rank that torchrun started also reports the end of torchrun, and the SIGTERM that torchrun
     sends when another rank has ended: a training thread that waits in a collective sees neither.
-
-    Args:
-        store_slot: holds the rendezvous store once it exists.
     """
-
-    def store() -> Any:
-        return store_slot[0] if store_slot else None
-
     launcher = rank_info.launcher_process()
     is_watched = launcher is not None and threading.current_thread() is threading.main_thread()
     watch = status.watch = None if not is_watched else ProcessWatch(
         launcher,
-        on_orphaned=lambda: _end_orphaned(status, store()),
-        before_end=lambda: _report_lost_peer(status, store()),
+        on_orphaned=lambda: _end_orphaned(status, status.store),
+        before_end=lambda: _report_lost_peer(status, status.store),
     )  # fmt: skip
     with interrupted_once():
         try:
@@ -334,7 +327,7 @@ def failures_reported(status: RunStatus, store_slot: Sequence[object]) -> Iterat
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            code = report(standard_output.cause_of(error), status, store())
+            code = report(standard_output.cause_of(error), status, status.store)
             raise SystemExit(code) from None
         finally:
             if status.heartbeat is not None:

@@ -134,7 +134,6 @@ def _connected() -> dict[str, int]:
 
 def run_with_restarts(
     status: RunStatus,
-    store_slot: list[Any],
     run: Callable[[RestartAttempt | None], None],
     *,
     wants_restarts: Callable[[], bool],
@@ -144,7 +143,6 @@ def run_with_restarts(
     If another launcher, or none, started this process, `run` is called once, with None.
 
     Args:
-        store_slot: receives the store of the attempt, for the report of a failure.
         wants_restarts: whether the settings ask for restarts.
     Raises:
         ConfigError: restarts are wanted, and nobody would start other processes.
@@ -167,7 +165,6 @@ def run_with_restarts(
         PROGRESS.reset()
         status.reset(assignment.rank, assignment.local_rank, assignment.attempt)
         attempt = RestartAttempt(assignment, copies)
-        store_slot.clear()
         try:
             run(attempt)
             attempt.leave()

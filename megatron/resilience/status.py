@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.foundation.flight_recorder import PROGRESS, Field
 from megatron.core.foundation.rendezvous import restart_count
@@ -30,6 +31,8 @@ class RunStatus:
     save_directory: str | None = None
     has_claimed: bool = False
     """Whether this run owns the save directory; no other run may save or report there."""
+    store: Any = None
+    """The rendezvous store, once it is connected."""
     peers: LocalPeers | None = None
     """The other ranks of this node, once they are known."""
     watch: ProcessWatch | None = None
@@ -60,7 +63,7 @@ class RunStatus:
         self.rank, self.local_rank, self.attempt = rank, local_rank, attempt
         self.iteration, self.last_good_checkpoint = 0, None
         self.has_begun = self.has_claimed = False
-        self.peers = None
+        self.peers = self.store = None
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:

@@ -78,7 +78,6 @@ def initialize_megatron(
     return start_session(
         read,
         status,
-        [],
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
         store=store,

@@ -75,10 +75,10 @@ def pretrain(*given: Any, **named: Any) -> None:
     In the first the command line is read; in the second it is not.
 
     Args:
-        dataset_provider: `(num_samples[, vp_stage])` -> train, valid and test datasets; see
+        dataset_provider: `(num_samples[, vp_stage, run])` -> train, valid and test datasets; see
             `datasets.iterators.build_data`.
-        model_provider: `(pre_process, post_process, vp_stage, config, pg_collection)` -> one model
-            chunk; see `setup.model.build_model`.
+        model_provider: `(pre_process, post_process, vp_stage, config, pg_collection, run)`, or the
+            first few of these, -> one model chunk; see `setup.model.build_model`.
         forward_step_func: `(data_iterator, model)` -> output and loss function.
         process_non_loss_data_func: takes what `loss_func(output, non_loss_data=True)` collected
             after an evaluation.
@@ -95,8 +95,7 @@ def pretrain(*given: Any, **named: Any) -> None:
     _leave_out_imports()
     call = PretrainCall.of(given, named)
     status = RunStatus.of_this_process()
-    store_slot: list[Any] = []
-    with failures_reported(status, store_slot):
+    with failures_reported(status):
         if call.is_dry_run():
             status.activity = "planning a dry run"
             print_rank_0(describe_run(call.read, call))
@@ -108,8 +107,7 @@ def pretrain(*given: Any, **named: Any) -> None:
             return
         run_with_restarts(
             status,
-            store_slot,
-            partial(_train_once, call, status, store_slot),
+            partial(_train_once, call, status),
             wants_restarts=lambda: call.read().config.logging.inprocess_restart,
         )
 
@@ -129,7 +127,6 @@ def _leave_out_imports() -> None:
 def _train_once(
     call: PretrainCall,
     status: RunStatus,
-    store_slot: list[Any],
     attempt: RestartAttempt | None,
 ) -> None:
     """Bring up this rank's part of the run, train, and take it down."""
@@ -138,7 +135,6 @@ def _train_once(
     session = start_session(
         call.read,
         status,
-        store_slot,
         get_embedding_ranks=call.options.get("get_embedding_ranks"),
         get_position_embedding_ranks=call.options.get("get_position_embedding_ranks"),
         store=call.options.get("store") if attempt is None else attempt.store,

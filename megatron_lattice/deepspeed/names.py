@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
-from megatron.compatibility.lookup import stand_in
+from megatron.compatibility.import_hook import stand_in
 from megatron_lattice.deepspeed import (
     checkpointing,
     engine,
@@ -60,33 +60,6 @@ LACKING: Mapping[str, Mapping[str, str]] = {
     "pipe": {"LayerSpec": _PIPE, "PipelineModule": _PIPE, "TiedLayerSpec": _PIPE},
 }
 """Module -> names that can be imported; calling one raises an error that names what to use."""
-
-ACCEPTED: Mapping[str, tuple[str, ...]] = {
-    "weights are written to one file, and tensors are read at once": (
-        f"{_PACKAGE}.utils.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict max_shard_size",
-        f"{_PACKAGE}.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint lazy_mode",
-    ),
-    "gradients outside of buffers are always dropped, not filled with zeros": (
-        f"{_PACKAGE}.engine:DeepSpeedEngine.zero_grad set_to_none",
-        f"{_PACKAGE}.ops:FusedAdam set_grad_none",
-    ),
-    "the buckets of the wrapper are those of the messages": (
-        f"{_PACKAGE}.engine:DeepSpeedEngine.allreduce_gradients bucket_size",
-    ),
-    "where memory is changes no result": (f"{_PACKAGE}.zero:Init unused",),
-    "a process has one device": (
-        f"{_PACKAGE}.accelerator:Accelerator.synchronize device_index",
-        f"{_PACKAGE}.accelerator:Accelerator.max_memory_allocated device_index",
-    ),
-    "the ranks are those of the launcher": (
-        f"{_PACKAGE}.comm:init_distributed auto_mpi_discovery verbose config",
-    ),
-    "parameters are gathered by layers": (
-        f"{_PACKAGE}.zero:GatheredParameters fwd_module",
-        f"{_PACKAGE}.zero:set_z3_leaf_modules model leaf_module_classes",
-    ),
-}
-"""Reason -> "module:function parameter parameter ..." that are accepted and have no effect."""
 
 
 def install() -> None:

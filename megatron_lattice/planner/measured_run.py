@@ -15,9 +15,8 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.checkpointing.stored_settings import stored_args
 from megatron.training.cli.parser import ParsedCommand
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, all_flags
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.reports import STEP_TIME, read_run
 from megatron.training.rules import resolve_and_check
 from megatron_lattice.planner.hardware import Gpu

@@ -18,7 +18,7 @@ import numpy as np
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.parser import ParsedCommand, parse_command_line
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import (
     RunConfig,
     all_flags,
@@ -26,7 +26,6 @@ from megatron.training.config.run import (
     opposites_by_spelling,
     plain,
 )
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 from megatron.training.rules import resolve_and_check

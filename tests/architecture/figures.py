@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron.compatibility.accepted import accepted
-from megatron_lattice.deepspeed import names
 from tests.architecture import words
+from tests.architecture.ignored_arguments import ignored_arguments
 from tests.architecture.parameters import arguments, docstring_of_method, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
 
@@ -213,15 +212,10 @@ def device_branches() -> Iterator[str]:
                 yield f"{module.path}:{node.lineno} is_cpu"
 
 
-def all_accepted() -> dict[tuple[str, str], str]:
-    """Return the parameters that both packages accept without an effect -> the reason."""
-    return accepted() | accepted(names.ACCEPTED)
-
-
 def unread_parameters() -> Iterator[str]:
     """Parameters that a function takes and never reads, and that are not in the table of what is
     accepted for compatibility."""
-    table = all_accepted()
+    table = ignored_arguments()
     for place, function, name in unread():
         if (function, name) not in table:
             yield f"{place} {function.partition(':')[2]}({name})"
@@ -325,7 +319,6 @@ SMALL_WITH_REASON = {
     "megatron_lattice/deepspeed/accelerator.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,
-    "megatron/core/transformer/config/overlap_f_b.py": ENTRY,
     "megatron/hugging_face/families/phi3.py": ENTRY,
 }
 """Small modules with one importer that stay: path -> why."""

@@ -11,13 +11,13 @@ from megatron_lattice.deepspeed.reading import key_at
 from tests.architecture.figures import (
     FIGURES,
     SMALL_WITH_REASON,
-    all_accepted,
     any_parameters,
     deepspeed_keys,
     public_parameters,
     small_modules,
     tensor_functions,
 )
+from tests.architecture.ignored_arguments import ignored_arguments
 from tests.architecture.parameters import unread
 
 BOUNDS = {
@@ -55,7 +55,7 @@ def test_tensor_functions_give_shapes():
 
 def test_the_table_of_accepted_parameters_holds_what_is_unread_and_nothing_else():
     found = {(function, name) for _, function, name in unread()}
-    stale = sorted(set(all_accepted()) - found)
+    stale = sorted(set(ignored_arguments()) - found)
     assert not stale, "\n".join(f"{function} {name}" for function, name in stale)
 
 

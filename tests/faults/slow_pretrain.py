@@ -26,6 +26,7 @@ from typing import Any
 from megatron.core.enums import ModelType
 from megatron.core.settings.command_line import flags_provider
 from megatron.training import get_args, pretrain
+from megatron.training.config.resolved import ResolvedRun
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.faults import planted
 
@@ -53,11 +54,13 @@ class SlowFlags:
     on_core: int = -1
 
 
-def slow_datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list:
+def slow_datasets(
+    num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
+) -> list:
     """Build after a sleep."""
     print(BUILDING, flush=True)
     time.sleep(get_args().slow_building)
-    return datasets_provider(num_samples, vp_stage)
+    return datasets_provider(num_samples, vp_stage, run=run)
 
 
 slow_datasets.is_distributed = True
@@ -79,13 +82,13 @@ def plant_faults() -> None:
             os.sched_setaffinity(int(thread), {args.on_core})
 
 
-def model_with_faults(*arguments: Any, **named: Any) -> Any:
+def model_with_faults(*arguments: Any, run: ResolvedRun, **named: Any) -> Any:
     """Plant faults before the first chunk is built."""
     global _is_planted
     if not _is_planted:
         _is_planted = True
         plant_faults()
-    return model_provider(*arguments, **named)
+    return model_provider(*arguments, run=run, **named)
 
 
 def slow_forward_step(data_iterator: Any, model: Any) -> tuple:

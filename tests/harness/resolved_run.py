@@ -6,8 +6,7 @@ import shlex
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training.cli.parser import parse_command_line
-from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.vocabulary import resolve_vocabulary
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.rules import resolve_and_check
 
 WITHOUT_A_RUN = {"train_iters": 10, "lr": 1e-3, "mock_data": True}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
-from megatron.core.transformer.config.recompute import RECOMPUTE_MODULES
+from megatron.core.transformer.config.precision import RECOMPUTE_MODULES
 from tests.parity.features import (
     COMPOSITE,
     FEATURES,

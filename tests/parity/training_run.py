@@ -48,7 +48,7 @@ def train_with_flags(
     # The harness gives each job a store of its own, in which ranks compare their settings.
     store = dist.PrefixStore("run", dist.distributed_c10d._get_default_store())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        session = start_session(lambda: parse_command_line(words), RunStatus(), [], store=store)
+        session = start_session(lambda: parse_command_line(words), RunStatus(), store=store)
         run_session(session, call)
     return printed.getvalue()
 

@@ -9,15 +9,14 @@ import torch
 
 from megatron.core.foundation.device import current_device, device_type, is_host_memory
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.settings.computation import (
-    ReplicaComputation,
-    StateComputation,
-    WeightGradientComputation,
-)
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag, no_flag
-from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+from megatron.core.settings.inert_flags import (
+    refused_settings,
+    warn_of_unused_settings,
+    with_inert_fields,
+)
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd", "topk")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -105,13 +104,8 @@ class DataParallelFlags:
 
 
 @dataclass
-class DistributedDataParallelConfig(
-    DataParallelFlags,
-    ShardedOptimizerFlags,
-    ReplicaComputation,
-    StateComputation,
-    WeightGradientComputation,
-):
+@with_inert_fields("ddp")
+class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
     """What the flags say, and what only a caller of the library can."""
 
     align_param_gather: bool = False

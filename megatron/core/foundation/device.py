@@ -186,7 +186,7 @@ def maps_pages(device: torch.device) -> bool:
 
 def why_no_fp8_products() -> str | None:
     """Return why this device cannot run `torch._scaled_mm` with one scale per tensor, or None."""
-    if device_type() == "cpu" or is_imaginary():
+    if device_type() == "cpu" or is_fake():
         return None
     if device_type() == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability()

@@ -11,15 +11,14 @@ from megatron.core.distributed.distributed_data_parallel_config import ShardedOp
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
-from megatron.core.settings.computation import (
-    EveryComputation,
-    OptimizerComputation,
-    StateComputation,
-)
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
-from megatron.core.settings.support import refused_settings, warn_of_unused_settings
+from megatron.core.settings.inert_flags import (
+    refused_settings,
+    warn_of_unused_settings,
+    with_inert_fields,
+)
 
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
 TP_MODES = ("duplicated", "distributed", "blockwise")
@@ -179,14 +178,8 @@ class OptimizerFlags:
 
 
 @dataclass
-class OptimizerConfig(
-    OptimizerFlags,
-    HalfPrecision,
-    ShardedOptimizerFlags,
-    OptimizerComputation,
-    StateComputation,
-    EveryComputation,
-):
+@with_inert_fields("optimizer")
+class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
     """What the flags say, and what only a caller of the library can."""
 
     on_nonfinite_grad: str = "raise"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
-from megatron.core.settings.flag_rows import table_fields
+from megatron.core.settings.inert_flags import inert_fields
 
 _OURS = ("megatron.core.", "megatron.inference.")
 _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
@@ -61,8 +61,8 @@ def _typed_fields(config_class: Any) -> tuple[tuple[str, Any, Any], ...]:
     for base in reversed(config_class.__mro__):
         if base.__module__.startswith(_OURS) and dataclasses.is_dataclass(base):
             hints |= typing.get_type_hints(base)
-    # Nothing reads the fields of the tables; where their flags take text, Megatron has classes.
-    unread = {name for name, *_ in table_fields(config_class)}
+    # Where an inert flag takes text, the field of Megatron may have a class of its own.
+    unread = {row.name for row in inert_fields(config_class)}
     return tuple(
         (field.name, hints[field.name], field.default)
         for field in dataclasses.fields(config_class)

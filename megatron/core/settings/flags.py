@@ -137,7 +137,7 @@ def flag(
         is_repeated=is_repeated,
         is_hidden=is_hidden,
     )
-    return _field(default, metadata)
+    return declared_field(default, metadata)
 
 
 def positional(
@@ -156,12 +156,12 @@ def positional(
     metadata = FlagMetadata(
         is_positional=True, metavar=metavar, choices=tuple(choices), nargs=nargs, help=help
     )
-    return _field(default, metadata)
+    return declared_field(default, metadata)
 
 
 def unknown_words() -> Any:
     """Declare a field of type `tuple[str, ...]` that takes the words which no other field takes."""
-    return _field((), FlagMetadata(takes_unknown=True, is_hidden=True))
+    return declared_field((), FlagMetadata(takes_unknown=True, is_hidden=True))
 
 
 def required(*spellings: str) -> Any:
@@ -178,10 +178,10 @@ def no_flag(default: object, *, is_arg: bool = False) -> Any:
     Args:
         is_arg: `resolve` derives it, and `get_args()` shows it.
     """
-    return _field(default, FlagMetadata(is_flag=False, is_arg=is_arg))
+    return declared_field(default, FlagMetadata(is_flag=False, is_arg=is_arg))
 
 
-def _field(default: Any, metadata: FlagMetadata) -> Any:
+def declared_field(default: Any, metadata: FlagMetadata) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_KEY: metadata})
     return dataclasses.field(default=default, metadata={_KEY: metadata})
@@ -218,7 +218,7 @@ class SettingsGroup:
                 elif metadata.cli_default is _SAME:
                     continue
                 declared.setdefault(field.name, hints[field.name])
-                setattr(cls, field.name, _field(default, metadata))
+                setattr(cls, field.name, declared_field(default, metadata))
         cls.__annotations__ = declared
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
+from megatron.core.transformer.config.stages import cp_comm_type_of_layer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.attention import LatentAttentionConfig
 
 
 def yarn_inverse_frequencies(

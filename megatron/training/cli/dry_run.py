@@ -19,9 +19,8 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.resilience.status import RunStatus
 from megatron.training.cli.parser import ParsedCommand
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, all_flags, plain
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.datasets.iterators import build_data
 from megatron.training.launch import rank_info
 from megatron.training.metrics.flops import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.config.run import GROUP_CLASSES, all_flags, plain
 from megatron.training.rules.support import Support, support_of
@@ -22,8 +21,8 @@ any value but the default stops the run with what to use instead. *no effect*: a
 changes no result, and a line in the log says so. *on a GPU*: acts where there is one, and
 is accepted elsewhere. *of --x*: tunes the mechanism of that flag.
 
-The last tables are flags of Megatron-LM for parts that are not here; with those above they are all
-flags that its parser knows, so that its launch lines can be read.
+The last table has the other flags of Megatron-LM's parser, so that its launch lines can be read. It
+is made from `megatron/core/settings/inert_flags.tsv`.
 """
 
 
@@ -40,7 +39,7 @@ def flags_document() -> str:
 
 def _row(spec: FlagSpec) -> str:
     kind, _, choices = spec.type_text().partition(": ")
-    meaning = "" if issubclass(GROUP_CLASSES[spec.group], FlagTable) else spec.help
+    meaning = "" if spec.group == "inert" else spec.help
     meaning += f" One of {choices.replace('/', ', ')}." if choices else ""
     cells = [f"`{spec.flag}`", kind, _default(spec), meaning, _support(spec)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

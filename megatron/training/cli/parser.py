@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, described_together
 from megatron.core.settings.command_line import add_flag
-from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import FlagSpec
 from megatron.training.cli.help import Help, HelpFormatter
 from megatron.training.cli.suggest import suggestion
@@ -134,7 +133,7 @@ def _extend(parser: CommandParser, provider: ExtraArguments) -> None:
         if parser._option_string_actions[spelling] is action:
             continue
         spec = all_flags().get(action.dest)
-        if spec is None or not issubclass(GROUP_CLASSES[spec.group], FlagTable):
+        if spec is None or spec.group != "inert":
             raise argparse.ArgumentError(action, f"conflicting option string: {spelling}")
         parser.replaced.add(spec.name)
     # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.

@@ -57,10 +57,6 @@ class ScheduleSettings:
     """On resume the checkpoint's schedule replaces the command line's."""
     seed: int = 1234
     """Base of every random draw: weights, dropout, order of samples."""
-    data_parallel_random_init: bool = flag(
-        False, refuse="drop it: replicas must start from equal weights; vary --seed instead"
-    )
-    """Give each replica other weights."""
     eval_interval: int | None = None
     """Steps between evaluations; none if not given."""
     start_eval_at_iter: int | None = flag(None, part_of="eval_interval")
@@ -100,10 +96,6 @@ class ScheduleSettings:
         help="With --manual-gc, do not collect garbage before and after an evaluation.",
     )
     """With --manual-gc, collect garbage before and after each evaluation as well."""
-    train_sync_interval: int | None = flag(
-        None, note="ranks meet in every step already, to agree on loss and stop"
-    )
-    """Steps between barriers of host and device."""
     check_for_spiky_loss: bool = False
     """Look for losses that are far above the recent ones."""
     on_spike: str = flag("warn", choices=("warn", "skip", "rollback", "stop"))

@@ -70,22 +70,8 @@ class CheckpointSettings:
     """Fail when --load holds no checkpoint, instead of starting afresh."""
     async_save: bool = False
     """Write in the background while training continues."""
-    use_persistent_ckpt_worker: bool = flag(
-        False, note="threads of the process write, and no process is started for a save"
-    )
-    """Keep the process that writes from one save to the next."""
-    use_dist_ckpt: bool = flag(False, note=_WRITES_NATIVE)
-    """Older switch for sharded checkpoints."""
     ckpt_fully_parallel_save: bool = flag(True, "--no-ckpt-fully-parallel-save")
     """Let only the first replica write."""
-    ckpt_fully_parallel_load: bool = flag(
-        False, note="each rank reads only the slices that it needs"
-    )
-    """Divide reading among replicas."""
-    ckpt_assume_constant_structure: bool = flag(
-        False, note="the plan of a save is computed anew each time, which costs little"
-    )
-    """Reuse the plan of the first save."""
     dist_ckpt_strictness: str = flag(
         "assume_ok_unexpected",
         choices=(
@@ -94,12 +80,6 @@ class CheckpointSettings:
         ),
     )  # fmt: skip
     """What happens when the names in a checkpoint are not those of the model."""
-    dist_ckpt_optim_fully_reshardable: bool = flag(
-        False, note="optimizer state can be read in any layout in any case"
-    )
-    """Make optimizer state readable in other layouts."""
-    auto_detect_ckpt_format: bool = flag(False, note="the format is always read from the files")
-    """Find out the format of what is loaded."""
     non_persistent_save_interval: int | None = None
     """Steps between non-persistent checkpoints, for quick restarts: each replaces the last one."""
     non_persistent_ckpt_type: str | None = flag(
@@ -114,12 +94,6 @@ class CheckpointSettings:
     """Directory of the global ones; the default is non_persistent in that of --save."""
     non_persistent_local_ckpt_dir: str | None = None
     """Directory on each node's own storage, for example on /dev/shm."""
-    non_persistent_local_ckpt_algo: str = flag(
-        "fully_parallel",
-        choices=("fully_parallel", "atomic"),
-        note="each rank saves and loads what it holds, without a plan to agree on",
-    )
-    """How ranks divide the local ones."""
     replication: bool = False
     """Keep copies of local checkpoints on other nodes."""
     replication_jump: int | None = None

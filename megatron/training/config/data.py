@@ -78,16 +78,6 @@ class DataSettings:
     """Do not attend across an end of document."""
     eod_mask_loss: bool = False
     """Do not train on the end-of-document token."""
-    create_attention_mask_in_dataloader: bool = flag(
-        True,
-        "--no-create-attention-mask-in-dataloader",
-        note="the kernel applies the mask, and the loader makes none",
-    )
-    """Let the attention kernel apply the causal mask instead of the loader."""
-    dataloader_inter_document_masking: bool = flag(
-        False, refuse="use --reset-attention-mask and --reset-position-ids"
-    )
-    """Sequences of variable length per document."""
     mid_level_dataset_surplus: float = 0.005
     """Share by which members of a blend are built longer than asked for."""
     sft: bool = False

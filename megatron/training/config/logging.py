@@ -21,8 +21,6 @@ class LoggingSettings:
     """Report the norm of the weights."""
     log_progress: bool = False
     """Append progress and cost of the run to progress.txt in the save directory."""
-    log_energy: bool = flag(False, note="energy is not measured")
-    """Report energy."""
     metrics_jsonl: str | None = None
     """Write every logged step as one JSON line with exact numbers to this file."""
     progress_bar: bool = True
@@ -43,10 +41,6 @@ class LoggingSettings:
     """Memory as scalars."""
     log_validation_ppl_to_tensorboard: bool = False
     """Validation perplexity as a scalar."""
-    log_batch_size_to_tensorboard: bool = flag(False, note="the batch size is always a scalar")
-    """Batch size as a scalar."""
-    log_world_size_to_tensorboard: bool = flag(False, note="the world size is in the run's text")
-    """World size as a scalar."""
     log_learning_rate_to_tensorboard: bool = True
     """No learning rate among the scalars."""
     log_loss_scale_to_tensorboard: bool = True
@@ -103,8 +97,6 @@ class LoggingSettings:
     straggler_ctrlr_port: int = flag(65535, part_of="log_straggler")
     """Port on the loopback address of the first rank's machine: each request (`curl
     127.0.0.1:65535`) switches the search on or off."""
-    enable_ft_package: bool = flag(False, refuse="use torchrun --max-restarts with --load")
-    """Heartbeats to a fault-tolerance launcher."""
     ft_rank_heartbeat_timeout: float = 7.0
     """Watchdog timeout in seconds. If a rank is stopped, holds the GIL or is in a deadlock for this
     long, the watchdog prints what every rank is doing and ends the job. 0: no watchdog."""
@@ -119,8 +111,6 @@ class LoggingSettings:
     the planner knows it shows one without."""
     logging_level: int | None = None
     """Level of Python's logging from which messages are shown, for example 20 for information."""
-    enable_experimental: bool = flag(False, note="there are no hidden features")
-    """Older switch for experimental features."""
 
 
 @dataclass(frozen=True, kw_only=True)

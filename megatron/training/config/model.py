@@ -1,20 +1,27 @@
-"""Flags of the model's shape and of what one layer is made of."""
+"""Flags of the model: shape, layers, experts, encoders, images, adapters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.models.vision.vision_config import VisionConfig
 from megatron.core.settings.flags import SettingsGroup, flag, required
+from megatron.core.transformer.config.attention import (
+    LatentAttentionConfig,
+    PositionConfig,
+    QueryKeyClipConfig,
+    SparseAttentionConfig,
+)
 from megatron.core.transformer.config.block import BlockConfig
-from megatron.core.transformer.config.initialization import InitializationConfig
-from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.linear_attention import LinearAttentionConfig
-from megatron.core.transformer.config.maximal_update import MaximalUpdateConfig
-from megatron.core.transformer.config.position import PositionConfig
-from megatron.core.transformer.config.prediction import PredictionConfig
-from megatron.core.transformer.config.query_key_clip import QueryKeyClipConfig
-from megatron.core.transformer.config.shape import ShapeConfig
-from megatron.core.transformer.config.sparse_attention import SparseAttentionConfig
+from megatron.core.transformer.config.shape import (
+    InitializationConfig,
+    MaximalUpdateConfig,
+    ShapeConfig,
+)
+from megatron.core.transformer.config.stages import PredictionConfig
+from megatron.core.transformer.low_rank_adapter import LoraConfig
 
 
 @dataclass(kw_only=True)
@@ -73,30 +80,111 @@ class ModelSettings(
     """Give the output head its own weights instead of the embedding's."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    export_force_local_attention: bool = flag(False, refuse="use --transformer-impl local")
-    """Take the local attention when a model is exported."""
-    enable_gpt_oss: bool = flag(
-        False,
-        refuse="use --load-hf with a GPT-OSS model, or say what it stands for:"
-        " --position-embedding-type yarn --rotary-scaling-factor 32 and so on",
-    )
-    """The shape of GPT-OSS."""
     spec: list[str] | None = flag(None, nargs="*")
     """Own layer spec: module and function name (or module.function)."""
-    mtp_hybrid_override_pattern: str | None = flag(
-        None, refuse="write the layers of later tokens after / in --hybrid-layer-pattern"
-    )
-    """Letters of the layers that predict later tokens."""
     init_method_xavier_uniform: bool = False
     """Draw initial weights from the Xavier uniform distribution instead."""
-    fp16_lm_cross_entropy: bool = flag(False, refuse="the loss is computed in fp32")
-    """Compute the cross entropy in half precision."""
-    use_mcore_models: bool = flag(False, note="models are always those of megatron.core")
-    """Accepted from older launch scripts."""
-    use_legacy_models: bool = flag(False, refuse="drop it: models are those of megatron.core")
-    """Ask for models from before megatron.core."""
 
 
 @dataclass(kw_only=True)
 class LatentAttentionSettings(LatentAttentionConfig, PredictionConfig, SettingsGroup):
     """Flags of multi-latent attention (arXiv 2405.04434) and multi-token prediction."""
+
+
+@dataclass(kw_only=True)
+class ExpertSettings(ExpertConfig, SettingsGroup):
+    """Routed experts, their router, dispatcher and balance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What distinguishes the models of one script; the defaults are those of a GPT."""
+
+    has_two_stacks: bool = False
+    """A decoder follows an encoder, to whose output its layers attend."""
+    is_bidirectional: bool = False
+    """A query sees the keys of both sides, and padding is a document of its own."""
+    is_padded: bool = False
+    """Samples end with padding: every stage reads where."""
+    num_tokentypes: int = 0
+    has_images: bool = False
+    """Tokens stand for images, which an encoder on the first stage reads."""
+    has_word_head: bool = False
+    """A dense layer and a norm come before the head, which has a bias."""
+
+
+ARCHITECTURES = {
+    "gpt": Architecture(),
+    "bert": Architecture(
+        is_bidirectional=True, is_padded=True, num_tokentypes=2, has_word_head=True
+    ),
+    "t5": Architecture(has_two_stacks=True, is_padded=True),
+    "vlm": Architecture(has_images=True, is_padded=True),
+}
+"""What a run can train; the script says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSettings:
+    """Encoders: the heads of BERT, the decoder of T5, and the words that are hidden in samples."""
+
+    architecture: str = flag("gpt", choices=tuple(ARCHITECTURES))
+    """What is trained. The script sets it: pretrain_bert.py trains a BERT, pretrain_t5.py a T5,
+    pretrain_vlm.py a language model that reads images."""
+    decoder_num_layers: int | None = flag(None, part_of="architecture")
+    """Layers of T5's decoder. Default as many as the encoder has."""
+    decoder_seq_length: int | None = flag(None, part_of="architecture")
+    """Tokens that T5's decoder writes."""
+    relative_attention_num_buckets: int = flag(32, part_of="architecture")
+    """Buckets of distances between query and key, each with a bias of a head's scores (arXiv
+    1910.10683, section 2.1)."""
+    relative_attention_max_distance: int = flag(128, part_of="architecture")
+    """Distance from which on all share the last bucket."""
+    scale_t5_logits: bool = flag(False, part_of="architecture")
+    """Divide what enters T5's head by the root of the hidden size, as the first T5 does."""
+    bert_binary_head: bool = flag(True, "--bert-no-binary-head", part_of="architecture")
+    """Leave out the head that tells whether two pieces of text are in order, and make samples of
+    one piece."""
+    mask_prob: float = flag(0.15, part_of="architecture")
+    """Share of the tokens of a sample that is hidden."""
+    short_seq_prob: float = flag(0.1, part_of="architecture")
+    """Probability that a sample is shorter than --seq-length."""
+
+    @property
+    def traits(self) -> Architecture:
+        """What distinguishes the model."""
+        return ARCHITECTURES[self.architecture]
+
+
+@dataclass(kw_only=True)
+class VisionSettings(SettingsGroup, VisionConfig):
+    """Images: their encoder, what of the model is trained, and how samples are made of them."""
+
+    freeze_lm: bool = flag(False, "--freeze-LM", name="freeze_LM")
+    """Leave the language model as it is, and train what reads images."""
+    freeze_vit: bool = flag(False, "--freeze-ViT", name="freeze_ViT")
+    """Leave the encoder of images as it is."""
+    freeze_projection: bool = False
+    """Leave what maps the encoder's output to the language model as it is."""
+    vision_start_token_id: int | None = None
+    """Token before an image. Default none."""
+    vision_end_token_id: int | None = None
+    """Token after an image. Default none."""
+    image_min_pixels: int = 3136
+    """A smaller image is enlarged to so many pixels."""
+    image_max_pixels: int = 1003520
+    """A larger image is made smaller, to at most so many pixels."""
+    image_mean: list[float] | None = flag(None, nargs="+")
+    """What is subtracted from the red, green and blue of a pixel, of 1. Default that of the kind of
+    encoder."""
+    image_std: list[float] | None = flag(None, nargs="+")
+    """By what the rest is divided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(LoraConfig):
+    """Low-rank adapters (LoRA, arXiv 2106.09685)."""
+
+    save_adapter: str | None = flag(None, part_of="lora_rank")
+    """Write the adapters as a directory of PEFT's when training ends; --save-hf beside it merges
+    them into the model."""

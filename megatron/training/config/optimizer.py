@@ -1,11 +1,14 @@
-"""Flags of the optimizer and of regularisation."""
+"""Flags of the optimizer, of precision, activation memory and fused kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.settings.flags import SettingsGroup, flag, required
+from megatron.core.transformer.config.activation_offload import ActivationOffloadConfig
+from megatron.core.transformer.config.precision import GraphConfig, PrecisionConfig, RecomputeConfig
 
 _NO_OPTIMIZER = "use --optimizer muon"
 
@@ -26,3 +29,26 @@ class OptimizerSettings(OptimizerFlags, SettingsGroup):
     """Settings of single parameters, each PATTERN:NAME=VALUE,... with a shell pattern on names and
     any of lr_mult, wd_mult, max_lr, min_lr, start_wd, end_wd, optimizer; later ones win. Example:
     "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"."""
+
+
+@dataclass(kw_only=True)
+class PrecisionSettings(
+    HalfPrecision,
+    PrecisionConfig,
+    RecomputeConfig,
+    ActivationOffloadConfig,
+    GraphConfig,
+    SettingsGroup,
+):
+    """Number formats, recomputation, offload, graphs, fusions."""
+
+    recompute_activations: bool = False
+    """Short for --recompute-granularity selective."""
+    bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion")
+    """Bias and GELU one by one."""
+    bias_swiglu_fusion: bool = flag(True, "--no-bias-swiglu-fusion")
+    """Bias and SwiGLU one by one."""
+    empty_unused_memory_level: int = flag(
+        0, choices=(0, 1, 2), only_on_gpu="only memory of a device is kept for the next tensors"
+    )
+    """Return cached device memory: 1 before, 2 also after the update."""

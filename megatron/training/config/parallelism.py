@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.distributed.distributed_data_parallel_config import (
-    TUNES_NETWORK,
     DataParallelFlags,
     ShardedOptimizerFlags,
 )
@@ -33,32 +32,8 @@ class ParallelismSettings(
     """Library of collectives; a machine without GPUs uses gloo. MPI needs a torch built with it."""
     distributed_timeout_minutes: int = 10
     """How long a collective may wait for its peers."""
-    enable_gloo_process_groups: bool = flag(
-        True,
-        "--disable-gloo-process-groups",
-        note="no separate gloo groups are made in any case",
-    )
-    """Leave out the CPU process groups beside the NCCL ones."""
-    scatter_gather_tensors_in_pipeline: bool = flag(
-        True,
-        "--no-scatter-gather-tensors-in-pipeline",
-        note="stages exchange whole activations, or shards under --sequence-parallel",
-    )
-    """Send whole activations between stages."""
     tp_comm_overlap_cfg: str | None = flag(None, part_of="tp_comm_overlap")
     """Its settings file."""
-    fake_process_group: bool = flag(False, refuse="use --dry-run to plan a large job")
-    """Run one process as if it were one of many."""
-    nccl_communicator_config_path: str | None = flag(None, note=TUNES_NETWORK)
-    """Settings of NCCL communicators."""
-    use_sharp: bool = flag(False, note=TUNES_NETWORK)
-    """Reduce inside InfiniBand switches."""
-    high_priority_stream_groups: list[str] = flag([], nargs="*", note=TUNES_NETWORK)
-    """Groups whose collectives run on a high-priority stream."""
-    local_rank: int | None = flag(
-        None, "--local-rank", "--local_rank", note="the launcher's LOCAL_RANK decides"
-    )
-    """Passed by launchers from before torchrun."""
 
 
 @dataclass(kw_only=True)

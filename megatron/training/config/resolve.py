@@ -21,13 +21,11 @@ from megatron.core.settings.flag_expressions import expand_layer_pattern
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.derivation_log import DerivationLog
 from megatron.training.config.model import LatentAttentionSettings, ModelSettings
-from megatron.training.config.optimizer import OptimizerSettings
+from megatron.training.config.optimizer import OptimizerSettings, PrecisionSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
-from megatron.training.config.precision import PrecisionSettings
 from megatron.training.config.resolve_batch import resolve_batch, resolve_lengths
-from megatron.training.config.resolved import Machine, ResolvedRun, Topology
+from megatron.training.config.resolved import DerivationLog, Machine, ResolvedRun, Topology
 from megatron.training.config.run import GROUP_CLASSES, RunConfig
 
 

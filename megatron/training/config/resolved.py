@@ -8,9 +8,9 @@ import functools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.core.settings.flags import derived_args, flag_specs
+from megatron.core.settings.flags import arg_name, derived_args, flag_specs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.data import TokenizerSettings
 from megatron.training.config.model import ModelSettings
@@ -172,3 +172,93 @@ _COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples",
              "skipped_train_samples", "num_floating_point_operations_so_far",
              "curr_iteration")  # fmt: skip
 """What a script counts in its `args`: no settings."""
+
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+GroupT = TypeVar("GroupT", bound="DataclassInstance")
+
+
+class DerivationLog:
+    """What was derived so far, and whether it is of training."""
+
+    def __init__(self) -> None:
+        self.derivations: list[Derivation] = []
+        self.is_of_training = False
+
+    def note(self, name: str, value: Any, formula: str) -> None:
+        """Record a value of which nothing was known before."""
+        self.derivations.append(Derivation(name, value, formula, self.is_of_training))
+
+    def derived(self, before: GroupT, after: GroupT, formula: str) -> GroupT:
+        """Record the fields in which two states of a group differ; return the later one."""
+        for each in dataclasses.fields(before):
+            value = getattr(after, each.name)
+            if getattr(before, each.name) != value:
+                self.note(arg_name(each), value, formula)
+        return after
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A range of the samples that a whole run consumes."""
+
+    begin: int
+    end: int
+
+
+def transitions_of(run: ResolvedRun) -> list[int]:
+    """Return the iterations after which a phase ends.
+
+    Raises:
+        ValueError: the flag holds something else than numbers.
+    """
+    text = run.schedule.phase_transition_iterations
+    return [int(word) for word in text.split(",")] if text else []
+
+
+def phase_of(run: ResolvedRun, consumed_samples: int) -> Phase:
+    """Return the phase in which the sample after `consumed_samples` is."""
+    ends = [iteration * run.schedule.global_batch_size for iteration in transitions_of(run)]
+    begin = max((end for end in ends if end <= consumed_samples), default=0)
+    later = (end for end in ends if end > consumed_samples)
+    return Phase(begin, min(later, default=run.schedule.train_samples or 0))
+
+
+def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:
+    """Return `size` rounded up so that each tensor-parallel rank owns equal, aligned rows."""
+    step = multiple * tp
+    return -(-size // step) * step
+
+
+def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
+    """Derive the embedding's rows: those of the model that is loaded, else from the tokenizer.
+
+    Args:
+        run: with --load-hf or --use-checkpoint-args, its `vocab_size` is the stored model's.
+        tokenizer_size: number of ids.
+    """
+    size, formula = tokenizer_size, "the tokenizer's number of ids"
+    asked = run.tokenizer
+    rows = asked.vocab_size
+    is_stored = run.checkpoint.load_hf is not None or run.checkpoint.use_checkpoint_args
+    if is_stored and rows is not None and rows < size:
+        # Rows that the model has not would be further classes of its loss.
+        formula = (
+            f"the model that is loaded; the tokenizer has {size} ids, of which those from {rows} on"
+            " stop the run"
+        )
+        size = rows
+    elif rows is not None and rows > size:
+        size, formula = rows, "--vocab-size"
+    derived = [Derivation("unpadded_vocab_size", size, formula)]
+    tokenizer = asked
+    if asked.padded_vocab_size is None:
+        tp = run.parallelism.tensor_model_parallel_size
+        multiple = run.model.make_vocab_size_divisible_by
+        padded = pad_vocabulary(size, multiple=multiple, tp=tp)
+        formula = f"{size} rounded up to a multiple of {multiple} * tp {tp}"
+        tokenizer = replace(asked, padded_vocab_size=padded)
+        derived.append(Derivation("padded_vocab_size", padded, formula))
+    return run.with_vocabulary(replace(run.model, unpadded_vocab_size=size), tokenizer, derived)

@@ -10,23 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.settings.flags import FlagSpec, flag_specs
-from megatron.training.config.adapters import LoraSettings
+from megatron.core.settings.inert_flags import with_inert_fields
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.encoders import EncoderSettings
-from megatron.training.config.experts import ExpertSettings
 from megatron.training.config.logging import LaunchSettings, LoggingSettings
-from megatron.training.config.model import LatentAttentionSettings, ModelSettings
-from megatron.training.config.optimizer import OptimizerSettings
-from megatron.training.config.other_parts.computation import ComputationSettings
-from megatron.training.config.other_parts.generation import GenerationSettings
-from megatron.training.config.other_parts.operation import OperationSettings
-from megatron.training.config.other_parts.other_models import OtherModelSettings
-from megatron.training.config.other_parts.reinforcement_learning import RewardSettings
+from megatron.training.config.model import (
+    EncoderSettings,
+    ExpertSettings,
+    LatentAttentionSettings,
+    LoraSettings,
+    ModelSettings,
+    VisionSettings,
+)
+from megatron.training.config.optimizer import OptimizerSettings, PrecisionSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
-from megatron.training.config.precision import PrecisionSettings
-from megatron.training.config.vision import VisionSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_inert_fields()
+class InertSettings:
+    """Flags of Megatron-LM that have no effect here, or are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +56,7 @@ class RunConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
-    computation: ComputationSettings = field(default_factory=ComputationSettings)
-    operation: OperationSettings = field(default_factory=OperationSettings)
-    other_models: OtherModelSettings = field(default_factory=OtherModelSettings)
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
-    rewards: RewardSettings = field(default_factory=RewardSettings)
+    inert: InertSettings = field(default_factory=InertSettings)
 
     @staticmethod
     def from_values(values: Mapping[str, object]) -> RunConfig:
@@ -105,11 +105,7 @@ GROUP_CLASSES: dict[str, type] = {
     "checkpoint": CheckpointSettings,
     "logging": LoggingSettings,
     "launch": LaunchSettings,
-    "computation": ComputationSettings,
-    "operation": OperationSettings,
-    "other_models": OtherModelSettings,
-    "generation": GenerationSettings,
-    "rewards": RewardSettings,
+    "inert": InertSettings,
 }
 """Attribute of `RunConfig` -> its dataclass."""
 

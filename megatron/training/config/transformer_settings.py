@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.settings.flag_rows import table_fields
 from megatron.core.settings.flags import arg_name, from_args
+from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.experts import ExpertSettings
-from megatron.training.config.model import LatentAttentionSettings, ModelSettings
+from megatron.training.config.model import ExpertSettings, LatentAttentionSettings, ModelSettings
+from megatron.training.config.optimizer import PrecisionSettings
 from megatron.training.config.parallelism import ParallelismSettings
-from megatron.training.config.precision import PrecisionSettings
 
 ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 
@@ -101,7 +100,7 @@ def transformer_config_from_args(
             found[field.name] = args[setting]
     model, precision = from_args(ModelSettings, args), from_args(PrecisionSettings, args)
     # Nothing reads these, and the run has said so: they are shown and not checked again.
-    unused = {name: found.pop(name) for name, _, _ in table_fields(kind) if name in found}
+    unused = {row.name: found.pop(row.name) for row in inert_fields(kind) if row.name in found}
     config: ConfigT = kind(**_composed(found, model, precision))
     for name, value in unused.items():
         setattr(config, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,13 @@ from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.datasets.utils import Blend, Split, get_blend_from_list
 from megatron.core.foundation.errors import DataError, shown
 from megatron.core.foundation.json_text import read_json
-from megatron.core.settings.flags import from_args
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.training.arguments import run_as_in
 from megatron.training.config.data import DataSettings
 from megatron.training.config.resolved import ResolvedRun
 
 
-def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
+def gpt_dataset_class(data: DataSettings) -> type[MegatronDataset]:
     """Return the dataset class of the data flags: for documents, conversations, or mock data."""
-    data = from_args(DataSettings, vars(args))
     if data.mock_data:
         return MockGPTDataset
     if data.fim_data:
@@ -30,9 +26,8 @@ def gpt_dataset_class(args: Namespace) -> type[MegatronDataset]:
     return SFTDataset if data.sft else GPTDataset
 
 
-def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetConfig:
+def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
-    run = run_as_in(args)
     data = run.data
     kind, fill_in_middle = GPTDatasetConfig, _fill_in_middle(data)
     if fill_in_middle:
@@ -49,9 +44,8 @@ def gpt_dataset_config(args: Namespace, tokenizer: TextTokenizer) -> GPTDatasetC
     )
 
 
-def masked_dataset_settings(args: Namespace, tokenizer: TextTokenizer) -> dict[str, Any]:
+def masked_dataset_settings(run: ResolvedRun, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Return the settings of a `MaskedWordPieceDatasetConfig` from the data flags."""
-    run = run_as_in(args)
     return {
         **_common_settings(run, tokenizer),
         "masking_probability": run.encoders.mask_prob,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron.core.datasets.images.image_texts import ImageTexts, JsonLines, MockImageTexts
@@ -13,9 +12,8 @@ from megatron.core.datasets.preprocessing.chat_template import ChatTemplate, fin
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.training.arguments import run_as_in
+from megatron.training.config.model import VisionSettings
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.vision import VisionSettings
 
 _NORMALISATION = {
     "qwen2_5_vl": (
@@ -44,7 +42,7 @@ def patch_shape(vision: VisionSettings) -> PatchShape:
 
 
 def image_text_datasets(
-    args: Namespace,
+    run: ResolvedRun,
     tokenizer: TextTokenizer,
     num_samples: Sequence[int | None],
     *,
@@ -57,7 +55,6 @@ def image_text_datasets(
     Raises:
         ConfigError, DataError: files cannot be read, or the flags do not name all that is needed.
     """
-    run = run_as_in(args)
     vision, model = run.vision, run.model
     assert vision.image_token_id is not None
     config = VisionTextConfig(

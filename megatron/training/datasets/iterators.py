@@ -21,8 +21,7 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import max_across_ranks
-from megatron.training.config.phases import phase_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, phase_of
 from megatron.training.datasets.audit import record_samples
 from megatron.training.datasets.dynamic_cp import DpCpRank, Packing
 from megatron.training.datasets.loader import build_pretraining_data_loader, collate_in_memory
@@ -82,10 +81,10 @@ def build_data(
     """Build the datasets and open iterators at the consumed samples of the run.
 
     Args:
-        provider: `provider([train, valid, test])`, or with a further argument `vp_stage`, returns
-            three datasets. With the attribute `is_distributed = True` it is called on every rank
-            and decides which datasets to build there; otherwise only tensor-parallel rank 0 builds
-            them, and the forward step must broadcast the batches.
+        provider: `provider([train, valid, test])`, or with further arguments `vp_stage` and `run`,
+            returns three datasets. With the attribute `is_distributed = True` it is called on every
+            rank and decides which datasets to build there; otherwise only tensor-parallel rank 0
+            builds them, and the forward step must broadcast the batches.
     Raises:
         ConfigError: dynamic context parallelism, and not all ranks build the datasets.
     Communication:
@@ -150,9 +149,9 @@ def _chunk_data(
         )
     if not builds_everywhere and groups.tp.rank() != 0:
         return DataIterators()
-    options: dict[str, Any] = {}
-    if "vp_stage" in inspect.signature(provider).parameters:
-        options["vp_stage"] = vp_stage
+    options: dict[str, Any] = {"vp_stage": vp_stage, "run": run}
+    known = inspect.signature(provider).parameters
+    options = {name: value for name, value in options.items() if name in known}
     consumed = state.consumed_train_samples
     begin = phase_of(run, consumed).begin
     datasets = provider(list(sample_counts(run, consumed)), **options)

@@ -16,8 +16,7 @@ from megatron.resilience.spike_guard import SpikeGuard, WarnOfSpikes
 from megatron.resilience.status import RunStatus
 from megatron.resilience.stragglers import LookForStragglers
 from megatron.training.checkpointing import Checkpointer
-from megatron.training.config.phases import transitions_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, transitions_of
 from megatron.training.hooks.base import Hook, Hooks
 from megatron.training.hooks.evaluation import Evaluate
 from megatron.training.hooks.log import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
+from megatron.core.transformer.config.attention import LatentAttentionConfig, SparseAttentionConfig
 from megatron.core.transformer.config.layer_kinds import LayerKind
-from megatron.core.transformer.config.sparse_attention import SparseAttentionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

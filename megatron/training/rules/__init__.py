@@ -2,38 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.core.foundation.errors import (
     MegatronError,
     MissingCheckpointError,
     MissingInputError,
+    flattened,
     raise_together,
 )
+from megatron.core.settings.flags import kebab
 from megatron.training.checkpointing.stored_settings import with_checkpoint_shape
 from megatron.training.cli.parser import ParsedCommand, UnreadableCommandError
+from megatron.training.cli.suggest import suggestion
 from megatron.training.config.resolve import resolve
 from megatron.training.config.resolved import ResolvedRun
-from megatron.training.config.run import RunConfig
+from megatron.training.config.run import RunConfig, all_flags, flags_by_spelling
 from megatron.training.launch.rank_info import read_machine
 from megatron.training.rules import (  # noqa: F401
-    adapters,
+    architectures,
     batch,
     data,
-    encoders,
     model,
     optimizer,
     parallelism,
     run_control,
-    shared_rows,
-    vision,
 )
-from megatron.training.rules.follow_ups import Unclear
 from megatron.training.rules.registry import broken_rules
 from megatron.training.rules.sizes import with_defaults_for, wrong_sizes
 from megatron.training.rules.support import notes, refusals
 
 __all__ = ["notes", "resolve_and_check"]
+
+
+SOURCES = ("--preset", "--load-hf", "--yaml-cfg", "--deepspeed_config", "--load-adapter")
+"""Flags that name files with settings."""
+
+
+class Unclear:
+    """Settings whose meaning is not known, because something about them is wrong."""
+
+    def __init__(self, problems: Sequence[MegatronError], command: ParsedCommand) -> None:
+        """
+        Args:
+            problems: of reading the command line and the files that it names.
+        """
+        self.problems: list[MegatronError] = []
+        self._flags: set[str] = set()
+        self._given = {all_flags()[name].flag for name in command.given}
+        self._lacks_a_source = False
+        # Parts of a joint error name their flags, the error itself has none.
+        for problem in flattened(problems):
+            named = [flag for flag in SOURCES if flag in problem.flags]
+            # A mistake in a file that names no setting: nothing is known of what it would set.
+            names_no_setting = named == list(problem.flags)
+            self.add(problem, source=named[0] if named and names_no_setting else "")
+
+    def add(self, problem: MegatronError, *, source: str = "") -> None:
+        """Take a problem in.
+
+        Args:
+            source: the flag of a file none of whose settings are known.
+        """
+        self.problems.append(problem)
+        self._lacks_a_source |= bool(source)
+        for flag in problem.flags:
+            meant = flags_by_spelling().get(flag) or flags_by_spelling().get(suggestion(flag))
+            self._flags |= {flag} if meant is None else {flag, meant.flag, kebab(meant.name)}
+
+    def may_cause(self, problem: MegatronError) -> bool:
+        """Return whether a problem might vanish with those that are told."""
+        if self._flags & set(problem.flags):
+            return True
+        return self._lacks_a_source and not set(problem.flags) <= self._given
 
 
 _ELSEWHERE = (MissingInputError, MissingCheckpointError)
@@ -51,9 +92,9 @@ def resolve_and_check(
 ) -> ResolvedRun:
     """Read, derive and check the settings.
 
-    Whole numbers out of range and flags that cannot be read are told together with broken rules:
-    these are looked for with defaults in the place of what is wrong, and what would follow from
-    the defaults is left out.
+    One message has the unreadable flags, the whole numbers out of range and the broken rules. Wrong
+    settings are replaced by their defaults before the rules are checked, and problems that only
+    follow from these defaults are left out.
 
     Args:
         read: reads the command line, and the files that it names.

@@ -8,7 +8,7 @@ from megatron.core.foundation.errors import MegatronError
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.batch_size_phases import parse_phases
-from megatron.training.config.ramp_up import batch_size_at
+from megatron.training.config.resolve_batch import batch_size_at
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 
@@ -147,14 +147,6 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
             fix=f'use {flag} "0:{max(step, 1)}"',
         )
         return
-    if schedule.rampup_batch_size is not None:
-        yield problem(
-            f"{flag} with --rampup-batch-size.",
-            "the size of the batch over time is said once",
-            flag,
-            "--rampup-batch-size",
-            fix="drop --rampup-batch-size",
-        )
     if phases[-1][1] != run.config.schedule.global_batch_size is not None:
         yield problem(
             f"{flag} {text!r} with --global-batch-size {run.config.schedule.global_batch_size}.",
@@ -179,24 +171,15 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
 
 @rule
 def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Either steps or samples."""
+    """A number of steps or of samples."""
     asked = run.config.schedule
-    if asked.train_iters is None and asked.train_samples is None:
-        if not asked.skip_train:
-            yield problem(
-                "neither --train-iters nor --train-samples is given.",
-                "a run has a length",
-                "--train-iters",
-                "--train-samples",
-                fix="add --train-iters 1000",
-            )
-    elif asked.train_iters is not None and asked.train_samples is not None:
+    if asked.train_iters is None and asked.train_samples is None and not asked.skip_train:
         yield problem(
-            "--train-iters and --train-samples are given together.",
-            "a run is measured in steps or in samples",
+            "neither --train-iters nor --train-samples is given.",
+            "a run has a length",
             "--train-iters",
             "--train-samples",
-            fix="keep --train-iters",
+            fix="add --train-iters 1000",
         )
 
 
@@ -225,15 +208,6 @@ def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
             "the run and its schedules use one unit",
             *wrong,
             fix="use " + ", ".join(flag.replace(other, unit) for flag in wrong),
-        )
-    if asked.lr_warmup_fraction is not None and (asked.lr_warmup_iters or asked.lr_warmup_samples):
-        yield problem(
-            "--lr-warmup-fraction is given together with a warm-up length.",
-            "warm-up is said once",
-            "--lr-warmup-fraction",
-            "--lr-warmup-iters",
-            "--lr-warmup-samples",
-            fix="keep --lr-warmup-fraction",
         )
 
 

@@ -9,8 +9,7 @@ from megatron.core.datasets.corpus.files import tokens_exist
 from megatron.core.datasets.corpus.object_store import is_url
 from megatron.core.foundation.errors import MegatronError, MissingInputError
 from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.phases import transitions_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, transitions_of
 from megatron.training.rules.registry import problem, rule
 
 
@@ -163,50 +162,6 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def validation_sets_are_named(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Several sets are the corpora of the validation part, which then has its own names."""
-    data = run.data
-    named = data.valid_data_path or data.per_split_data_args_path
-    if data.multiple_validation_sets and not named:
-        yield problem(
-            "--multiple-validation-sets without corpora of validation alone.",
-            "each corpus named for validation is evaluated by itself",
-            "--multiple-validation-sets",
-            "--valid-data-path",
-            fix="name them with --valid-data-path",
-        )
-
-
-@rule
-def conversations_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
-    """There are no synthetic ones, and their masks are what the corpus says."""
-    if run.data.sft and run.data.mock_data:
-        yield problem(
-            "--sft with --mock-data.",
-            "conversations are read",
-            "--sft",
-            "--mock-data",
-            fix="name corpora of tools/preprocess_data.py --sft with --data-path",
-        )
-
-
-@rule
-def cut_documents_are_read(run: ResolvedRun) -> Iterator[MegatronError]:
-    """There is no text in synthetic documents, and conversations have an order of their own."""
-    if not run.data.fim_data:
-        return
-    for flag, is_given in (("--mock-data", run.data.mock_data), ("--sft", run.data.sft)):
-        if is_given:
-            yield problem(
-                f"--fim-data with {flag}.",
-                "documents of text are cut in three",
-                "--fim-data",
-                flag,
-                fix="drop --fim-data" if flag == "--sft" else "name corpora with --data-path",
-            )
-
-
-@rule
 def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
     """Rising numbers of steps within the run, which all consume as many samples."""
     schedule = run.schedule
@@ -225,18 +180,6 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
             flag,
             fix=f"{flag} {max(1, (schedule.train_iters or 2) // 2)}",
         )
-    for changing, is_given in (
-        ("--rampup-batch-size", schedule.rampup_batch_size),
-        ("--step-batch-size-schedule", schedule.step_batch_size_schedule),
-    ):
-        if is_given:
-            yield problem(
-                f"{flag} with {changing}.",
-                "the samples of a phase are its steps times one global batch size",
-                flag,
-                changing,
-                fix=f"drop {changing}",
-            )
 
 
 _MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",

@@ -174,7 +174,7 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A no-rope pattern names each layer once, and needs rotary positions."""
+    """A no-rope pattern has one entry per layer."""
     model = run.model
     pattern = model.no_rope_freq
     if pattern is None or not has_sizes(run):
@@ -186,14 +186,6 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
             "--no-rope-freq",
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
-        )
-    if model.position_embedding_type not in ("rope", "yarn", "mrope"):
-        yield problem(
-            f"--no-rope-freq with --position-embedding-type {model.position_embedding_type}.",
-            "only rotary embedding can be left out of a layer",
-            "--no-rope-freq",
-            "--position-embedding-type",
-            fix="use --position-embedding-type rope",
         )
 
 
@@ -214,61 +206,6 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
             "--rotary-percent",
             "--kv-channels",
             fix=f"use --kv-channels {even} --rotary-percent 1",
-        )
-
-
-@rule
-def yarn_turns_whole_heads(run: ResolvedRun) -> Iterator[MegatronError]:
-    """YaRN's temperature is a factor on the scores, where all channels rotate."""
-    model = run.model
-    if model.position_embedding_type != "yarn":
-        return
-    factor = model.rotary_seq_len_interpolation_factor
-    for flag, value, plain in (
-        ("--rotary-percent", model.rotary_percent, 1.0),
-        ("--use-rope-scaling", model.use_rope_scaling, False),
-        ("--rotary-seq-len-interpolation-factor", factor, None),
-    ):
-        if value != plain:
-            yield problem(
-                f"--position-embedding-type yarn with {flag} {value}.",
-                "positions are stretched in one way, in all channels",
-                "--position-embedding-type",
-                flag,
-                fix=f"drop {flag}",
-            )
-
-
-@rule
-def latent_attention_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Multi-latent attention brings its own heads and positions."""
-    latent = run.latent_attention
-    if not latent.multi_latent_attention:
-        return
-    if run.model.position_embedding_type != "rope":
-        yield problem(
-            "--multi-latent-attention with --position-embedding-type"
-            f" {run.model.position_embedding_type}.",
-            "part of its heads rotates",
-            "--multi-latent-attention",
-            "--position-embedding-type",
-            fix="use --position-embedding-type rope",
-        )
-    if latent.rope_type == "rope" and latent.rotary_scaling_factor != 1.0:
-        yield problem(
-            f"--rope-type rope with --rotary-scaling-factor {latent.rotary_scaling_factor:g}.",
-            "positions that are not stretched have the factor 1",
-            "--rope-type",
-            "--rotary-scaling-factor",
-            fix="use --rope-type yarn",
-        )
-    if run.model.group_query_attention:
-        yield problem(
-            "--multi-latent-attention with --group-query-attention.",
-            "every head has keys and values of its own, made from one latent",
-            "--multi-latent-attention",
-            "--group-query-attention",
-            fix="drop --group-query-attention",
         )
 
 
@@ -305,14 +242,6 @@ def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
             "--moe-use-upcycling",
             "--moe-ffn-hidden-size",
             fix="drop --moe-ffn-hidden-size",
-        )
-    if run.experts.moe_latent_size:
-        yield problem(
-            "--moe-use-upcycling with --moe-latent-size.",
-            "an MLP reads the hidden states, and latent experts read projections of them",
-            "--moe-use-upcycling",
-            "--moe-latent-size",
-            fix="drop --moe-latent-size",
         )
     if not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
         yield problem(

@@ -72,23 +72,6 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g}.",
                       "a share is in [0, 1]", "--optimizer-offload-fraction",
                       fix="drop it to offload everything")  # fmt: skip
-    if optimizer.optimizer_offload_fraction != 1.0 and not offloads:
-        yield problem(
-            f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction:g} without"
-            " offload.",
-            "it is the share of what is offloaded",
-            "--optimizer-offload-fraction",
-            "--optimizer-cpu-offload",
-            fix="add --optimizer-cpu-offload or --optimizer-offload-path DIRECTORY",
-        )
-    if optimizer.main_grads_dtype == torch.bfloat16 and not precision.bf16:
-        yield problem(
-            "--main-grads-dtype bf16 without --bf16.",
-            "main gradients are fp32 or of the dtype of the weights",
-            "--main-grads-dtype",
-            "--bf16",
-            fix="add --bf16",
-        )
     halves = precision.bf16 or precision.fp16
     if optimizer.main_params_dtype == torch.float16 and not (compact and halves):
         yield problem(
@@ -97,19 +80,6 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--main-params-dtype",
             "--bf16",
             fix="drop --main-params-dtype",
-        )
-
-
-@rule
-def loss_scaling_belongs_to_fp16(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A constant loss scale without fp16 would be ignored."""
-    if run.optimizer.loss_scale is not None and not run.precision.fp16:
-        yield problem(
-            f"--loss-scale {run.optimizer.loss_scale:g} without --fp16.",
-            "only fp16 has so few exponents that the loss is scaled",
-            "--loss-scale",
-            "--fp16",
-            fix="drop --loss-scale",
         )
 
 
@@ -136,41 +106,9 @@ def loss_scale_may_fall(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 @rule
-def non_persistent_checkpoints_are_complete(run: ResolvedRun) -> Iterator[MegatronError]:
-    """An interval, a kind and a place belong together."""
+def checkpoints_have_copies(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Replication makes at least one copy."""
     checkpoint = run.checkpoint
-    interval, kind = (
-        checkpoint.non_persistent_save_interval,
-        checkpoint.non_persistent_ckpt_type,
-    )
-    if interval is not None and checkpoint.save is None:
-        yield problem(
-            "--non-persistent-save-interval without --save.",
-            "non-persistent checkpoints come between those that stay",
-            "--non-persistent-save-interval", "--save",
-            fix="add --save DIRECTORY",
-        )  # fmt: skip
-    if interval is not None and kind is None:
-        yield problem(
-            "--non-persistent-save-interval without --non-persistent-ckpt-type.",
-            "non-persistent checkpoints are global or local",
-            "--non-persistent-ckpt-type",
-            fix="add --non-persistent-ckpt-type local",
-        )
-    if kind == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
-        yield problem(
-            "--non-persistent-ckpt-type local without a directory.",
-            "local checkpoints are on each node's own storage",
-            "--non-persistent-local-ckpt-dir",
-            fix="add --non-persistent-local-ckpt-dir /dev/shm/NAME",
-        )
-    if checkpoint.replication and kind != "local":
-        yield problem(
-            "--replication without local checkpoints.",
-            "copies are made of local checkpoints; others are not lost with a node",
-            "--replication", "--non-persistent-ckpt-type",
-            fix="add --non-persistent-ckpt-type local",
-        )  # fmt: skip
     if checkpoint.replication_factor < 2:
         yield problem(
             f"--replication-factor {checkpoint.replication_factor}, "

@@ -1,4 +1,4 @@
-"""Rules about how the run is spread over ranks."""
+"""Rules about how the run is spread over ranks, with dynamic context parallelism."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from megatron.core.foundation.device import device_type
 from megatron.core.foundation.errors import MegatronError, TopologyError
 from megatron.core.foundation.mpi import MPI, mpi_problems
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
-from megatron.core.topology.rank_grid import plan_layout
+from megatron.core.topology.rank_grid import nested_sizes
+from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import all_flags
 from megatron.training.rules.registry import problem, rule
+from megatron.training.rules.support import is_without_owner
+from megatron.training.setup.stages import planned_layout
 
 
 @rule
 def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
     """World size and parallel sizes fit."""
-    parallel = run.parallelism
     try:
-        plan_layout(
-            run.topology.world_size,
-            tp=parallel.tensor_model_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            cp=parallel.context_parallel_size,
-            ep=parallel.expert_model_parallel_size,
-            expert_tp=parallel.expert_tensor_parallel_size,
-            order=run.topology.rank_order,
-        )
+        planned_layout(run)
     except TopologyError as error:
         yield error
 
@@ -109,71 +104,6 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
 
 
 @rule
-def gathers_belong_to_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Overlapped gathers exist only with the distributed optimizer."""
-    ddp = run.ddp
-    if ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
-        yield problem(
-            "--overlap-param-gather without --use-distributed-optimizer.",
-            "parameters are gathered only if the optimizer shards them",
-            "--overlap-param-gather",
-            "--use-distributed-optimizer",
-            fix="add --use-distributed-optimizer",
-        )
-    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        yield problem(
-            "--overlap-param-gather without --overlap-grad-reduce.",
-            "the overlapped gather walks the buckets of the overlapped reduction",
-            "--overlap-param-gather",
-            "--overlap-grad-reduce",
-            fix="add --overlap-grad-reduce",
-        )
-
-
-@rule
-def one_zero_stage(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The two ways to ask for sharded state agree."""
-    asked = run.config.ddp
-    if asked.use_megatron_fsdp:  # whose strategy decides, as in Megatron-LM
-        return
-    if asked.use_distributed_optimizer and asked.data_parallel_sharding_strategy == "no_shard":
-        yield problem(
-            "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard.",
-            "the distributed optimizer is the strategy optim or a higher one",
-            "--use-distributed-optimizer",
-            "--data-parallel-sharding-strategy",
-            fix="drop --data-parallel-sharding-strategy no_shard",
-        )
-
-
-@rule
-def torch_shards_alone(run: ResolvedRun) -> Iterator[MegatronError]:
-    """torch's FSDP2 excludes our own sharding, copies of state, and pipelines."""
-    ddp = run.ddp
-    if not ddp.use_torch_fsdp2:
-        return
-    others = {
-        "--pipeline-model-parallel-size": run.parallelism.pipeline_model_parallel_size > 1,
-        "--num-distributed-optimizer-instances": ddp.num_distributed_optimizer_instances > 1,
-        "--use-distributed-optimizer": run.config.ddp.use_distributed_optimizer,
-        "--use-megatron-fsdp": ddp.use_megatron_fsdp,
-        "--data-parallel-sharding-strategy": run.config.ddp.data_parallel_sharding_strategy
-        not in (None, "no_shard"),
-        "--overlap-param-gather": ddp.overlap_param_gather,
-        "--overlap-moe-expert-parallel-comm": run.parallelism.overlap_moe_expert_parallel_comm,
-    }
-    for flag, is_on in others.items():
-        if is_on:
-            yield problem(
-                f"--use-torch-fsdp2 with {flag}.",
-                "torch shards everything itself, over all replicas, for one pass at a time",
-                "--use-torch-fsdp2",
-                flag,
-                fix=f"drop {flag}, or use --use-megatron-fsdp instead of --use-torch-fsdp2",
-            )
-
-
-@rule
 def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
     """Shards of parameters may be in host memory; what updates them is there, too."""
     ddp = run.ddp
@@ -205,14 +135,6 @@ def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
     ddp = run.ddp
     if ddp.param_offload_path is None:
         return
-    if ddp.data_parallel_sharding_strategy != "optim_grads_params":
-        yield problem(
-            f"--param-offload-path with {ddp.data_parallel_sharding_strategy}.",
-            "the file holds the own shards of parameters, which are gathered from it",
-            "--param-offload-path",
-            "--data-parallel-sharding-strategy",
-            fix="add --data-parallel-sharding-strategy optim_grads_params",
-        )
     if device_type() != "cpu":
         yield problem(
             f"--param-offload-path on {device_type()}.",
@@ -245,15 +167,6 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
             "--expert-model-parallel-size",
             fix=f"use a number that divides {copies}, or fewer expert-parallel ranks",
         )
-    if not run.ddp.use_distributed_optimizer:
-        yield problem(
-            f"--num-distributed-optimizer-instances {instances} without"
-            " --use-distributed-optimizer.",
-            "instances are copies of sharded optimizer state",
-            "--num-distributed-optimizer-instances",
-            "--use-distributed-optimizer",
-            fix="add --use-distributed-optimizer",
-        )
 
 
 def _replicas_of_experts(run: ResolvedRun) -> int:
@@ -262,14 +175,73 @@ def _replicas_of_experts(run: ResolvedRun) -> int:
     return run.topology.world_size // (parallel.pipeline_model_parallel_size * each)
 
 
+FLAG = "--hybrid-context-parallel"
+
+
 @rule
-def one_bucket_rule(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Buckets have a size or a number."""
-    if run.ddp.bucket_size is not None and run.ddp.num_buckets is not None:
+def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
+    """All ranks together hold the longest sample, and heads can be dealt to them."""
+    parallel, length = run.parallelism, run.model.seq_length
+    if not parallel.hybrid_context_parallel or not length:
+        return
+    per_rank = parallel.max_seqlen_per_dp_cp_rank
+    num_ranks = run.topology.data_parallel_size * parallel.context_parallel_size
+    if per_rank is None or per_rank * num_ranks < length:
         yield problem(
-            "--ddp-bucket-size and --ddp-num-buckets are given together.",
-            "one follows from the other",
-            "--ddp-bucket-size",
-            "--ddp-num-buckets",
-            fix="keep --ddp-bucket-size",
+            f"--seq-length {length} with {FLAG} on {num_ranks} data- and context-parallel ranks"
+            f" and --max-seqlen-per-dp-cp-rank {per_rank}.",
+            "all of these ranks together hold the longest sample",
+            "--max-seqlen-per-dp-cp-rank",
+            FLAG,
+            fix=f"use --max-seqlen-per-dp-cp-rank {-(-length // num_ranks)} or more",
+        )
+    kinds = set(as_list(parallel.cp_comm_type or "p2p"))
+    uneven = [g for g in nested_sizes(num_ranks) if (run.model.num_attention_heads or g) % g]
+    if "a2a+p2p" in kinds or ("a2a" in kinds and uneven):
+        yield problem(
+            f"--cp-comm-type {' '.join(sorted(kinds))} with {FLAG} on {num_ranks} ranks.",
+            "rows are split over groups of several sizes, and a2a deals the heads to each of them",
+            "--cp-comm-type",
+            FLAG,
+            fix="use --cp-comm-type p2p, or all_gather",
+        )
+
+
+@rule
+def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
+    """A result that depends on the other tokens of a micro batch depends on how rows are cut."""
+    if not run.parallelism.hybrid_context_parallel:
+        return
+    for spec in all_flags().values():
+        why, value = spec.metadata.per_micro_batch, run.config.value_of(spec.name)
+        if spec.name in run.values:
+            value = run.values[spec.name]
+        for one in as_list(value):
+            reason = why if isinstance(why, str) else why.get(one, "")
+            if not (one and reason) or is_without_owner(spec, run.config):
+                continue
+            off = next((str(c) for c in spec.choices if c not in why), "0")
+            is_on_by_default = bool(spec.default)
+            yield problem(
+                f"{FLAG} with {spec.flag} {one}.",
+                reason,
+                FLAG,
+                spec.flag,
+                fix=f"use {spec.flag} {off}" if is_on_by_default else f"drop {spec.flag}",
+            )
+
+
+@rule
+def experts_exchange_sequences_of_several_lengths(run: ResolvedRun) -> Iterator[MegatronError]:
+    """The allgather dispatcher gathers equal parts only."""
+    parallel, experts = run.parallelism, run.experts
+    gathers = experts.num_moe_experts and experts.moe_token_dispatcher_type == "allgather"
+    is_split = parallel.expert_model_parallel_size > 1
+    if parallel.hybrid_context_parallel and gathers and is_split:
+        yield problem(
+            f"{FLAG} with --expert-model-parallel-size and the allgather dispatcher.",
+            "sequences of several lengths are gathered, and all-gathers take equal parts",
+            FLAG,
+            "--moe-token-dispatcher-type",
+            fix="use --moe-token-dispatcher-type alltoall",
         )

@@ -21,14 +21,6 @@ from megatron.training.rules.registry import problem, rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     """Flags of saving and loading name a directory."""
     checkpoint = run.checkpoint
-    if checkpoint.save_hf is not None and checkpoint.save is None:
-        yield problem(
-            "--save-hf without --save.",
-            "a model is exported from a checkpoint of the run",
-            "--save-hf",
-            "--save",
-            fix="add --save DIRECTORY",
-        )
     if checkpoint.save_hf is not None and os.path.exists(checkpoint.save_hf):
         yield problem(
             f"--save-hf {checkpoint.save_hf} exists already.",
@@ -45,83 +37,23 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
             "--save-interval",
             fix=f"use --save-retain-interval {every * 10}",
         )
-    wants_load = [
-        flag
-        for flag, is_given in (
-            ("--ckpt-step", checkpoint.ckpt_step),
-            ("--use-checkpoint-args", checkpoint.use_checkpoint_args),
-            ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
-        )
-        if is_given
-    ]
-    if checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
-        wants_load.append("--finetune")
-    if wants_load and checkpoint.load is None:
-        yield problem(
-            f"{wants_load[0]} without --load.",
-            "there is nothing to load from",
-            *wants_load,
-            "--load",
-            fix="add --load DIRECTORY",
-        )
-    if (
-        run.schedule.override_opt_param_scheduler
-        and run.schedule.use_checkpoint_opt_param_scheduler
-    ):
-        yield problem(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler are both on.",
-            "on resume one of the two schedules wins",
-            "--override-opt-param-scheduler",
-            "--use-checkpoint-opt-param-scheduler",
-            fix="keep --override-opt-param-scheduler",
-        )
 
 
 @rule
-def spikes_are_looked_for_and_answered(run: ResolvedRun) -> Iterator[MegatronError]:
-    """--on-spike has something to answer, and a rollback has a state to return to."""
-    schedule, checkpoint = run.schedule, run.checkpoint
-    if schedule.on_spike == "warn":
-        return
-    asked = f"--on-spike {schedule.on_spike}"
-    if not (schedule.check_for_spiky_loss or run.ddp.check_for_large_grads):
-        yield problem(
-            f"{asked} without a check.",
-            "a check finds what the policy answers",
-            "--on-spike",
-            "--check-for-spiky-loss",
-            "--check-for-large-grads",
-            fix="add --check-for-spiky-loss, --check-for-large-grads or both",
-        )
-    if schedule.on_spike != "rollback":
-        return
+def a_rollback_has_a_state_to_return_to(run: ResolvedRun) -> Iterator[MegatronError]:
+    """--on-spike rollback needs a checkpoint or a copy in memory."""
+    checkpoint = run.checkpoint
     saves = checkpoint.save is not None and (
         checkpoint.save_interval or checkpoint.non_persistent_save_interval
     )
-    if not saves and not run.logging.inprocess_restart:
+    if run.schedule.on_spike == "rollback" and not saves and not run.logging.inprocess_restart:
         yield problem(
-            f"{asked} in a run that keeps no state.",
+            "--on-spike rollback in a run that keeps no state.",
             "a run returns to a checkpoint, or with --inprocess-restart to a copy in memory",
             "--on-spike",
             "--save",
             "--save-interval",
             fix="add --save DIRECTORY --save-interval 100",
-        )
-    if checkpoint.no_save_optim:
-        yield problem(
-            f"{asked} with --no-save-optim.",
-            "a run returns to the optimizer state of an earlier step as well",
-            "--on-spike",
-            "--no-save-optim",
-            fix="leave --no-save-optim out",
-        )
-    if run.data.dataloader_type == "external":
-        yield problem(
-            f"{asked} with --dataloader-type external.",
-            "samples are read again from an earlier place",
-            "--on-spike",
-            "--dataloader-type",
-            fix="use --dataloader-type single or cyclic, or --on-spike skip",
         )
 
 
@@ -175,17 +107,4 @@ def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
             "ranks are counted from 0",
             "--profile-ranks",
             fix="use --profile-ranks 0",
-        )
-
-
-@rule
-def names_of_a_wandb_run(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A project has named runs."""
-    if run.logging.wandb_project and not run.logging.wandb_exp_name:
-        yield problem(
-            "--wandb-project without --wandb-exp-name.",
-            "a run has a name",
-            "--wandb-project",
-            "--wandb-exp-name",
-            fix="add --wandb-exp-name NAME",
         )

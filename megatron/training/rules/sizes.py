@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
-from megatron.core.settings.flag_rows import FlagTable
 from megatron.core.settings.flags import FlagSpec
-from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags
+from megatron.training.config.run import RunConfig, all_flags
 
 REQUIRED = {
     "--num-layers": 12,
@@ -21,7 +20,7 @@ _FROM_ZERO = {
     "iterations_to_skip", "manual_gc_interval", "grad_compression_warmup", "num_workers",
     "error_injection_rate",
     "vocab_extra_ids", "tiktoken_num_special_tokens", "allowed_save_failures", "ckpt_step",
-    "local_rank", "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
+    "profile_ranks", "cpu_offloading_num_layers", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "mtp_num_layers", "logging_level",
     "deepstack_layers", "vision_full_attention_layers", "mrope_section", "image_token_id",
     "vision_start_token_id", "vision_end_token_id",
@@ -59,9 +58,12 @@ def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
     """Return field name -> problem, for whole numbers outside their range."""
     found: dict[str, MegatronError] = {}
     for spec in all_flags().values():
-        if spec.element is not int or spec.choices or spec.metadata.parse is not None:
-            continue
-        if issubclass(GROUP_CLASSES[spec.group], FlagTable):  # nothing reads it
+        if (
+            spec.group == "inert"
+            or spec.element is not int
+            or spec.choices
+            or spec.metadata.parse is not None
+        ):
             continue
         value = config.value_of(spec.name)
         numbers = value if isinstance(value, (list, tuple)) else [value]

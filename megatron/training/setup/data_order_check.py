@@ -9,8 +9,7 @@ from typing import Any
 from megatron.core.foundation.errors import DataError
 from megatron.core.transport import backend
 from megatron.core.transport.object_collectives import broadcast_object
-from megatron.training.config.phases import phase_of, transitions_of
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, phase_of, transitions_of
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.run.state import TrainState
 

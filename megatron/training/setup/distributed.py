@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +17,21 @@ from megatron.core.foundation.errors import TopologyError
 from megatron.core.foundation.mpi import MPI, init_mpi_process_group
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import explicit_layout
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import (
+    GroupFactory,
+    ProcessGroupCollection,
+    RunProcessGroups,
+    StageRanks,
+    build_process_groups,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.resilience.failure import is_lost_peer
 from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.rank_info import RankInfo
+from megatron.training.setup.stages import planned_layout
 
 
 def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
@@ -63,39 +71,42 @@ def _connect(settings: ParallelismSettings, info: RankInfo, store: Any) -> None:
 def create_groups(
     run: ResolvedRun,
     *,
-    get_embedding_ranks: Callable[..., list[int]] | None = None,
-    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-) -> ProcessGroupCollection:
-    """Create the parallel groups of this rank and make them the current ones."""
-    if parallel_state.model_parallel_is_initialized():
-        return ProcessGroupCollection.current()
-    return parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.parallelism.tensor_model_parallel_size,
-        pipeline_model_parallel_size=run.parallelism.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=run.parallelism.virtual_pipeline_model_parallel_size,
-        context_parallel_size=run.parallelism.context_parallel_size,
-        hierarchical_context_parallel_sizes=run.parallelism.hierarchical_context_parallel_sizes,
-        hybrid_context_parallel=run.parallelism.hybrid_context_parallel,
-        expert_model_parallel_size=run.parallelism.expert_model_parallel_size,
-        expert_tensor_parallel_size=run.parallelism.expert_tensor_parallel_size,
+    get_embedding_ranks: StageRanks | None = None,
+    get_position_embedding_ranks: StageRanks | None = None,
+) -> RunProcessGroups:
+    """Create the parallel groups of this rank and make them the current ones.
+
+    Communication:
+        collective on the world, see `build_process_groups`.
+    """
+    current = ProcessGroupCollection.current()
+    if current.factory is not None:
+        return current
+    parallel = run.parallelism
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    groups = build_process_groups(
+        planned_layout(run),
+        factory=GroupFactory(timeout=timeout),
+        embedding_ranks=get_embedding_ranks or _embedding_ranks(run),
+        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+        hierarchical_context_parallel_sizes=parallel.hierarchical_context_parallel_sizes,
+        hybrid_context_parallel=parallel.hybrid_context_parallel,
         num_distributed_optimizer_instances=run.ddp.num_distributed_optimizer_instances,
-        distributed_timeout_minutes=run.parallelism.distributed_timeout_minutes,
-        order=run.topology.rank_order,
-        get_embedding_ranks=get_embedding_ranks or _embedding_ranks(run),
-        get_position_embedding_ranks=get_position_embedding_ranks,
+        virtual_pipeline_size=parallel.virtual_pipeline_model_parallel_size,
     )
+    ProcessGroupCollection.set_current(groups)  # `megatron.core.parallel_state` reads it
+    return groups
 
 
-def _embedding_ranks(run: ResolvedRun) -> Callable[[list[int]], list[int]] | None:
-    """Return what picks, from the ranks of a pipeline, those with a copy of the embedding; None
-    where they are the first and the last."""
+def _embedding_ranks(run: ResolvedRun) -> StageRanks:
+    """Return a function from the ranks of a pipeline to the ranks with a copy of the embedding."""
     layout = explicit_layout(run.transformer_config)
     if layout is None or not layout.predicts_early:
-        return None
+        return default_embedding_ranks
     is_tied = not run.model.untie_embeddings_and_output_weights
     holders = sorted(set(layout.embedding_holders(is_tied=is_tied)))
-    if len(holders) == 1:  # whose copies are added without communication
-        return None
+    if len(holders) == 1:  # its copies are added without communication
+        return default_embedding_ranks
     return lambda stages: [stages[holder] for holder in holders]
 
 

@@ -26,12 +26,12 @@ from megatron.resilience.status import RunStatus
 from megatron.training import global_vars
 from megatron.training.checkpointing.saver import claim_directory
 from megatron.training.cli.parser import ParsedCommand
-from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, plain
-from megatron.training.config.vocabulary import resolve_vocabulary
 from megatron.training.launch import rank_info
 from megatron.training.launch.addresses import check_addresses
 from megatron.training.launch.printing import is_last_rank, print_rank_0
+from megatron.training.launch.rank_info import RankInfo
 from megatron.training.rules import notes, resolve_and_check
 from megatron.training.rules.settings_agreement import agree_on_settings, comparable
 from megatron.training.setup.distributed import (
@@ -82,7 +82,6 @@ def read_settings(read: ReadCommand, world_size: int, status: RunStatus) -> Reso
 def start_session(
     read: ReadCommand,
     status: RunStatus,
-    store_slot: list[object],
     *,
     get_embedding_ranks: Callable[..., list[int]] | None = None,
     get_position_embedding_ranks: Callable[..., list[int]] | None = None,
@@ -93,20 +92,43 @@ def start_session(
     """Bring up this rank's part of the run.
 
     Args:
-        status: told what is being done, for the failure report.
-        store_slot: receives the rendezvous store as soon as it exists.
-        store: one that exists already.
+        status: receives the rendezvous store, and what the rank is doing, for the failure report.
+        store: a rendezvous store that exists already.
         attempt: the ranks of this attempt, and the copies that the process kept of earlier ones.
-        claims_save_directory: refuse now, before anything is built, what another run saves into.
+        claims_save_directory: refuse a directory that another run saves into, before anything is
+            built.
     Communication:
         comparison of settings through the store; creation of the process groups.
     """
     name_fatal_signals()
     info = rank_info.read_rank_info()
     status.rank, status.activity = info.rank, "starting the processes"
-    store = store if store is not None else rank_info.connect_store(info, START_TIMEOUT)
-    store_slot.append(store)
+    status.store = store if store is not None else rank_info.connect_store(info, START_TIMEOUT)
 
+    run = agreed_settings(read, info, status)
+    announce(run)
+    watch_ranks(run, info, status, restarts=attempt is not None)
+    connect_ranks(run, info, status, claims_save_directory=claims_save_directory)
+    status.activity = "creating process groups"
+    groups = create_groups(
+        run,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+    )
+    set_numerics(run)
+    seed_everything(run.schedule.seed)
+    run, tokenizer = with_tokenizer(run, status)
+    session = open_writers(run, groups, tokenizer, status, attempt)
+    publish(session)
+    return session
+
+
+def agreed_settings(read: ReadCommand, info: RankInfo, status: RunStatus) -> ResolvedRun:
+    """Read the settings and compare them with the other ranks'.
+
+    Raises:
+        ConfigError: on all ranks, if the settings of any rank are wrong or differ.
+    """
     status.activity = "reading the settings"
     run: ResolvedRun | None = None
     mine: dict[str, Any] | MegatronError
@@ -115,10 +137,15 @@ def start_session(
         mine = comparable(run.config, run.extra)
     except MegatronError as error:
         mine = error
-    agree_on_settings(store, info.rank, info.world_size, mine, timeout=START_TIMEOUT)
+    agree_on_settings(status.store, info.rank, info.world_size, mine, timeout=START_TIMEOUT)
     assert run is not None
     status.has_begun = True
-    announce(run)
+    return run
+
+
+def watch_ranks(run: ResolvedRun, info: RankInfo, status: RunStatus, *, restarts: bool) -> None:
+    """Start to watch the launcher, the ranks of this machine, and whether this rank progresses."""
+    store = status.store
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
         status.watch.follow(status.peers.peers)
@@ -128,45 +155,59 @@ def start_session(
             timeout_s=run.logging.ft_rank_heartbeat_timeout,
             save_directory=status.save_directory,
             on_verdict=lambda code, text: end_by_verdict(code, text, store),
-            restarts=attempt is not None,
+            restarts=restarts,
         )
 
+
+def connect_ranks(
+    run: ResolvedRun, info: RankInfo, status: RunStatus, *, claims_save_directory: bool
+) -> None:
+    """Create the world process group and claim the save directory."""
     status.activity = "connecting the ranks"
     if "gloo" in run.parallelism.distributed_backend:
-        check_addresses(store, info.rank, info.world_size, START_TIMEOUT)
-    start_processes(run, info, store)
+        check_addresses(status.store, info.rank, info.world_size, START_TIMEOUT)
+    start_processes(run, info, status.store)
     if claims_save_directory and run.checkpoint.save is not None and not run.schedule.skip_train:
         status.activity = "claiming the save directory"
         claim_directory(storage_path(run.checkpoint.save), control_group(backend.world()))
         status.has_claimed = True
         if info.rank == 0 and status.save_directory is not None:
             set_earlier_failure_aside(status.save_directory)
-    status.activity = "creating process groups"
-    groups = create_groups(
-        run,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
-    )
-    set_numerics(run)
-    seed_everything(run.schedule.seed)
 
+
+def with_tokenizer(run: ResolvedRun, status: RunStatus) -> tuple[ResolvedRun, Any]:
+    """Build the tokenizer and derive the size of the embedding from it."""
     status.activity = "building the tokenizer"
     tokenizer = build_tokenizer(run.namespace())
     run = resolve_vocabulary(run, tokenizer.vocab_size)
     for derived in run.derivations[-2:]:
         if derived.name.endswith("vocab_size"):
             print_rank_0(f" > {derived}")
-    timers = Timers(run.logging.timing_log_level, run.logging.timing_log_option)
-    session = Session(run, groups, timers, tokenizer, status, attempt=attempt)
+    return run, tokenizer
+
+
+def open_writers(
+    run: ResolvedRun,
+    groups: ProcessGroupCollection,
+    tokenizer: Any,
+    status: RunStatus,
+    attempt: RestartAttempt | None,
+) -> Session:
+    """Open TensorBoard and W&B, and return the session."""
     status.activity = "opening TensorBoard and W&B writers"
-    session.signal = (
-        SignalFlag("SIGTERM", run.schedule.exit_signal)
+    return Session(
+        run=run,
+        groups=groups,
+        timers=Timers(run.logging.timing_log_level, run.logging.timing_log_option),
+        tokenizer=tokenizer,
+        status=status,
+        signal=SignalFlag("SIGTERM", run.schedule.exit_signal)
         if run.schedule.exit_signal_handler
-        else None
+        else None,
+        tensorboard=open_tensorboard(run),
+        wandb=open_wandb(run),
+        attempt=attempt,
     )
-    session.tensorboard, session.wandb = open_tensorboard(run), open_wandb(run)
-    publish(session)
-    return session
 
 
 def announce(run: ResolvedRun) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.settings.flags import from_args
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
@@ -17,7 +15,7 @@ LOCAL = ["local"]
 """Megatron's word for layers in plain torch, in place of a module and a name."""
 
 
-def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None = None) -> Any:
+def layer_spec(model: ModelSettings, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
     `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
@@ -27,7 +25,6 @@ def layer_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None 
     Raises:
         ConfigError: it cannot be imported, or not be called so.
     """
-    model = from_args(ModelSettings, vars(args))
     if not model.spec or model.spec == LOCAL:
         uses_engine = model.transformer_impl == "transformer_engine" and not model.spec
         return get_gpt_decoder_block_spec(config, uses_engine, vp_stage=vp_stage)

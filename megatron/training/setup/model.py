@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
-from megatron.training.config.adapters import LoraSettings
+from megatron.training.config.model import LoraSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.rules.support import why_no_fp8_param_gather
@@ -79,47 +79,72 @@ def build_model(
 
     Args:
         provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
-            `config` and `pg_collection` that it takes.
+            `config`, `pg_collection` and `run` that it takes.
     """
-    config = copy.copy(run.transformer_config)  # callbacks are set in it: one for each model
-    layout = pipeline_layout(config)
-    num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
-    pp_rank = groups.pp.rank()
-    chunks = []
-    # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
-    shards_parameters = run.ddp.use_torch_fsdp2
-    shards_parameters |= run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
-    for chunk in range(num_chunks):
-        vp_stage = chunk if num_chunks > 1 else None
-        with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
-            chunks.append(
-                _call_with_known(
-                    provider,
-                    pre_process=layout.has_embedding(pp_rank, vp_stage),
-                    post_process=layout.has_loss(pp_rank, vp_stage),
-                    vp_stage=vp_stage,
-                    config=config,
-                    pg_collection=groups,
-                )
-            )
-    for built in chunks:
-        if not isinstance(built, nn.Module):
-            raise ConfigError(
-                f"the model provider returned {shown(built)}.",
-                rule="it returns one chunk of the model, a torch.nn.Module",
-                fix="end the provider with `return model`",
-            )
+    config = copy.copy(run.transformer_config)  # each model sets its own callbacks in it
+    chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
     adapters = adapter_settings(run.lora)
     if adapters is not None:
         add_adapters(chunks, adapters, groups)
     _announce_size(chunks, groups)
     _announce_kernels(run, config)
+    chunks = move_and_convert(run, chunks)
+    return wrap_for_data_parallelism(run, chunks, groups) if wrap_with_ddp else chunks
+
+
+def build_chunks(
+    run: ResolvedRun,
+    config: TransformerConfig,
+    provider: ModelProvider,
+    groups: ProcessGroupCollection,
+    *,
+    wrap_with_ddp: bool,
+) -> list[nn.Module]:
+    """Call the provider for each chunk of this rank.
+
+    Raises:
+        ConfigError: the provider does not return modules, or cannot build several chunks.
+    """
+    layout, pp_rank = pipeline_layout(config), groups.pp.rank()
+    num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
+    # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
+    shards_parameters = run.ddp.use_torch_fsdp2
+    shards_parameters |= run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    chunks = []
+    for vp_stage in range(num_chunks) if num_chunks > 1 else (None,):
+        with parameters_without_memory() if shards_parameters and wrap_with_ddp else nullcontext():
+            chunk = _call_with_known(
+                provider,
+                pre_process=layout.has_embedding(pp_rank, vp_stage),
+                post_process=layout.has_loss(pp_rank, vp_stage),
+                vp_stage=vp_stage,
+                config=config,
+                pg_collection=groups,
+                run=run,
+            )
+        if not isinstance(chunk, nn.Module):
+            raise ConfigError(
+                f"the model provider returned {shown(chunk)}.",
+                rule="it returns one chunk of the model, a torch.nn.Module",
+                fix="end the provider with `return model`",
+            )
+        chunks.append(chunk)
+    return chunks
+
+
+def move_and_convert(run: ResolvedRun, chunks: list[nn.Module]) -> list[nn.Module]:
+    """Return the chunks on this rank's device, in half precision if the run asks for it."""
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]
     if run.precision.fp16 or run.precision.bf16:
         chunks = [Float16Module(get_model_config(chunk), chunk) for chunk in chunks]
-    if not wrap_with_ddp:
-        return chunks
+    return chunks
+
+
+def wrap_for_data_parallelism(
+    run: ResolvedRun, chunks: list[nn.Module], groups: ProcessGroupCollection
+) -> list[nn.Module]:
+    """Return the chunks in the data-parallel wrapper of the run."""
     ddp_config = data_parallel_config(run)
     wrapper = DistributedDataParallel
     if run.ddp.use_torch_fsdp2:
@@ -161,25 +186,25 @@ def _announce_kernels(run: ResolvedRun, config: TransformerConfig) -> None:
 
 
 def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
-    """Call with the options that `provider` takes: older ones know only the first two.
+    """Call with the options that `provider` takes: older providers take only the first two.
 
     Raises:
-        ConfigError: a rank has several chunks, and the provider cannot be told which one to build.
+        ConfigError: a rank has several chunks, and the provider does not take `vp_stage`.
     """
     parameters = inspect.signature(provider).parameters.values()
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        known = {p.name for p in parameters}
-        if options["vp_stage"] is not None and "vp_stage" not in known:
-            name = getattr(provider, "__name__", type(provider).__name__)
-            raise ConfigError(
-                f"{name}() takes no vp_stage, and ranks have several model chunks.",
-                rule="it is called once for each chunk, and vp_stage says which one to build",
-                flags=["--num-virtual-stages-per-pipeline-rank",
-                       "--num-layers-per-virtual-pipeline-stage"],
-                fix=f"give {name}() an argument vp_stage=None and pass it to the model",
-            )  # fmt: skip
-        options = {name: value for name, value in options.items() if name in known}
-    return provider(**options)
+    known = {p.name for p in parameters}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        known |= set(options) - {"run"}  # Megatron's providers pass **kwargs on to their models
+    if options["vp_stage"] is not None and "vp_stage" not in known:
+        name = getattr(provider, "__name__", type(provider).__name__)
+        raise ConfigError(
+            f"{name}() takes no vp_stage, and ranks have several model chunks.",
+            rule="it is called once for each chunk, and vp_stage says which one to build",
+            flags=["--num-virtual-stages-per-pipeline-rank",
+                   "--num-layers-per-virtual-pipeline-stage"],
+            fix=f"give {name}() an argument vp_stage=None and pass it to the model",
+        )  # fmt: skip
+    return provider(**{name: value for name, value in options.items() if name in known})
 
 
 def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> None:

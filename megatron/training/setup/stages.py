@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.topology.rank_grid import plan_layout
-from megatron.training.arguments import run_as_in
+from megatron.core.topology.rank_grid import Layout, plan_layout
 from megatron.training.config.resolved import ResolvedRun
 
 
-def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bool:
+def is_dataset_built_on_rank(run: ResolvedRun, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
     The first stage needs tokens; the last one, and one that predicts later tokens, labels. Masks
     that follow the documents (--reset-attention-mask, --sft), and where the text of an encoder
     ends, are needed by every stage.
     """
-    run = run_as_in(args)
     is_padded = run.encoders.traits.is_padded
     is_packed = run.parallelism.hybrid_context_parallel  # then every stage knows who shares a row
     if run.data.reset_attention_mask or run.data.sft or is_padded or is_packed:
@@ -28,10 +24,14 @@ def is_dataset_built_on_rank(args: Namespace, vp_stage: int | None = None) -> bo
     return layout.reads_tokens(pp_rank, vp_stage)
 
 
-def first_rank_of_stages(run: ResolvedRun) -> list[int]:
-    """Return the first global rank of each pipeline stage."""
+def planned_layout(run: ResolvedRun) -> Layout:
+    """Return the grid of ranks.
+
+    Raises:
+        TopologyError: the world size and the parallel sizes do not fit.
+    """
     sizes = run.parallelism
-    layout = plan_layout(
+    return plan_layout(
         run.topology.world_size,
         tp=sizes.tensor_model_parallel_size,
         pp=sizes.pipeline_model_parallel_size,
@@ -40,4 +40,8 @@ def first_rank_of_stages(run: ResolvedRun) -> list[int]:
         expert_tp=sizes.expert_tensor_parallel_size,
         order=run.topology.rank_order,
     )
-    return next(ranks for ranks in layout.dense.groups("pp") if 0 in ranks)
+
+
+def first_rank_of_stages(run: ResolvedRun) -> list[int]:
+    """Return the first global rank of each pipeline stage."""
+    return next(ranks for ranks in planned_layout(run).dense.groups("pp") if 0 in ranks)

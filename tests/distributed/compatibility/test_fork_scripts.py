@@ -124,7 +124,7 @@ def train(groups, words):
         (datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step), {}
     )
     with contextlib.redirect_stdout(io.StringIO()):
-        session = start_session(lambda: parse_command_line(words), RunStatus(), [], store=store)
+        session = start_session(lambda: parse_command_line(words), RunStatus(), store=store)
         run_session(session, call)
 
 

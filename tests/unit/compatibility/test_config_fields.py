@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.settings.flag_rows import table_fields
+from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.run import all_flags
@@ -34,13 +34,13 @@ READ_BY_LIBRARIES = {
 """What megatron-bridge reads or sets."""
 
 
-def other_value(metadata, default):
+def other_value(row):
     """Return a value that is not the default."""
-    if isinstance(default, bool):
-        return not default
-    if metadata.choices:
-        return next(choice for choice in metadata.choices if choice != default)
-    return [1] if metadata.nargs else 7
+    if isinstance(row.default, bool):
+        return not row.default
+    if row.metadata.choices:
+        return next(choice for choice in row.metadata.choices if choice != row.default)
+    return [1] if row.metadata.nargs else 7
 
 
 @pytest.mark.parametrize("kind", READ_BY_LIBRARIES)
@@ -58,25 +58,27 @@ def test_configs_are_quiet_where_nothing_is_set():
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_field_without_effect_is_accepted_with_its_reason(kind):
-    accepted = [row for row in table_fields(kind) if row[1].note]
-    given = {name: other_value(metadata, default) for name, metadata, default in accepted}
+    accepted = [row for row in inert_fields(kind) if row.metadata.note]
+    given = {row.name: other_value(row) for row in accepted}
     with pytest.warns(UserWarning, match=kind.__name__) as told:
         config = kind(**REQUIRED.get(kind, {}), **given)
-    for warning, (name, metadata, _) in zip(told, accepted, strict=True):
-        assert str(warning.message) == f"{kind.__name__}.{name}={given[name]!r}: {metadata.note}."
+    for warning, row in zip(told, accepted, strict=True):
+        shown = f"{kind.__name__}.{row.name}={given[row.name]!r}: {row.metadata.note}."
+        assert str(warning.message) == shown
         assert warning.filename == __file__
-        assert getattr(config, name) == given[name]
+        assert getattr(config, row.name) == given[row.name]
 
 
 @pytest.mark.parametrize("kind", [TransformerConfig, DistributedDataParallelConfig])
 def test_a_field_of_what_is_not_here_is_refused_with_what_to_use(kind):
-    refused = [row for row in table_fields(kind) if row[1].refuse]
-    given = {name: other_value(metadata, default) for name, metadata, default in refused}
+    refused = [row for row in inert_fields(kind) if row.metadata.refuse]
+    given = {row.name: other_value(row) for row in refused}
     with pytest.raises(ConfigError) as caught:
         kind(**REQUIRED.get(kind, {}), **given)
-    for name, metadata, _ in refused:
-        assert f"{kind.__name__}.{name}={given[name]!r} is not supported yet" in str(caught.value)
-        assert metadata.refuse in str(caught.value)
+    for row in refused:
+        shown = f"{kind.__name__}.{row.name}={given[row.name]!r} is not supported yet"
+        assert shown in str(caught.value)
+        assert row.metadata.refuse in str(caught.value)
 
 
 def test_a_config_that_gives_a_field_another_default_gets_the_same_answer():
@@ -93,10 +95,10 @@ def test_a_config_that_gives_a_field_another_default_gets_the_same_answer():
 
 def test_a_field_of_the_tables_has_the_answer_of_its_flag():
     for kind in CONFIGS:
-        for name, metadata, _ in table_fields(kind):
-            if metadata.is_flag:
-                flag = all_flags()[metadata.name].metadata
-                assert (flag.note, flag.refuse) == (metadata.note, metadata.refuse), name
+        for row in inert_fields(kind):
+            if row.metadata.is_flag:
+                flag = all_flags()[row.metadata.name].metadata
+                assert (flag.note, flag.refuse) == (row.metadata.note, row.metadata.refuse), row
 
 
 def test_a_config_of_a_script_shows_what_the_command_line_has_said_already():

@@ -11,9 +11,7 @@ from collections import defaultdict
 
 import pytest
 
-from megatron.compatibility.lookup import is_stand_in
-from megatron.compatibility.moved_names import ELSEWHERE, STAR_NAMES
-from megatron.compatibility.unsupported_names import LACKING
+from megatron.compatibility.import_hook import ALIASES, MISSING, STAR_MODULES, is_stand_in
 from megatron.core.enums import ModelType
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.setup.model import get_model
@@ -81,16 +79,16 @@ def test_the_names_of_first_pretraining_scripts_are_found():
             assert value_of(module, name) is not None, (module, name)
 
 
-@pytest.mark.parametrize("module", sorted(ELSEWHERE))
+@pytest.mark.parametrize("module", sorted(ALIASES))
 def test_every_name_of_the_table_is_defined_where_it_says(module):
-    for name in ELSEWHERE[module]:
+    for name in ALIASES[module]:
         value = value_of(module, name)
         assert value is None or not is_stand_in(value)
 
 
-@pytest.mark.parametrize("module", sorted(LACKING))
-def test_a_name_without_its_feature_says_so_when_it_is_used_and_not_before(module):
-    for name, reason in LACKING[module].items():
+@pytest.mark.parametrize("module", sorted(MISSING))
+def test_a_name_without_a_definition_raises_when_it_is_used_and_not_when_it_is_imported(module):
+    for name, reason in MISSING[module].items():
         lacking = value_of(module, name)
         derived = type("Own", (lacking,), {"__init__": lambda self: None})
         for use in (lacking, derived):
@@ -103,7 +101,7 @@ def test_a_name_without_its_feature_says_so_when_it_is_used_and_not_before(modul
 
 
 def test_no_name_is_both_found_and_lacking():
-    both = {m: set(ELSEWHERE[m]) & set(LACKING[m]) for m in set(ELSEWHERE) & set(LACKING)}
+    both = {m: set(ALIASES[m]) & set(MISSING[m]) for m in set(ALIASES) & set(MISSING)}
     assert not any(both.values())
 
 
@@ -132,11 +130,11 @@ def test_a_library_in_a_folder_of_the_same_name_is_found_beside_this_one(tmp_pat
     assert done.stdout == "alone\n", done.stderr
 
 
-@pytest.mark.parametrize("module", sorted(STAR_NAMES))
+@pytest.mark.parametrize("module", STAR_MODULES)
 def test_code_that_takes_all_names_of_a_module_finds_those_it_uses(module):
     found: dict[str, object] = {}
     exec(f"from {module} import *", found)
-    assert STAR_NAMES[module].keys() | set(ELSEWHERE.get(module, {})) <= found.keys()
+    assert ALIASES[module].keys() <= found.keys()
 
 
 def test_an_encoder_and_decoder_in_one_model_is_refused():

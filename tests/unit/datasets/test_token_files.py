@@ -370,7 +370,7 @@ IN_A_RUN = """
 from torch.distributed import HashStore
 from megatron.resilience.status import RunStatus
 from megatron.training.setup.initialize import start_session
-start_session(read, RunStatus(), [], store=HashStore())
+start_session(read, RunStatus(), store=HashStore())
 """
 
 

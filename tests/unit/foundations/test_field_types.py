@@ -25,7 +25,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.vision.vision_config import VisionConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.settings.flag_rows import table_fields
+from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.low_rank_adapter import AdapterSettings, LoraConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -83,7 +83,7 @@ def required(kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_no_field_takes_a_value_of_another_type(kind):
-    unread = {name for name, *_ in table_fields(kind)}
+    unread = {row.name for row in inert_fields(kind)}
     hints, num_tried = typing.get_type_hints(kind), 0
     for field in dataclasses.fields(kind):
         if not field.init or (field.name in unread and hints[field.name] not in (bool, int)):

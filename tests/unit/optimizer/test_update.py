@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.compatibility.optimizers import (
+from megatron.compatibility.optimizer import (
     ChainedOptimizer,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,

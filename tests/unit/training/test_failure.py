@@ -58,10 +58,8 @@ FATAL = re.compile(
 
 def fail(error: BaseException, status: RunStatus, store=None) -> int:
     """Run the reporting around a body that raises; return the exit code."""
-    with (
-        pytest.raises(SystemExit) as caught,
-        failures_reported(status, [store] if store is not None else []),
-    ):
+    status.store = store
+    with pytest.raises(SystemExit) as caught, failures_reported(status):
         raise error
     return caught.value.code
 
@@ -141,7 +139,7 @@ def test_a_second_interrupt_does_not_break_into_the_report_of_the_first(gap_s):
 import contextlib, sys, time
 from megatron.resilience.failure import failures_reported
 from megatron.resilience.status import RunStatus
-with failures_reported(RunStatus(activity="training"), []):
+with failures_reported(RunStatus(activity="training")):
     try:
         print("ready", flush=True)
         time.sleep(30)
@@ -266,7 +264,7 @@ def test_a_run_whose_output_nobody_reads_lost_no_rank(capsys):
     with (
         unread_stdout(),
         pytest.raises(SystemExit, match="141"),
-        failures_reported(RunStatus(), []),
+        failures_reported(RunStatus()),
     ):
         print("iteration 1", flush=True)
     said = capsys.readouterr().err
@@ -432,7 +430,7 @@ def test_an_orphan_has_lost_its_launcher_unless_process_1_may_be_the_launcher(
 
 def test_a_rank_whose_launcher_ended_while_it_imported_ends_too(monkeypatch, capsys):
     monkeypatch.setattr(rank_info, "has_lost_its_launcher", lambda: True)
-    with pytest.raises(SystemExit) as ended, failures_reported(RunStatus(), []):
+    with pytest.raises(SystemExit) as ended, failures_reported(RunStatus()):
         raise AssertionError("training begins without a launcher")
     assert ended.value.code == 18
     assert "FATAL[LAUNCHER_LOST]" in capsys.readouterr().err
@@ -467,7 +465,7 @@ def test_a_resumable_run_is_told_how_to_go_on(capsys):
 
 
 def test_leaving_on_purpose_is_no_failure(capsys):
-    with pytest.raises(SystemExit) as caught, failures_reported(RunStatus(), []):
+    with pytest.raises(SystemExit) as caught, failures_reported(RunStatus()):
         raise SystemExit(0)
     assert caught.value.code == 0
     assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.settings.flags import flag_specs
+from megatron.core.settings.inert_flags import INERT_FLAGS, inert_flags
 from megatron.training.checkpointing.stored_settings import MODEL_SHAPE_ARGS
 from megatron.training.cli.flags_document import flags_document
 from megatron.training.cli.parser import build_parser, parse_command_line
@@ -123,6 +124,19 @@ def test_what_a_flag_is_part_of_exists():
     table = all_flags()
     for spec in table.values():
         assert set(spec.metadata.part_of) <= table.keys(), spec.name
+
+
+def test_every_line_of_the_file_of_inert_flags_names_its_effect_and_what_to_use_instead():
+    header, *lines = INERT_FLAGS.read_text().splitlines()
+    for row in (dict(zip(header.split("\t"), line.split("\t"), strict=True)) for line in lines):
+        assert row["effect"] in ("no effect", "refused", "tunes"), row
+        assert row["instead"] and (row["flag"] or row["field"]), row
+        assert set(row["configs"].split()) <= {"parallel", "transformer", "optimizer", "ddp"}, row
+        assert row["configs"] or row["flag"], row
+    names = [row.name for row in inert_flags()]
+    assert len(names) == len(set(names))
+    with_flag = [line for line in lines if line.startswith("--")]
+    assert with_flag == sorted(with_flag) and lines[: len(with_flag)] == with_flag
 
 
 def test_values_that_are_refused_are_choices():

@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import run_as_in
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
-from megatron.training.config.resolved import Machine
-from megatron.training.config.vocabulary import pad_vocabulary, resolve_vocabulary
+from megatron.training.config.resolved import Machine, pad_vocabulary, resolve_vocabulary
 from megatron.training.rules import resolve_and_check
 from megatron.training.setup.stages import is_dataset_built_on_rank
 
@@ -301,7 +300,7 @@ def test_the_config_of_the_model_is_built_once(monkeypatch):
     found = resolve_vocabulary(checked, 300)
     args = found.namespace()
     assert run_as_in(args) is found
-    assert is_dataset_built_on_rank(args)
+    assert is_dataset_built_on_rank(found)
     assert built == [checked.transformer_config]
     assert found.transformer_config.unpadded_vocab_size == found.model.unpadded_vocab_size
 

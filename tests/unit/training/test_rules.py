@@ -7,7 +7,10 @@ import pytest
 from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.foundation.errors import ConfigError
 from megatron.training.cli.parser import parse_command_line
+from megatron.training.config.resolved import ResolvedRun
+from megatron.training.config.run import RunConfig
 from megatron.training.rules import notes, resolve_and_check
+from megatron.training.rules.registry import combinations, settings_agree
 
 
 def words_of(text: str) -> list[str]:
@@ -49,12 +52,6 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             4,
             "--seq-length 32 with --hybrid-context-parallel on 4",
         ),
-        (["--max-seqlen-per-dp-cp-rank", "8"], 4, "-rank without --hybrid-context-parallel"),
-        (
-            ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "8"],
-            4,
-            "--hybrid-context-parallel without --calculate-per-token-loss",
-        ),
         (
             ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", "8"],
             4,
@@ -80,35 +77,17 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--pipeline-schedule zb-v with virtual stages",
         ),
         (
-            ["--overlap-moe-expert-parallel-comm", "--num-experts", "4"]
-            + ["--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
-            + ["--use-torch-fsdp2"],
-            2,
-            "--use-torch-fsdp2 with --overlap-moe-expert-parallel-comm",
-        ),
-        (
             ["--pipeline-schedule", "dualpipe-v", "--pipeline-model-parallel-size", "2"]
             + ["--global-batch-size", "6"],
             2,
             "3 micro batches per step for dualpipe-v on 2 pipeline ranks",
         ),
         (["--pipeline-step-durations", "1", "0", "1"], 1, "--pipeline-step-durations 1 0 1"),
-        (
-            ["--multi-latent-attention", "--position-embedding-type", "none"],
-            1,
-            "--multi-latent-attention with --position-embedding-type none",
-        ),
         (["--data-path", "0.7", "/no/a", "/no/b"], 1, "give a weight for every corpus"),
         (
             ["--tokenizer-type", "TikTokenizer", "--tokenizer-model", "/no/file"],
             1,
             "--tokenizer-model /no/file: no such file",
-        ),
-        (
-            ["--multi-latent-attention", "--position-embedding-type", "rope"]
-            + ["--group-query-attention", "--num-query-groups", "2"],
-            1,
-            "--multi-latent-attention with --group-query-attention",
         ),
         (
             ["--multi-latent-attention", "--position-embedding-type", "rope"]
@@ -123,23 +102,16 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--tensor-model-parallel-size", "2"], 3, "3 ranks cannot be arranged as tp=2"),
         (["--max-position-embeddings", "16"], 1, "less than --seq-length 32"),
         (["--num-query-groups", "2"], 1, "without --group-query-attention"),
-        (["--train-samples", "10"], 1, "--train-iters and --train-samples are given together"),
+        (["--train-samples", "10"], 1, "--train-iters 10 with --train-samples 10"),
         (["--lr-warmup-samples", "10"], 1, "--lr-warmup-samples in a run that is measured"),
         (["--lr-warmup-iters", "10"], 1, "warm-up (20 samples) is not shorter"),
         (["--lr-warmup-fraction", "1.5"], 1, "--lr-warmup-fraction 1.5"),
         (["--min-lr", "1"], 1, "--lr 0.001 with --min-lr 1"),
         (["--lr-decay-style", "WSD"], 1, "without the length of its last phase"),
-        (["--overlap-param-gather"], 1, "without --use-distributed-optimizer"),
         (
             ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", "no_shard"],
             2,
             "--use-distributed-optimizer with --data-parallel-sharding-strategy no_shard",
-        ),
-        (["--num-distributed-optimizer-instances", "2"], 2, "copies of sharded"),
-        (
-            ["--use-torch-fsdp2", "--pipeline-model-parallel-size", "2"],
-            4,
-            "--use-torch-fsdp2 with --pipeline-model-parallel-size",
         ),
         (
             ["--use-torch-fsdp2", "--use-distributed-optimizer"],
@@ -160,7 +132,7 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
             "--num-distributed-optimizer-instances 2 for 1 replica(s) of the experts",
         ),
         (["--param-cpu-offload"], 2, "--param-cpu-offload with no_shard"),
-        (["--param-offload-path", "."], 2, "--param-offload-path with no_shard"),
+        (["--param-offload-path", "."], 2, "with --data-parallel-sharding-strategy no_shard"),
         (["--param-offload-path", "/no/where"], 2, "mkdir -p /no/where"),
         (
             ["--activation-offload-path", "/no/where", "--cpu-offloading-num-layers", "1"],
@@ -176,36 +148,36 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--optimizer", "muon", "--muon-num-ns-steps", "0"], 1, "--muon-num-ns-steps 0"),
         (["--optimizer", "muon", "--optimizer-cpu-offload"], 1, "each element by itself"),
         (["--optimizer-offload-path", "/no/where"], 1, "mkdir -p /no/where"),
-        (["--optimizer-offload-fraction", "0.5"], 1, "without offload"),
+        (["--optimizer-offload-fraction", "0.5"], 1, "0.5 without --optimizer-cpu-offload"),
         (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share is in"),
         (["--grad-compression", "powersgd", "--powersgd-rank", "0"], 1, "--powersgd-rank 0"),
         (["--grad-compression-warmup", "-1"], 1, "--grad-compression-warmup -1"),
-        (["--main-grads-dtype", "bf16"], 1, "--main-grads-dtype bf16 without --bf16"),
         (["--main-params-dtype", "fp16"], 1, "fp32 weights are their own"),
         (["--param-rules", "*.bias:lr_mul=2"], 1, "'lr_mul'"),
         (["--param-rules", "lr_mult=2"], 1, "no pattern"),
         (["--param-rules", "*.bias:lr_mult=2,wd_mult=x"], 1, "'wd_mult'"),
         (["--param-rules", "*.bias:optimizer=lamb"], 1, "'lamb'"),
         (["--data-path", "x"], 1, "--mock-data is given together with --data-path"),
-        (["--ckpt-step", "5"], 1, "--ckpt-step without --load"),
+        (["--ckpt-step", "5"], 1, "--ckpt-step 5 without --load"),
         (["--swiglu", "--squared-relu"], 1, "both on"),
         (["--split", "a,b"], 1, "--split 'a,b'"),
         (["--num-virtual-stages-per-pipeline-rank", "2"], 1, "--pipeline-model-parallel-size 1"),
-        (["--ddp-bucket-size", "9", "--ddp-num-buckets", "3"], 1, "are given together"),
+        (
+            ["--ddp-bucket-size", "9", "--ddp-num-buckets", "3"],
+            1,
+            "--ddp-bucket-size 9 with --ddp-num-buckets 3",
+        ),
         (["--rampup-batch-size", "3", "2", "9"], 1, "--rampup-batch-size 3 2 9"),
         (["--hidden-dropout", "1.0"], 1, "hidden_dropout=1.0"),
         (["--log-interval", "0"], 1, "--log-interval 0"),
         (["--profile", "--profile-step-start", "5", "--profile-step-end", "5"], 1, "0 < start"),
-        (["--no-rope-freq", "2"], 1, "only rotary embedding can be left out"),
         (["--position-embedding-type", "rope", "--kv-channels", "3"], 1, "rotates 3 channels"),
         (["--tokenizer-type", "TikTokenizer"], 1, "without --tokenizer-model"),
         (["--start-weight-decay", "0.5"], 1, "with a constant weight decay"),
-        (["--wandb-project", "p"], 1, "without --wandb-exp-name"),
         (["--recompute-granularity", "full"], 1, "it needs a method"),
         (["--adam-beta1", "1"], 1, "--adam-beta1 1"),
         (["--data-path", "s3://a/b"], 1, "--object-storage-cache-path"),
-        (["--sft"], 1, "--sft with --mock-data"),
-        (["--multiple-validation-sets"], 1, "without corpora of validation alone"),
+        (["--multiple-validation-sets"], 1, "-sets without --valid-data-path"),
         (["--phase-transition-iterations", "5,3"], 1, "rising numbers of steps"),
         (["--phase-transition-iterations", "soon"], 1, "rising numbers of steps"),
     ],
@@ -223,6 +195,38 @@ def test_quotes_that_reach_the_program_are_no_part_of_a_split(split):
 def test_the_small_run_breaks_no_rule():
     assert problems() == []
     assert problems("--tensor-model-parallel-size", "2", "--sequence-parallel", world_size=4) == []
+
+
+def value_for(condition):
+    """Return a value of the setting with which the condition holds."""
+    spec = condition.spec
+    if condition.relation == ">":
+        return int(condition.operands[0]) + 1
+    if condition.relation == "=":
+        return condition.operands[0]
+    if condition.is_negated:
+        return spec.default
+    if spec.is_switch:
+        return not spec.default
+    other = [*spec.choices] or [{int: 2, float: 0.5, str: "x"}[spec.element]]
+    value = next(v for v in other if v != spec.default and str(v) not in condition.operands)
+    return [value] if spec.metadata.nargs else value
+
+
+@pytest.mark.parametrize(
+    "row", combinations(), ids=lambda row: f"{row[0].spec.flag} {row[1].spec.flag}"
+)
+def test_a_combination_of_the_table_is_found_and_is_not_without_its_first_setting(row):
+    first, second, rule, fix, provided = row
+    values = {c.spec.name: value_for(c) for c in (first, second, provided) if c is not None}
+
+    def found():
+        run = ResolvedRun(config=RunConfig.from_values(values)).overlaid(values)
+        return [(p.rule, p.fix) for p in settings_agree(run)]
+
+    assert (rule, fix) in found()
+    values[first.spec.name] = first.spec.default
+    assert first.relation == "!=" or (rule, fix) not in found()
 
 
 def test_heads_layers_and_batch_are_told_in_one_message():
@@ -303,13 +307,6 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
 def test_a_mechanism_that_does_not_exist_is_refused_with_the_nearest(words, instead):
     found = problems(*words, world_size=2)
     assert any("is not supported yet" in text and instead in text for text in found)
-
-
-def test_yarn_stretches_positions_alone_and_in_all_channels():
-    words = words_of("--position-embedding-type yarn --rotary-percent 0.5 --use-rope-scaling")
-    found = " ".join(problems(*words))
-    assert "drop --rotary-percent" in found
-    assert "drop --use-rope-scaling" in found
 
 
 def test_known_flags_at_their_defaults_are_accepted():

@@ -26,7 +26,8 @@ from megatron.training.checkpointing.run_state import (
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.stop import ExitInterval, StepBudget
-from megatron.training.rules.run_control import spikes_are_looked_for_and_answered
+from megatron.training.rules.registry import settings_agree
+from megatron.training.rules.run_control import a_rollback_has_a_state_to_return_to
 from megatron.training.run.state import RollbackNeeded, StepResult, TrainState
 
 
@@ -251,5 +252,6 @@ def test_a_rollback_has_what_it_needs_or_is_refused(settings, flag):
         "save_interval": 4,
     }
     run = ResolvedRun().overlaid({**wanted, **settings})
-    flags = [name for problem in spikes_are_looked_for_and_answered(run) for name in problem.flags]
+    found = [*settings_agree(run), *a_rollback_has_a_state_to_return_to(run)]
+    flags = [name for problem in found for name in problem.flags]
     assert flags == [] if flag is None else flag in flags

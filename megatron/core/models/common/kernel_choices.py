@@ -21,8 +21,8 @@ from megatron.core.models.common.language_module.language_module import (
     asked_loss,
     loss_needs,
 )
-from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
+from megatron.core.transformer.config.stages import cp_comm_type_of_layer
 from megatron.core.transformer.dot_product_attention import asked_backend
 from megatron.core.transformer.low_precision_layers import recipe_of
 from megatron.core.transformer.moe.dispatchers import EXCHANGE, choose_exchange

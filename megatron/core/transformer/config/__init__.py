@@ -1,1 +1,1 @@
-"""Groups of `TransformerConfig` fields; each group checks itself."""
+"""Groups of `TransformerConfig` fields, and functions that derive and check them."""

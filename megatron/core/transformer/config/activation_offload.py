@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 OFFLOAD_MODULES = (
     "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act",
@@ -55,54 +59,41 @@ class ActivationOffloadConfig:
         """Whether anything is."""
         return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
 
-    def check_activation_offload(
-        self, granularity: str | None, recomputed: Collection[str]
-    ) -> list[MegatronError]:
-        """Return the problems of these settings.
 
-        Args:
-            recomputed: parts of layers, with the granularity "selective".
-        """
-        problems: list[MegatronError] = []
-        modules = self.modules_to_offload
-        unknown = set(modules) - set(OFFLOAD_MODULES)
-        if self.fine_grained_activation_offloading and (not modules or unknown):
-            problems.append(
-                ConfigError(
-                    f"fine_grained_activation_offloading with offload_modules={modules}.",
-                    rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
-                    flags=["--fine-grained-activation-offloading", "--offload-modules"],
-                    fix="use --offload-modules core_attn attn_proj",
-                )
-            )
-        if self.fine_grained_activation_offloading and self.cpu_offloading_num_layers:
-            problems.append(
-                ConfigError(
-                    "fine_grained_activation_offloading with"
-                    f" cpu_offloading_num_layers={self.cpu_offloading_num_layers}.",
-                    rule="whole layers are offloaded, or parts of all",
-                    flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
-                    fix="drop one of the two",
-                )
-            )
-        if self.activation_offload_path is not None and not self.offloads_activations:
-            problems.append(
-                ConfigError(
-                    f"activation_offload_path={self.activation_offload_path!r} without offload.",
-                    rule="it is where activations wait that are offloaded",
-                    flags=["--activation-offload-path", "--fine-grained-activation-offloading"],
-                    fix="add --fine-grained-activation-offloading --offload-modules core_attn",
-                )
-            )
-        dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)
-        if self.cpu_offloading_num_layers and granularity == "selective" and dropped:
-            problems.append(
-                ConfigError(
-                    f"cpu_offloading_num_layers={self.cpu_offloading_num_layers} with recomputation"
-                    f" of {', '.join(sorted(dropped))}.",
-                    rule="outputs that are dropped after use cannot be copied",
-                    flags=["--cpu-offloading-num-layers", "--recompute-modules"],
-                    fix="use --fine-grained-activation-offloading for the other parts",
-                )
-            )
-        return problems
+def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of these settings."""
+    granularity = config.recompute_granularity
+    recomputed = config.recompute_modules or ()
+    modules = config.modules_to_offload
+    unknown = set(modules) - set(OFFLOAD_MODULES)
+    if config.fine_grained_activation_offloading and (not modules or unknown):
+        yield ConfigError(
+            f"fine_grained_activation_offloading with offload_modules={modules}.",
+            rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
+            flags=["--fine-grained-activation-offloading", "--offload-modules"],
+            fix="use --offload-modules core_attn attn_proj",
+        )
+    if config.fine_grained_activation_offloading and config.cpu_offloading_num_layers:
+        yield ConfigError(
+            "fine_grained_activation_offloading with"
+            f" cpu_offloading_num_layers={config.cpu_offloading_num_layers}.",
+            rule="whole layers are offloaded, or parts of all",
+            flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
+            fix="drop one of the two",
+        )
+    if config.activation_offload_path is not None and not config.offloads_activations:
+        yield ConfigError(
+            f"activation_offload_path={config.activation_offload_path!r} without offload.",
+            rule="it is where activations wait that are offloaded",
+            flags=["--activation-offload-path", "--fine-grained-activation-offloading"],
+            fix="add --fine-grained-activation-offloading --offload-modules core_attn",
+        )
+    dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)
+    if config.cpu_offloading_num_layers and granularity == "selective" and dropped:
+        yield ConfigError(
+            f"cpu_offloading_num_layers={config.cpu_offloading_num_layers} with recomputation"
+            f" of {', '.join(sorted(dropped))}.",
+            rule="outputs that are dropped after use cannot be copied",
+            flags=["--cpu-offloading-num-layers", "--recompute-modules"],
+            fix="use --fine-grained-activation-offloading for the other parts",
+        )

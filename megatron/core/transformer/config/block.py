@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -123,79 +123,64 @@ class BlockConfig:
             is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
         return self.window_size if is_windowed else None
 
-    def check_block(self) -> list[MegatronError]:
-        """Return the problems of the layer's composition."""
-        problems: list[MegatronError] = []
-        if self.normalization not in NORMS:
-            problems.append(
-                ConfigError(
-                    f"normalization={self.normalization!r} is unknown.",
-                    rule=f"known norms are {', '.join(NORMS)}",
-                    flags=["--normalization"],
-                    fix="use --normalization RMSNorm",
-                )
+
+def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
+    """Yield the problems of the layer's composition."""
+    if config.normalization not in NORMS:
+        yield ConfigError(
+            f"normalization={config.normalization!r} is unknown.",
+            rule=f"known norms are {', '.join(NORMS)}",
+            flags=["--normalization"],
+            fix="use --normalization RMSNorm",
+        )
+    if config.softmax_type not in SOFTMAX_TYPES:
+        yield ConfigError(
+            f"softmax_type={config.softmax_type!r} is unknown.",
+            rule=f"known types are {', '.join(SOFTMAX_TYPES)}",
+            flags=["--softmax-type"],
+            fix="use --softmax-type vanilla",
+        )
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            yield ConfigError(
+                f"{name}={getattr(config, name)}.",
+                rule="a dropout probability is in [0, 1)",
+                flags=["--" + name.replace("_", "-")],
+                fix=f"use --{name.replace('_', '-')} 0.1",
             )
-        if self.softmax_type not in SOFTMAX_TYPES:
-            problems.append(
-                ConfigError(
-                    f"softmax_type={self.softmax_type!r} is unknown.",
-                    rule=f"known types are {', '.join(SOFTMAX_TYPES)}",
-                    flags=["--softmax-type"],
-                    fix="use --softmax-type vanilla",
-                )
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < float("inf"):
+            yield ConfigError(
+                f"{name}={value}.",
+                rule="it is a positive number",
+                flags=["--" + name.replace("_", "-")],
+                fix=f"leave --{name.replace('_', '-')} out",
             )
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                problems.append(
-                    ConfigError(
-                        f"{name}={getattr(self, name)}.",
-                        rule="a dropout probability is in [0, 1)",
-                        flags=["--" + name.replace("_", "-")],
-                        fix=f"use --{name.replace('_', '-')} 0.1",
-                    )
-                )
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                problems.append(
-                    ConfigError(
-                        f"{name}={value}.",
-                        rule="it is a positive number",
-                        flags=["--" + name.replace("_", "-")],
-                        fix=f"leave --{name.replace('_', '-')} out",
-                    )
-                )
-        if self.use_parallel_residual and self.apply_residual_connection_post_layernorm:
-            problems.append(
-                ConfigError(
-                    "use_parallel_residual with apply_residual_connection_post_layernorm.",
-                    rule="with two norms of one input there is no single residual after the norm",
-                    flags=[
-                        "--use-parallel-residual",
-                        "--apply-residual-connection-post-layernorm",
-                    ],
-                    fix="drop one of them",
-                )
-            )
-        pattern = self.window_attn_skip_freq
-        if isinstance(pattern, int) and pattern < 1:
-            problems.append(
-                ConfigError(
-                    f"window_attn_skip_freq={pattern}.",
-                    rule="every N-th layer sees all keys, N at least 1",
-                    flags=["--window-attn-skip-freq"],
-                    fix="use --window-attn-skip-freq 2 for every other layer",
-                )
-            )
-        if self.window_size is not None and (
-            len(self.window_size) != 2 or min(self.window_size) < -1
-        ):
-            problems.append(
-                ConfigError(
-                    f"window_size={self.window_size}.",
-                    rule="a window is two numbers, left and right, each -1 (unlimited) or more",
-                    flags=["--window-size"],
-                    fix="use --window-size 4096,0 for a causal window",
-                )
-            )
-        return problems
+    if config.use_parallel_residual and config.apply_residual_connection_post_layernorm:
+        yield ConfigError(
+            "use_parallel_residual with apply_residual_connection_post_layernorm.",
+            rule="with two norms of one input there is no single residual after the norm",
+            flags=[
+                "--use-parallel-residual",
+                "--apply-residual-connection-post-layernorm",
+            ],
+            fix="drop one of them",
+        )
+    pattern = config.window_attn_skip_freq
+    if isinstance(pattern, int) and pattern < 1:
+        yield ConfigError(
+            f"window_attn_skip_freq={pattern}.",
+            rule="every N-th layer sees all keys, N at least 1",
+            flags=["--window-attn-skip-freq"],
+            fix="use --window-attn-skip-freq 2 for every other layer",
+        )
+    if config.window_size is not None and (
+        len(config.window_size) != 2 or min(config.window_size) < -1
+    ):
+        yield ConfigError(
+            f"window_size={config.window_size}.",
+            rule="a window is two numbers, left and right, each -1 (unlimited) or more",
+            flags=["--window-size"],
+            fix="use --window-size 4096,0 for a causal window",
+        )

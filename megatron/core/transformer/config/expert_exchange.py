@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
@@ -48,17 +49,15 @@ class ExpertExchangeConfig:
         own = of_library.get(self.exchange_library)
         return self.moe_flex_dispatcher_num_sms if own is None else own
 
-    def exchange_problems(self) -> list[MegatronError]:
-        """Return what of these settings cannot be used together."""
-        sms = self.exchange_num_sms
-        if sms is None or (sms >= 2 and sms % 2 == 0):
-            return []
-        return [
-            ConfigError(
-                f"{sms} multiprocessors for the exchange of tokens.",
-                rule="half of them send and half receive",
-                flags=["--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms",
-                       "--moe-hybridep-num-sms"],
-                fix="give an even number, for example 20",
-            )
-        ]  # fmt: skip
+
+def exchange_problems(config: ExpertExchangeConfig) -> Iterator[MegatronError]:
+    """Yield what of these settings cannot be used together."""
+    sms = config.exchange_num_sms
+    if sms is not None and (sms < 2 or sms % 2):
+        yield ConfigError(
+            f"{sms} multiprocessors for the exchange of tokens.",
+            rule="half of them send and half receive",
+            flags=["--moe-flex-dispatcher-num-sms", "--moe-deepep-num-sms",
+                   "--moe-hybridep-num-sms"],
+            fix="give an even number, for example 20",
+        )  # fmt: skip

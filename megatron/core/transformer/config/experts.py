@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
-from megatron.core.transformer.config.expert_exchange import DISPATCHERS, ExpertExchangeConfig
+from megatron.core.transformer.config.expert_exchange import (
+    DISPATCHERS,
+    ExpertExchangeConfig,
+    exchange_problems,
+)
 from megatron.core.utils import best_divisor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 BALANCE_METHODS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -110,15 +118,6 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
     """Log the balance of each layer."""
 
-    def derive_experts(
-        self, ffn_hidden_size: int | None, recompute_modules: list[str] | None
-    ) -> None:
-        """Fill the width of an expert, and whether expert layers are recomputed."""
-        if "moe" in (recompute_modules or []):
-            self.moe_layer_recompute = True
-        if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
-            self.moe_ffn_hidden_size = ffn_hidden_size
-
     def layers_with_experts(self, num_layers: int) -> list[bool]:
         """Return for each layer of the model whether it has experts."""
         if self.num_moe_experts is None:
@@ -151,296 +150,6 @@ class ExpertConfig(ExpertExchangeConfig):
             return [float(given)] * len(_as_list(self.moe_router_load_balancing_type))
         return [float(value) for value in given]
 
-    def check_experts(
-        self, num_layers: int, expert_parallel: int, expert_tp: int | None, mlp_chunks: int
-    ) -> list[MegatronError]:
-        """Return the problems of the experts, their router and their split over ranks."""
-        if self.num_moe_experts is None:
-            if expert_parallel == 1:
-                return []
-            return [
-                ConfigError(
-                    f"expert_model_parallel_size={expert_parallel} in a model without experts.",
-                    rule="expert parallelism distributes routed experts",
-                    flags=["--expert-model-parallel-size", "--num-experts"],
-                    fix="drop --expert-model-parallel-size, or set --num-experts",
-                )
-            ]
-        problems: list[MegatronError] = []
-        if mlp_chunks > 1:
-            problems.append(
-                _problem(
-                    f"mlp_chunks_for_training={mlp_chunks} in a model with experts.",
-                    "a router sees whole sequences",
-                    "--mlp-chunks-for-training",
-                    "--num-experts",
-                    fix="use --moe-layer-recompute",
-                )
-            )
-        return [
-            *problems,
-            *self._sizes_problems(num_layers, expert_parallel, expert_tp or 1),
-            *self._router_problems(),
-            *self._capacity_problems(),
-            *self.exchange_problems(),
-        ]
-
-    def _sizes_problems(
-        self, num_layers: int, expert_parallel: int, expert_tp: int
-    ) -> list[MegatronError]:
-        experts = self.num_moe_experts
-        problems: list[MegatronError] = []
-        assert experts is not None
-        if experts < 1:
-            problems.append(
-                _problem(
-                    f"num_moe_experts={experts}.",
-                    "it is a positive number",
-                    "--num-experts",
-                    fix="drop --num-experts for a dense model",
-                )
-            )
-            return problems
-        if experts % expert_parallel:
-            problems.append(
-                _problem(
-                    f"{experts} experts cannot be split over expert-parallel size"
-                    f" {expert_parallel}.",
-                    "each expert-parallel rank owns a whole number of experts",
-                    "--num-experts",
-                    "--expert-model-parallel-size",
-                    fix="use --expert-model-parallel-size"
-                    f" {best_divisor(experts, expert_parallel)}",
-                )
-            )
-        width = self.moe_ffn_hidden_size or 0
-        if width < 1 or width % expert_tp:
-            problems.append(
-                _problem(
-                    f"moe_ffn_hidden_size={width} cannot be split over expert-tensor-parallel size"
-                    f" {expert_tp}.",
-                    "each rank owns an equal part of an expert",
-                    "--moe-ffn-hidden-size",
-                    "--expert-tensor-parallel-size",
-                    fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
-                )
-            )
-        if self.moe_latent_size is not None and self.moe_latent_size < 1:
-            problems.append(
-                _problem(
-                    f"moe_latent_size={self.moe_latent_size}.",
-                    "it is a positive number",
-                    "--moe-latent-size",
-                    fix="drop --moe-latent-size for experts of the hidden size",
-                )
-            )
-        freq = self.moe_layer_freq
-        if isinstance(freq, int):
-            if freq < 1:
-                problems.append(
-                    _problem(
-                        f"moe_layer_freq={freq}.",
-                        "it is a positive number, or a list of 0 and 1",
-                        "--moe-layer-freq",
-                        fix="use --moe-layer-freq 1",
-                    )
-                )
-        elif len(freq) != num_layers or set(freq) - {0, 1}:
-            problems.append(
-                _problem(
-                    f"moe_layer_freq={freq} for {num_layers} layers.",
-                    "a list says 0 or 1 for every layer",
-                    "--moe-layer-freq",
-                    "--num-layers",
-                    fix=f'use --moe-layer-freq "[1]*{num_layers}"',
-                )
-            )
-        shared = self.moe_shared_expert_intermediate_size
-        if (shared is not None and shared < 1) or (self.moe_shared_expert_gate and shared is None):
-            problems.append(
-                _problem(
-                    f"moe_shared_expert_intermediate_size={shared}"
-                    f" with moe_shared_expert_gate={self.moe_shared_expert_gate}.",
-                    "a shared expert has a positive width, and a gate belongs to one",
-                    "--moe-shared-expert-intermediate-size",
-                    fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
-                )
-            )
-        if self.moe_shared_expert_overlap and (
-            shared is None or self.moe_token_dispatcher_type == "allgather"
-        ):
-            problems.append(
-                _problem(
-                    f"moe_shared_expert_overlap with moe_shared_expert_intermediate_size={shared}"
-                    f" and moe_token_dispatcher_type={self.moe_token_dispatcher_type!r}.",
-                    "a shared expert is computed while an all-to-all is in flight",
-                    "--moe-shared-expert-overlap",
-                    "--moe-shared-expert-intermediate-size",
-                    "--moe-token-dispatcher-type",
-                    fix="use --moe-token-dispatcher-type alltoall with a shared expert, or drop"
-                    " --moe-shared-expert-overlap",
-                )
-            )
-        return problems
-
-    def _router_problems(self) -> list[MegatronError]:
-        problems: list[MegatronError] = []
-        experts, topk = self.num_moe_experts or 0, self.moe_router_topk
-
-        def refuse(found: str, rule: str, *flags: str, fix: str) -> None:
-            problems.append(_problem(found, rule, *flags, fix=fix))
-
-        for name, value, known in (
-            ("moe_router_score_function", self.moe_router_score_function, SCORE_FUNCTIONS),
-            ("moe_token_dispatcher_type", self.moe_token_dispatcher_type, DISPATCHERS),
-            ("moe_token_drop_policy", self.moe_token_drop_policy, DROP_POLICIES),
-            ("moe_router_dtype", self.moe_router_dtype, (None, "fp32", "fp64")),
-        ):
-            if value not in known:
-                option = "--" + name.replace("_", "-")
-                refuse(
-                    f"{name}={value!r} is unknown.",
-                    f"known are {', '.join(map(str, known))}",
-                    option,
-                    fix=f"use {option} {known[-1]}",
-                )
-        if not 1 <= topk <= experts:
-            refuse(
-                f"moe_router_topk={topk} of {experts} experts.",
-                "a token is routed to at least one expert, and to each once",
-                "--moe-router-topk",
-                "--num-experts",
-                fix=f"use --moe-router-topk {min(2, experts)}",
-            )
-        is_softmax = self.moe_router_score_function == "softmax"
-        if (
-            topk == 1
-            and is_softmax
-            and not (self.moe_router_pre_softmax or self.routes_by_sinkhorn)
-        ):
-            refuse(
-                "moe_router_topk=1 with a softmax over the chosen expert.",
-                "the weight of a single chosen expert would always be 1, and the router would not"
-                " learn",
-                "--moe-router-topk",
-                "--moe-router-pre-softmax",
-                fix="add --moe-router-pre-softmax",
-            )
-        if self.moe_router_enable_expert_bias and is_softmax:
-            refuse(
-                "an expert bias with softmax scores.",
-                "the bias chooses among scores that do not depend on each other",
-                "--moe-router-enable-expert-bias",
-                "--moe-router-score-function",
-                fix="use --moe-router-score-function sigmoid",
-            )
-        groups, kept = self.moe_router_num_groups, self.moe_router_group_topk
-        if (groups is None) != (kept is None):
-            refuse(
-                f"moe_router_num_groups={groups} with moe_router_group_topk={kept}.",
-                "group-limited routing needs both",
-                "--moe-router-num-groups",
-                "--moe-router-group-topk",
-                fix="set both, or neither",
-            )
-        elif groups is not None and kept is not None:
-            per_group = experts // groups if groups > 0 else 0
-            if per_group < 1 or experts % groups or not 1 <= kept <= groups:
-                refuse(
-                    f"{experts} experts in {groups} groups, of which a token is routed to {kept}.",
-                    "groups are equal, and a token is routed to some of them",
-                    "--moe-router-num-groups",
-                    "--moe-router-group-topk",
-                    "--num-experts",
-                    fix=f"use --moe-router-num-groups {best_divisor(experts, max(groups, 1))}"
-                    " --moe-router-group-topk 1",
-                )
-            elif self.moe_router_group_score_topk is not None:
-                judges = self.moe_router_group_score_topk
-                if not 1 <= judges <= per_group or topk > kept * per_group:
-                    refuse(
-                        f"moe_router_topk={topk} from {kept} groups of {per_group} experts, judged"
-                        f" by {judges} of them.",
-                        "a group is judged by some of the experts that it has, and the groups that"
-                        " a token is routed to hold all of its experts",
-                        "--moe-router-group-score-topk",
-                        "--moe-router-group-topk",
-                        fix=f"use --moe-router-group-score-topk 1 --moe-router-group-topk {groups}",
-                    )
-            elif topk % kept or topk // kept > per_group:
-                refuse(
-                    f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",
-                    "a group is judged by its topk / group_topk best experts, a whole number of"
-                    " those that it has",
-                    "--moe-router-topk",
-                    "--moe-router-group-topk",
-                    fix=f"use --moe-router-topk {kept * max(1, min(topk // kept, per_group))}",
-                )
-        problems += self._balance_problems()
-        return problems
-
-    def _balance_problems(self) -> list[MegatronError]:
-        problems: list[MegatronError] = []
-        methods = _as_list(self.moe_router_load_balancing_type)
-        unknown = [method for method in methods if method not in BALANCE_METHODS]
-        if unknown or len(set(methods)) != len(methods):
-            problems.append(
-                _problem(
-                    f"moe_router_load_balancing_type={methods}.",
-                    f"methods are {', '.join(BALANCE_METHODS)}, each at most once",
-                    "--moe-router-load-balancing-type",
-                    fix="use --moe-router-load-balancing-type aux_loss",
-                )
-            )
-        if len(self._coefficients()) != len(methods) or min(self._coefficients()) < 0:
-            problems.append(
-                _problem(
-                    f"moe_aux_loss_coeff={self.moe_aux_loss_coeff} for {len(methods)} methods.",
-                    "each method has one coefficient, not negative",
-                    "--moe-aux-loss-coeff",
-                    "--moe-router-load-balancing-type",
-                    fix="use --moe-aux-loss-coeff" + " 0.01" * len(methods),
-                )
-            )
-        if self.routes_by_sinkhorn and (len(methods) > 1 or self.moe_router_num_groups):
-            problems.append(
-                _problem(
-                    "sinkhorn together with another way to choose or to balance.",
-                    "a balanced assignment chooses the experts by itself",
-                    "--moe-router-load-balancing-type",
-                    fix="use --moe-router-load-balancing-type sinkhorn alone",
-                )
-            )
-        for name in ("moe_z_loss_coeff", "moe_input_jitter_eps"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                option = "--" + name.replace("_", "-")
-                problems.append(
-                    _problem(
-                        f"{name}={value}.", "it is in [0, 1)", option, fix=f"use {option} 1e-3"
-                    )
-                )
-        return problems
-
-    def _capacity_problems(self) -> list[MegatronError]:
-        problems: list[MegatronError] = []
-        for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
-            factor, option = getattr(self, name), "--" + name.replace("_", "-")
-            if factor is not None and not factor > 0:
-                rule = "it is a positive multiple of the even share"
-                problems.append(_problem(f"{name}={factor}.", rule, option, fix="give 1.25"))
-        if factor is not None and self.moe_token_dispatcher_type == "allgather":
-            found = "moe_expert_rank_capacity_factor with the allgather dispatcher."
-            rule = "it bounds what ranks send to each other, which is everything there"
-            flags = "--moe-expert-rank-capacity-factor", "--moe-token-dispatcher-type"
-            problems.append(_problem(found, rule, *flags, fix=f"use {flags[1]} alltoall"))
-        if self.moe_expert_capacity_factor is None and self.moe_pad_expert_input_to_capacity:
-            found = "moe_pad_expert_input_to_capacity without a capacity."
-            rule = "inputs are padded to the capacity of an expert"
-            flags = "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"
-            problems.append(_problem(found, rule, *flags, fix=f"add {flags[1]} 1.25"))
-        return problems
-
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -448,3 +157,258 @@ def _as_list(value: Any) -> list[Any]:
 
 def _problem(found: str, rule: str, *flags: str, fix: str) -> ConfigError:
     return ConfigError(found, rule=rule, flags=list(flags), fix=fix)
+
+
+def derive_experts(config: TransformerConfig) -> None:
+    """Fill the width of an expert, and whether expert layers are recomputed."""
+    if "moe" in (config.recompute_modules or []):
+        config.moe_layer_recompute = True
+    if config.num_moe_experts is not None and config.moe_ffn_hidden_size is None:
+        config.moe_ffn_hidden_size = config.ffn_hidden_size
+
+
+def expert_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of the experts, their router and their split over ranks."""
+    expert_parallel = config.expert_model_parallel_size
+    if config.num_moe_experts is None:
+        if expert_parallel > 1:
+            yield _problem(
+                f"expert_model_parallel_size={expert_parallel} in a model without experts.",
+                "expert parallelism distributes routed experts",
+                "--expert-model-parallel-size",
+                "--num-experts",
+                fix="drop --expert-model-parallel-size, or set --num-experts",
+            )
+        return
+    if config.mlp_chunks_for_training > 1:
+        yield _problem(
+            f"mlp_chunks_for_training={config.mlp_chunks_for_training} in a model with experts.",
+            "a router sees whole sequences",
+            "--mlp-chunks-for-training",
+            "--num-experts",
+            fix="use --moe-layer-recompute",
+        )
+    yield from _sizes_problems(config)
+    yield from _router_problems(config)
+    yield from _capacity_problems(config)
+    yield from exchange_problems(config)
+
+
+def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    experts, num_layers = config.num_moe_experts or 0, config.num_layers
+    expert_parallel = config.expert_model_parallel_size
+    expert_tp = config.expert_tensor_parallel_size or 1
+    if experts < 1:
+        yield _problem(
+            f"num_moe_experts={experts}.",
+            "it is a positive number",
+            "--num-experts",
+            fix="drop --num-experts for a dense model",
+        )
+        return
+    if experts % expert_parallel:
+        yield _problem(
+            f"{experts} experts cannot be split over expert-parallel size {expert_parallel}.",
+            "each expert-parallel rank owns a whole number of experts",
+            "--num-experts",
+            "--expert-model-parallel-size",
+            fix=f"use --expert-model-parallel-size {best_divisor(experts, expert_parallel)}",
+        )
+    width = config.moe_ffn_hidden_size or 0
+    if width < 1 or width % expert_tp:
+        yield _problem(
+            f"moe_ffn_hidden_size={width} cannot be split over expert-tensor-parallel size"
+            f" {expert_tp}.",
+            "each rank owns an equal part of an expert",
+            "--moe-ffn-hidden-size",
+            "--expert-tensor-parallel-size",
+            fix=f"use --moe-ffn-hidden-size {max(1, -(-width // expert_tp)) * expert_tp}",
+        )
+    if config.moe_latent_size is not None and config.moe_latent_size < 1:
+        yield _problem(
+            f"moe_latent_size={config.moe_latent_size}.",
+            "it is a positive number",
+            "--moe-latent-size",
+            fix="drop --moe-latent-size for experts of the hidden size",
+        )
+    freq = config.moe_layer_freq
+    if isinstance(freq, int):
+        if freq < 1:
+            yield _problem(
+                f"moe_layer_freq={freq}.",
+                "it is a positive number, or a list of 0 and 1",
+                "--moe-layer-freq",
+                fix="use --moe-layer-freq 1",
+            )
+    elif len(freq) != num_layers or set(freq) - {0, 1}:
+        yield _problem(
+            f"moe_layer_freq={freq} for {num_layers} layers.",
+            "a list says 0 or 1 for every layer",
+            "--moe-layer-freq",
+            "--num-layers",
+            fix=f'use --moe-layer-freq "[1]*{num_layers}"',
+        )
+    shared = config.moe_shared_expert_intermediate_size
+    if (shared is not None and shared < 1) or (config.moe_shared_expert_gate and shared is None):
+        yield _problem(
+            f"moe_shared_expert_intermediate_size={shared}"
+            f" with moe_shared_expert_gate={config.moe_shared_expert_gate}.",
+            "a shared expert has a positive width, and a gate belongs to one",
+            "--moe-shared-expert-intermediate-size",
+            fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
+        )
+    if config.moe_shared_expert_overlap and (
+        shared is None or config.moe_token_dispatcher_type == "allgather"
+    ):
+        yield _problem(
+            f"moe_shared_expert_overlap with moe_shared_expert_intermediate_size={shared}"
+            f" and moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}.",
+            "a shared expert is computed while an all-to-all is in flight",
+            "--moe-shared-expert-overlap",
+            "--moe-shared-expert-intermediate-size",
+            "--moe-token-dispatcher-type",
+            fix="use --moe-token-dispatcher-type alltoall with a shared expert, or drop"
+            " --moe-shared-expert-overlap",
+        )
+
+
+def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
+    experts, topk = config.num_moe_experts or 0, config.moe_router_topk
+
+    for name, value, known in (
+        ("moe_router_score_function", config.moe_router_score_function, SCORE_FUNCTIONS),
+        ("moe_token_dispatcher_type", config.moe_token_dispatcher_type, DISPATCHERS),
+        ("moe_token_drop_policy", config.moe_token_drop_policy, DROP_POLICIES),
+        ("moe_router_dtype", config.moe_router_dtype, (None, "fp32", "fp64")),
+    ):
+        if value not in known:
+            option = "--" + name.replace("_", "-")
+            yield _problem(
+                f"{name}={value!r} is unknown.",
+                f"known are {', '.join(map(str, known))}",
+                option,
+                fix=f"use {option} {known[-1]}",
+            )
+    if not 1 <= topk <= experts:
+        yield _problem(
+            f"moe_router_topk={topk} of {experts} experts.",
+            "a token is routed to at least one expert, and to each once",
+            "--moe-router-topk",
+            "--num-experts",
+            fix=f"use --moe-router-topk {min(2, experts)}",
+        )
+    is_softmax = config.moe_router_score_function == "softmax"
+    if (
+        topk == 1
+        and is_softmax
+        and not (config.moe_router_pre_softmax or config.routes_by_sinkhorn)
+    ):
+        yield _problem(
+            "moe_router_topk=1 with a softmax over the chosen expert.",
+            "the weight of a single chosen expert would always be 1, and the router would not"
+            " learn",
+            "--moe-router-topk",
+            "--moe-router-pre-softmax",
+            fix="add --moe-router-pre-softmax",
+        )
+    if config.moe_router_enable_expert_bias and is_softmax:
+        yield _problem(
+            "an expert bias with softmax scores.",
+            "the bias chooses among scores that do not depend on each other",
+            "--moe-router-enable-expert-bias",
+            "--moe-router-score-function",
+            fix="use --moe-router-score-function sigmoid",
+        )
+    groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
+    if (groups is None) != (kept is None):
+        yield _problem(
+            f"moe_router_num_groups={groups} with moe_router_group_topk={kept}.",
+            "group-limited routing needs both",
+            "--moe-router-num-groups",
+            "--moe-router-group-topk",
+            fix="set both, or neither",
+        )
+    elif groups is not None and kept is not None:
+        per_group = experts // groups if groups > 0 else 0
+        if per_group < 1 or experts % groups or not 1 <= kept <= groups:
+            yield _problem(
+                f"{experts} experts in {groups} groups, of which a token is routed to {kept}.",
+                "groups are equal, and a token is routed to some of them",
+                "--moe-router-num-groups",
+                "--moe-router-group-topk",
+                "--num-experts",
+                fix=f"use --moe-router-num-groups {best_divisor(experts, max(groups, 1))}"
+                " --moe-router-group-topk 1",
+            )
+        elif config.moe_router_group_score_topk is not None:
+            judges = config.moe_router_group_score_topk
+            if not 1 <= judges <= per_group or topk > kept * per_group:
+                yield _problem(
+                    f"moe_router_topk={topk} from {kept} groups of {per_group} experts, judged"
+                    f" by {judges} of them.",
+                    "a group is judged by some of the experts that it has, and the groups that"
+                    " a token is routed to hold all of its experts",
+                    "--moe-router-group-score-topk",
+                    "--moe-router-group-topk",
+                    fix=f"use --moe-router-group-score-topk 1 --moe-router-group-topk {groups}",
+                )
+        elif topk % kept or topk // kept > per_group:
+            yield _problem(
+                f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",
+                "a group is judged by its topk / group_topk best experts, a whole number of"
+                " those that it has",
+                "--moe-router-topk",
+                "--moe-router-group-topk",
+                fix=f"use --moe-router-topk {kept * max(1, min(topk // kept, per_group))}",
+            )
+    yield from _balance_problems(config)
+
+
+def _balance_problems(config: ExpertConfig) -> Iterator[MegatronError]:
+    methods = _as_list(config.moe_router_load_balancing_type)
+    unknown = [method for method in methods if method not in BALANCE_METHODS]
+    if unknown or len(set(methods)) != len(methods):
+        yield _problem(
+            f"moe_router_load_balancing_type={methods}.",
+            f"methods are {', '.join(BALANCE_METHODS)}, each at most once",
+            "--moe-router-load-balancing-type",
+            fix="use --moe-router-load-balancing-type aux_loss",
+        )
+    if len(config._coefficients()) != len(methods) or min(config._coefficients()) < 0:
+        yield _problem(
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff} for {len(methods)} methods.",
+            "each method has one coefficient, not negative",
+            "--moe-aux-loss-coeff",
+            "--moe-router-load-balancing-type",
+            fix="use --moe-aux-loss-coeff" + " 0.01" * len(methods),
+        )
+    if config.routes_by_sinkhorn and (len(methods) > 1 or config.moe_router_num_groups):
+        yield _problem(
+            "sinkhorn together with another way to choose or to balance.",
+            "a balanced assignment chooses the experts by itself",
+            "--moe-router-load-balancing-type",
+            fix="use --moe-router-load-balancing-type sinkhorn alone",
+        )
+    for name in ("moe_z_loss_coeff", "moe_input_jitter_eps"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            option = "--" + name.replace("_", "-")
+            yield _problem(f"{name}={value}.", "it is in [0, 1)", option, fix=f"use {option} 1e-3")
+
+
+def _capacity_problems(config: ExpertConfig) -> Iterator[MegatronError]:
+    for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
+        factor, option = getattr(config, name), "--" + name.replace("_", "-")
+        if factor is not None and not factor > 0:
+            rule = "it is a positive multiple of the even share"
+            yield _problem(f"{name}={factor}.", rule, option, fix="give 1.25")
+    if factor is not None and config.moe_token_dispatcher_type == "allgather":
+        found = "moe_expert_rank_capacity_factor with the allgather dispatcher."
+        rule = "it bounds what ranks send to each other, which is everything there"
+        flags = "--moe-expert-rank-capacity-factor", "--moe-token-dispatcher-type"
+        yield _problem(found, rule, *flags, fix=f"use {flags[1]} alltoall")
+    if config.moe_expert_capacity_factor is None and config.moe_pad_expert_input_to_capacity:
+        found = "moe_pad_expert_input_to_capacity without a capacity."
+        rule = "inputs are padded to the capacity of an expert"
+        flags = "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor"
+        yield _problem(found, rule, *flags, fix=f"add {flags[1]} 1.25")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import float_pair, layer_pattern
@@ -22,6 +23,9 @@ from megatron.core.transformer.config.layer_kinds import (
     hybrid_pattern,
 )
 from megatron.core.utils import best_divisor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MIXER_OF_VARIANT = {
     "gated_delta_net": GATED_DELTA_NET,
@@ -93,11 +97,6 @@ class LinearAttentionConfig:
     )
     """Least and largest step size of Mamba-2."""
 
-    def derive_mixers(self, hidden_size: int) -> None:
-        """Fill the number of heads of Mamba-2."""
-        if self.mamba_num_heads is None and self.mamba_head_dim > 0:
-            self.mamba_num_heads = 2 * hidden_size // self.mamba_head_dim
-
     @property
     def pattern(self) -> HybridPattern | None:
         """The letters of the layers; None without them.
@@ -128,118 +127,108 @@ class LinearAttentionConfig:
             for is_one, routed in zip(is_linear, has_experts, strict=True)
         )
 
-    def check_linear_attention(self, num_layers: int, tp: int) -> list[MegatronError]:
-        """Return the problems of these layers; tp is the tensor-parallel size."""
-        if self.hybrid_layer_pattern is None and self.experimental_attention_variant is None:
-            return []
-        problems = self._pattern_problems(num_layers)
-        if problems:
-            return problems
-        mixers = {kind.mixer for kind in self.kinds_of_layers([False] * num_layers)} & set(_SIZES)
-        names = sorted({name for mixer in mixers for name in _SIZES[mixer]})
-        problems = [
-            ConfigError(
-                f"{name}={getattr(self, name)}.",
-                rule="it is a positive number",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use --{name.replace('_', '-')} 4",
-            )
-            for name in names
-            if getattr(self, name) < 1
-        ]
-        if problems:
-            return problems
-        if mixers & {GATED_DELTA_NET, KIMI}:
-            keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-            problems += _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
-                                        values, tp, "key heads, and the value heads that share"
-                                        " them")  # fmt: skip
-        if MAMBA in mixers:
-            groups, heads = self.mamba_num_groups, self.mamba_num_heads or 0
-            problems += _split_problems("mamba_num_groups", groups, "mamba_num_heads", heads, tp,
-                                        "groups, and the heads that share them")  # fmt: skip
-        return problems
 
-    def _pattern_problems(self, num_layers: int) -> list[MegatronError]:
-        variant, freq = self.experimental_attention_variant, self.linear_attention_freq
-        problems: list[MegatronError] = []
-        try:
-            letters = self.pattern
-        except ConfigError as error:
-            return [error]
-        if letters is not None:
-            if variant is not None:
-                problems.append(
-                    ConfigError(
-                        "hybrid_layer_pattern with experimental_attention_variant.",
-                        rule="the letters say what each layer is",
-                        flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
-                        fix="drop --experimental-attention-variant",
-                    )
-                )
-            if len(letters.layers) != num_layers:
-                problems.append(
-                    ConfigError(
-                        f"hybrid_layer_pattern has {len(letters.layers)} layers for a model of"
-                        f" {num_layers}.",
-                        rule="the pattern is one letter per layer",
-                        flags=["--hybrid-layer-pattern", "--num-layers"],
-                        fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
-                    )
-                )
-            return problems
-        if variant not in MIXER_OF_VARIANT:
-            problems.append(
-                ConfigError(
-                    f"experimental_attention_variant={variant!r} is unknown.",
-                    rule=f"known variants are {', '.join(MIXER_OF_VARIANT)}",
-                    flags=["--experimental-attention-variant"],
-                    fix=_NOT_HERE,
-                )
-            )
-        if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
-            problems.append(
-                ConfigError(
-                    f"linear_attention_freq gives {len(freq)} layers for a model of {num_layers}.",
-                    rule="the pattern is one 0 or 1 per layer",
-                    flags=["--linear-attention-freq", "--num-layers"],
-                    fix="use a number N, or a list expression of the right length",
-                )
-            )
-        if isinstance(freq, int) and freq < 1:
-            problems.append(
-                ConfigError(
-                    f"linear_attention_freq={freq}.",
-                    rule="it is a positive number",
-                    flags=["--linear-attention-freq"],
-                    fix="use --linear-attention-freq 4",
-                )
-            )
-        return problems
+def derive_mixers(config: TransformerConfig) -> None:
+    """Fill the number of heads of Mamba-2."""
+    if config.mamba_num_heads is None and config.mamba_head_dim > 0:
+        config.mamba_num_heads = 2 * config.hidden_size // config.mamba_head_dim
 
 
 def _split_problems(
     name: str, blocks: int, name_of_heads: str, heads: int, tp: int, owned: str
-) -> list[MegatronError]:
-    """Return what cannot be shared or split: heads share blocks, and ranks own whole blocks."""
+) -> Iterator[MegatronError]:
+    """Yield the problems of heads that share blocks, where ranks own whole blocks."""
     flags = ["--" + each.replace("_", "-") for each in (name, name_of_heads)]
-    problems: list[MegatronError] = []
     if heads % blocks:
-        problems.append(
-            ConfigError(
-                f"{name_of_heads}={heads} cannot share {name}={blocks}.",
-                rule="each serves a whole number of heads",
-                flags=flags[::-1],
-                fix=f"use {flags[0]} {best_divisor(heads, blocks)}",
-            )
+        yield ConfigError(
+            f"{name_of_heads}={heads} cannot share {name}={blocks}.",
+            rule="each serves a whole number of heads",
+            flags=flags[::-1],
+            fix=f"use {flags[0]} {best_divisor(heads, blocks)}",
         )
     if blocks % tp:
-        problems.append(
-            ConfigError(
-                f"{name}={blocks} cannot be split over tensor-parallel size {tp}.",
-                rule=f"each tensor-parallel rank owns a whole number of {owned}",
-                flags=[flags[0], "--tensor-model-parallel-size"],
-                fix=f"use --tensor-model-parallel-size {best_divisor(blocks, tp)}",
-            )
+        yield ConfigError(
+            f"{name}={blocks} cannot be split over tensor-parallel size {tp}.",
+            rule=f"each tensor-parallel rank owns a whole number of {owned}",
+            flags=[flags[0], "--tensor-model-parallel-size"],
+            fix=f"use --tensor-model-parallel-size {best_divisor(blocks, tp)}",
         )
-    return problems
+
+
+def linear_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of these layers."""
+    num_layers, tp = config.num_layers, config.tensor_model_parallel_size
+    if config.hybrid_layer_pattern is None and config.experimental_attention_variant is None:
+        return
+    problems = list(_pattern_problems(config, num_layers))
+    if problems:
+        yield from problems
+        return
+    mixers = {kind.mixer for kind in config.kinds_of_layers([False] * num_layers)} & set(_SIZES)
+    names = sorted({name for mixer in mixers for name in _SIZES[mixer]})
+    missing = [name for name in names if getattr(config, name) < 1]
+    for name in missing:
+        yield ConfigError(
+            f"{name}={getattr(config, name)}.",
+            rule="it is a positive number",
+            flags=["--" + name.replace("_", "-")],
+            fix=f"use --{name.replace('_', '-')} 4",
+        )
+    if missing:
+        return
+    if mixers & {GATED_DELTA_NET, KIMI}:
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        yield from _split_problems("linear_num_key_heads", keys, "linear_num_value_heads",
+                                    values, tp, "key heads, and the value heads that share"
+                                    " them")  # fmt: skip
+    if MAMBA in mixers:
+        groups, heads = config.mamba_num_groups, config.mamba_num_heads or 0
+        yield from _split_problems("mamba_num_groups", groups, "mamba_num_heads", heads, tp,
+                                    "groups, and the heads that share them")  # fmt: skip
+
+
+def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterator[MegatronError]:
+    variant, freq = config.experimental_attention_variant, config.linear_attention_freq
+    try:
+        letters = config.pattern
+    except ConfigError as error:
+        yield error
+        return
+    if letters is not None:
+        if variant is not None:
+            yield ConfigError(
+                "hybrid_layer_pattern with experimental_attention_variant.",
+                rule="the letters say what each layer is",
+                flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
+                fix="drop --experimental-attention-variant",
+            )
+        if len(letters.layers) != num_layers:
+            yield ConfigError(
+                f"hybrid_layer_pattern has {len(letters.layers)} layers for a model of"
+                f" {num_layers}.",
+                rule="the pattern is one letter per layer",
+                flags=["--hybrid-layer-pattern", "--num-layers"],
+                fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
+            )
+        return
+    if variant not in MIXER_OF_VARIANT:
+        yield ConfigError(
+            f"experimental_attention_variant={variant!r} is unknown.",
+            rule=f"known variants are {', '.join(MIXER_OF_VARIANT)}",
+            flags=["--experimental-attention-variant"],
+            fix=_NOT_HERE,
+        )
+    if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):
+        yield ConfigError(
+            f"linear_attention_freq gives {len(freq)} layers for a model of {num_layers}.",
+            rule="the pattern is one 0 or 1 per layer",
+            flags=["--linear-attention-freq", "--num-layers"],
+            fix="use a number N, or a list expression of the right length",
+        )
+    if isinstance(freq, int) and freq < 1:
+        yield ConfigError(
+            f"linear_attention_freq={freq}.",
+            rule="it is a positive number",
+            flags=["--linear-attention-freq"],
+            fix="use --linear-attention-freq 4",
+        )

@@ -1,11 +1,19 @@
-"""Precision and fused kernels inside the layers."""
+"""Number formats, fused kernels, recomputation and captured graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
+
+from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, no_flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _SHARED_SCALES = "the ranks that share a scale are the same for all micro batches"
 
@@ -86,41 +94,189 @@ class PrecisionConfig:
     memory_efficient_layer_norm: bool = no_flag(False)
     """Accepted for compatibility; the native norm is used."""
 
-    def check_low_precision(self, mlp_chunks: int) -> list[MegatronError]:
-        """Return problems of the low-precision settings."""
-        problems: list[MegatronError] = []
-        if self.fp8 and self.fp4:
-            problems.append(
-                ConfigError(
-                    f"fp8={self.fp8!r} and fp4={self.fp4!r}.",
-                    rule="the operands of a product have one number of bits",
-                    flags=["--fp8-format", "--fp4-format"],
-                    fix="drop one of them",
-                )
-            )
-        if (self.fp8 or self.fp4) and mlp_chunks > 1:
-            problems.append(
-                ConfigError(
-                    f"mlp_chunks_for_training={mlp_chunks} with low-precision products.",
-                    rule="blocks and scales of weight gradients are made of all tokens of a micro"
-                    " batch",
-                    flags=["--mlp-chunks-for-training", "--fp8-format", "--fp4-format"],
-                    fix="drop --mlp-chunks-for-training",
-                )
-            )
-        counts = {
-            "fp8_amax_history_len": (self.fp8_amax_history_len, 1),
-            "num_layers_at_start_in_bf16": (self.num_layers_at_start_in_bf16, 0),
-            "num_layers_at_end_in_bf16": (self.num_layers_at_end_in_bf16, 0),
-        }
-        problems += [
-            ConfigError(
-                f"{name}={count}.",
-                rule=f"it is at least {least}",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use {least}",
-            )
-            for name, (count, least) in counts.items()
-            if count < least
-        ]
-        return problems
+
+def precision_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of the low-precision settings."""
+    mlp_chunks = config.mlp_chunks_for_training
+    if config.fp8 and config.fp4:
+        yield ConfigError(
+            f"fp8={config.fp8!r} and fp4={config.fp4!r}.",
+            rule="the operands of a product have one number of bits",
+            flags=["--fp8-format", "--fp4-format"],
+            fix="drop one of them",
+        )
+    if (config.fp8 or config.fp4) and mlp_chunks > 1:
+        yield ConfigError(
+            f"mlp_chunks_for_training={mlp_chunks} with low-precision products.",
+            rule="blocks and scales of weight gradients are made of all tokens of a micro batch",
+            flags=["--mlp-chunks-for-training", "--fp8-format", "--fp4-format"],
+            fix="drop --mlp-chunks-for-training",
+        )
+    counts = {
+        "fp8_amax_history_len": (config.fp8_amax_history_len, 1),
+        "num_layers_at_start_in_bf16": (config.num_layers_at_start_in_bf16, 0),
+        "num_layers_at_end_in_bf16": (config.num_layers_at_end_in_bf16, 0),
+    }
+    yield from [
+        ConfigError(
+            f"{name}={count}.",
+            rule=f"it is at least {least}",
+            flags=["--" + name.replace("_", "-")],
+            fix=f"use {least}",
+        )
+        for name, (count, least) in counts.items()
+        if count < least
+    ]
+
+
+RECOMPUTE_MODULES = (
+    "core_attn", "mla_up_proj", "mlp", "layernorm", "moe", "moe_act", "shared_experts",
+)  # fmt: skip
+"""Parts of a layer that selective recomputation can drop and recompute."""
+
+
+@dataclass
+class RecomputeConfig:
+    """Which activations are dropped after forward and recomputed in backward."""
+
+    recompute_granularity: str | None = flag(None, choices=("full", "selective"))
+    """Which activations are recomputed in backward: whole layers, or parts of each."""
+    recompute_method: str | None = flag(None, choices=("uniform", "block"))
+    """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
+    recompute_num_layers: int | None = None
+    """Layers of a group, or recomputed layers of a chunk."""
+    recompute_modules: list[str] | None = flag(None, nargs="+")
+    """Selective: any of core_attn, mla_up_proj (queries, keys and values of latents), mlp, moe,
+    moe_act (what an expert's second layer multiplies), shared_experts, layernorm. Default
+    core_attn. Norms whose output is the residual stream
+    (--apply-residual-connection-post-layernorm) keep it."""
+    distribute_saved_activations: bool = False
+    """Shard the saved layer inputs over the tensor-parallel ranks."""
+    mlp_chunks_for_training: int = 1
+    """Runs of tokens that the MLP is computed for one after the other, each again in backward, so
+    that the wide activations of one run exist at a time (tiled MLP: arXiv 2506.13996, section
+    3.1)."""
+
+    def recomputes(self, module: str) -> bool:
+        """Return whether selective recomputation has this part of a layer."""
+        modules = self.recompute_modules or []
+        return self.recompute_granularity == "selective" and module in modules
+
+
+def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of the recompute settings."""
+    sequence_parallel = config.sequence_parallel
+    has_latents = config.multi_latent_attention
+    overlaps_shared_expert = config.moe_shared_expert_overlap
+    granularity, method = config.recompute_granularity, config.recompute_method
+    if granularity not in (None, "full", "selective"):
+        yield ConfigError(
+            f"recompute_granularity={granularity!r} is unknown.",
+            rule="it is full or selective",
+            flags=["--recompute-granularity"],
+            fix="use --recompute-granularity selective",
+        )
+    if granularity == "full" and (
+        method not in ("uniform", "block") or not config.recompute_num_layers
+    ):
+        yield ConfigError(
+            f"full recomputation with method={method} and"
+            f" num_layers={config.recompute_num_layers}.",
+            rule="it needs a method and a positive number of layers",
+            flags=["--recompute-method", "--recompute-num-layers"],
+            fix="add --recompute-method uniform --recompute-num-layers 1",
+        )
+    if granularity != "full" and method is not None:
+        yield ConfigError(
+            f"recompute_method={method!r} with recompute_granularity={granularity!r}.",
+            rule="a method belongs to full recomputation",
+            flags=["--recompute-method", "--recompute-granularity"],
+            fix="use --recompute-granularity full or drop --recompute-method",
+        )
+    if config.mlp_chunks_for_training < 1:
+        yield ConfigError(
+            f"mlp_chunks_for_training={config.mlp_chunks_for_training}.",
+            rule="it is a positive number",
+            flags=["--mlp-chunks-for-training"],
+            fix="use --mlp-chunks-for-training 1",
+        )
+    unknown = set(config.recompute_modules or []) - set(RECOMPUTE_MODULES)
+    if unknown:
+        yield ConfigError(
+            f"recompute_modules names {sorted(unknown)}.",
+            rule=f"selective recomputation knows {', '.join(RECOMPUTE_MODULES)}",
+            flags=["--recompute-modules"],
+            fix="use --recompute-modules core_attn",
+        )
+    if config.recomputes("mla_up_proj") and not has_latents:
+        yield ConfigError(
+            "recompute_modules names mla_up_proj.",
+            rule="only multi-latent attention projects up from latents",
+            flags=["--recompute-modules", "--multi-latent-attention"],
+            fix="drop mla_up_proj",
+        )
+    if config.recomputes("shared_experts") and overlaps_shared_expert:
+        yield ConfigError(
+            "recompute_modules names shared_experts beside moe_shared_expert_overlap.",
+            rule="parts of an overlapped shared expert run at other times",
+            flags=["--recompute-modules", "--moe-shared-expert-overlap"],
+            fix="drop one of the two",
+        )
+    if config.distribute_saved_activations and sequence_parallel:
+        yield ConfigError(
+            "distribute_saved_activations is on together with sequence_parallel.",
+            rule="under sequence parallelism layer inputs are sharded already",
+            flags=["--distribute-saved-activations", "--sequence-parallel"],
+            fix="drop --distribute-saved-activations",
+        )
+
+
+def derive_recompute(config: RecomputeConfig) -> None:
+    """Fill the default module list."""
+    if config.recompute_granularity == "selective" and config.recompute_modules is None:
+        config.recompute_modules = ["core_attn"]
+
+
+_ON_CPUS = "there are no graphs on CPUs, and steps run eagerly"
+
+
+@dataclass
+class GraphConfig:
+    """Graphs of layers. Names and defaults are Megatron's."""
+
+    cuda_graph_impl: str = flag(
+        "none",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+        only_on_gpu=_ON_CPUS,
+        note_values={"full_iteration": "micro batches are not in static buffers; no graph is made"},
+    )
+    """Start the kernels of each dense layer by graphs, one for each micro batch in flight: local,
+    and transformer_engine does the same. A run says so where it cannot."""
+    enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
+    """Megatron's earlier name of cuda-graph-impl local."""
+    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
+    """Passes of a layer before each capture; 0 makes one, in which libraries start."""
+
+    @property
+    def captures_layers(self) -> bool:
+        """Whether layers are to be called by graphs."""
+        return self.enable_cuda_graph or self.cuda_graph_impl in ("local", "transformer_engine")
+
+
+def graph_problems(config: GraphConfig) -> Iterator[MegatronError]:
+    """Yield what is wrong with these settings."""
+    if config.cuda_graph_warmup_steps < 0:
+        yield ConfigError(
+            f"cuda_graph_warmup_steps={config.cuda_graph_warmup_steps}.",
+            rule="a number of passes is not negative",
+            flags=["--cuda-graph-warmup-steps"],
+            fix="use --cuda-graph-warmup-steps 3",
+        )
+    here = device.device_type()
+    if config.captures_layers and here != "cpu" and not device.records_graphs():
+        yield ConfigError(
+            f"torch {torch.__version__} records no graphs on {here}.",
+            rule="layers are captured by torch.accelerator.Graph, or on CUDA by CUDAGraph",
+            flags=["--cuda-graph-impl", "--enable-cuda-graph"],
+            fix="leave out --cuda-graph-impl, or install a torch that has torch.accelerator.Graph",
+        )

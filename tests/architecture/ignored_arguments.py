@@ -6,18 +6,17 @@ A test holds this table against all signatures: what is not read is here, and no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 _CORE = "megatron.core"
 _PARALLEL = f"{_CORE}.tensor_parallel"
 _MOE = f"{_CORE}.transformer.moe"
 _HERE = "megatron.compatibility"
 _SAVING = f"{_CORE}.dist_checkpointing.serialization"
+_DEEPSPEED = "megatron_lattice.deepspeed"
 _CHECKPOINTS = "megatron.training.checkpointing.megatron_functions"
 
-ACCEPTED: dict[str, tuple[str, ...]] = {
+IGNORED: dict[str, tuple[str, ...]] = {
     "routers keep means over micro batches from the first step on, and know their layers": (
-        f"{_HERE}.expert_metrics:track_moe_metrics"
+        f"{_HERE}.transformer:track_moe_metrics"
         " loss_scale force_initialize moe_layer_freq mtp_num_layers",
     ),
     "there is one random tracker, which serves graphs and inference and is reset by each seed": (
@@ -48,17 +47,17 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_CHECKPOINTS}:save_checkpoint checkpointing_context",
         f"{_CHECKPOINTS}:load_checkpoint checkpointing_context",
         "megatron.training.setup.third_party:setup_model_and_optimizer checkpointing_context",
-        f"{_HERE}.checkpoints:_Strategy.__new__ args options",
-        f"{_HERE}.checkpoints:get_default_save_sharded_strategy backend version",
-        f"{_HERE}.checkpoints:get_default_load_sharded_strategy checkpoint_dir",
-        f"{_HERE}.checkpoints:get_async_strategy args options",
-        f"{_HERE}.checkpoints:AsyncCallsQueue.__init__ persistent",
-        f"{_HERE}.checkpoints:AsyncCallsQueue.maybe_finalize_async_calls no_dist",
-        f"{_HERE}.checkpoints:AsyncCallsQueue.close abort",
+        f"{_HERE}.dist_checkpointing:_Strategy.__new__ args options",
+        f"{_HERE}.dist_checkpointing:get_default_save_sharded_strategy backend version",
+        f"{_HERE}.dist_checkpointing:get_default_load_sharded_strategy checkpoint_dir",
+        f"{_HERE}.dist_checkpointing:get_async_strategy args options",
+        f"{_HERE}.dist_checkpointing:AsyncCallsQueue.__init__ persistent",
+        f"{_HERE}.dist_checkpointing:AsyncCallsQueue.maybe_finalize_async_calls no_dist",
+        f"{_HERE}.dist_checkpointing:AsyncCallsQueue.close abort",
     ),
     "a checkpoint is one directory for all ranks: its name says nothing of the layout": (
         f"{_CHECKPOINTS}:save_checkpoint pipeline_parallel expert_parallel",
-        f"{_HERE}.checkpoints:get_checkpoint_name args options",
+        f"{_HERE}.dist_checkpointing:get_checkpoint_name args options",
     ),
     "a run continues at its number of consumed samples, whatever the iterator says": (
         f"{_CHECKPOINTS}:save_checkpoint train_data_iterator",
@@ -74,7 +73,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.optimizer.optimizer:MegatronOptimizer.zero_grad set_to_none",
     ),
     "a norm is computed tensor by tensor, without a kernel that takes chunks of many": (
-        f"{_HERE}.functions:local_multi_tensor_l2_norm chunk_size noop_flag",
+        f"{_HERE}.core_utils:local_multi_tensor_l2_norm chunk_size noop_flag",
     ),
     "the buckets of the wrapper are those of the messages": (
         f"{_CORE}.distributed.torch_fully_sharded_data_parallel:"
@@ -99,8 +98,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_MOE}.moe_layer:MoELayer.__init__ name",
         f"{_MOE}.shared_experts:SharedExpertMLP.__init__ name",
         f"{_CORE}.transformer.transformer_layer:TransformerLayer.__init__ name",
-        f"{_HERE}.functions:nvtx_range_pop suffix",
-        f"{_HERE}.functions:nvtx_decorator color",
+        f"{_HERE}.core_utils:nvtx_range_pop suffix",
+        f"{_HERE}.core_utils:nvtx_decorator color",
     ),
     "a cache of keys and values is found by the number of the layer in the model": (
         f"{_CORE}.transformer.attention:Attention.__init__ pp_layer_offset",
@@ -119,15 +118,15 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.models.gpt.gpt_model:GPTModel.__init__ fp16_lm_cross_entropy",
         f"{_CORE}.models.bert.bert_model:BertModel.__init__ fp16_lm_cross_entropy",
         f"{_CORE}.models.T5.t5_model:T5Model.__init__ fp16_lm_cross_entropy",
-        f"{_HERE}.layers:sort_chunks_by_idxs fused",
-        f"{_HERE}.layers:L2Norm.__init__ options",
+        f"{_HERE}.transformer:sort_chunks_by_idxs fused",
+        f"{_HERE}.transformer:L2Norm.__init__ options",
     ),
     "where memory is changes no result": (
         f"{_CORE}.fusions.fused_bias_swiglu:bias_swiglu_impl cpu_offload_input",
         f"{_PARALLEL}.mappings:gather_from_sequence_parallel_region use_global_buffer",
         f"{_PARALLEL}.mappings:reduce_scatter_to_sequence_parallel_region use_global_buffer",
-        f"{_HERE}.layers:fused_apply_rotary_pos_emb transpose_output_memory",
-        f"{_HERE}.groups:GlobalMemoryBuffer.get_tensor mem_alloc_context",
+        f"{_HERE}.transformer:fused_apply_rotary_pos_emb transpose_output_memory",
+        f"{_HERE}.parallel_state:GlobalMemoryBuffer.get_tensor mem_alloc_context",
     ),
     "weights are drawn by name: no rank keeps a full one": (
         f"{_PARALLEL}.layers:ColumnParallelLinear.__init__ keep_master_weight_for_test",
@@ -137,11 +136,9 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         f"{_PARALLEL}.linear_with_overlap:linear_with_grad_accumulation_and_async_allreduce"
         " wgrad_deferral_limit",
         f"{_CORE}.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb cp_group",
-        f"{_HERE}.functions:get_fp8_context config layer_no is_init",
-        f"{_HERE}.rerun:RerunStateMachine.__init__"
-        " state_save_func state_restore_func result_rejected_tracker_filename",
-        f"{_HERE}.rerun:RerunStateMachine.validate_result comparison_func tolerance",
-        f"{_HERE}.rerun:RerunStateMachine.state_dict data_iterator ckpt_format",
+        f"{_HERE}.core_utils:get_fp8_context config layer_no is_init",
+        f"{_HERE}.rerun_state_machine:RerunErrorInjector.__init__ error_injection_type",
+        f"{_HERE}.rerun_state_machine:RerunStateMachine.validate_result comparison_func tolerance",
     ),
     "the rank and the size of a part say where it begins": (
         f"{_PARALLEL}.utils:VocabUtility.vocab_range_from_per_partition_vocab_size world_size",
@@ -156,33 +153,59 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "every stage gets the same: the model knows which stage has it": (
         f"{_CORE}.models.gpt.gpt_layer_specs:get_gpt_mtp_block_spec vp_stage pp_rank",
-        f"{_HERE}.batches:get_batch_on_this_tp_rank mtp_on_this_rank vp_stage",
-        f"{_HERE}.groups:is_pipeline_stage_before_split rank",
+        f"{_HERE}.training:get_batch_on_this_tp_rank mtp_on_this_rank vp_stage",
+        f"{_HERE}.parallel_state:is_pipeline_stage_before_split rank",
     ),
     "a machine without GPUs computes on its CPU": (
         "megatron.training.initialize:initialize_megatron allow_no_cuda",
     ),
     "the current groups answer, before they exist as well: axes of size 1": (
-        f"{_HERE}.functions:get_tensor_model_parallel_group_if_none check_initialized",
-        f"{_HERE}.groups:get_tensor_and_expert_parallel_group check_initialized",
+        f"{_HERE}.core_utils:get_tensor_model_parallel_group_if_none check_initialized",
+        f"{_HERE}.parallel_state:get_tensor_and_expert_parallel_group check_initialized",
     ),
     "any iterable can be iterated": (
         "megatron.resilience.rerun:RerunDataIterator.__init__ make_iterable",
     ),
     "slow ranks are not searched for, and the search cannot be switched on": (
-        f"{_HERE}.straggler:StragglerDetector.__call__ bdata",
-        f"{_HERE}.straggler:StragglerDetector.report total_flops log_interval",
+        f"{_HERE}.core_utils:StragglerDetector.__call__ bdata",
     ),
 }
 """Reason -> "module:function parameter parameter ..."."""
 
 
-def accepted(
-    reasons: Mapping[str, tuple[str, ...]] = ACCEPTED,
-) -> dict[tuple[str, str], str]:
-    """Return (function, parameter) -> reason."""
+DEEPSPEED_IGNORED: dict[str, tuple[str, ...]] = {
+    "weights are written to one file, and tensors are read at once": (
+        f"{_DEEPSPEED}.utils.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
+        " max_shard_size",
+        f"{_DEEPSPEED}.utils.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint lazy_mode",
+    ),
+    "gradients outside of buffers are always dropped, not filled with zeros": (
+        f"{_DEEPSPEED}.engine:DeepSpeedEngine.zero_grad set_to_none",
+        f"{_DEEPSPEED}.ops:FusedAdam set_grad_none",
+    ),
+    "the buckets of the wrapper are those of the messages": (
+        f"{_DEEPSPEED}.engine:DeepSpeedEngine.allreduce_gradients bucket_size",
+    ),
+    "where memory is changes no result": (f"{_DEEPSPEED}.zero:Init unused",),
+    "a process has one device": (
+        f"{_DEEPSPEED}.accelerator:Accelerator.synchronize device_index",
+        f"{_DEEPSPEED}.accelerator:Accelerator.max_memory_allocated device_index",
+    ),
+    "the ranks are those of the launcher": (
+        f"{_DEEPSPEED}.comm:init_distributed auto_mpi_discovery verbose config",
+    ),
+    "parameters are gathered by layers": (
+        f"{_DEEPSPEED}.zero:GatheredParameters fwd_module",
+        f"{_DEEPSPEED}.zero:set_z3_leaf_modules model leaf_module_classes",
+    ),
+}
+"""Reason -> "module:function parameter parameter ..."."""
+
+
+def ignored_arguments() -> dict[tuple[str, str], str]:
+    """Return (function, parameter) -> reason, of both packages."""
     table: dict[tuple[str, str], str] = {}
-    for reason, entries in reasons.items():
+    for reason, entries in (*IGNORED.items(), *DEEPSPEED_IGNORED.items()):
         for entry in entries:
             function, *names = entry.split()
             table |= {(function, name): reason for name in names}

@@ -1,7 +1,7 @@
-"""Names around checkpoints, for code written for Megatron.
+"""Names of `megatron.core.dist_checkpointing` and `megatron.training.checkpointing`.
 
-There is one format of checkpoints here, which every rank writes its share of; strategies name it,
-and wrappers that spread the work over replicas return what they wrap.
+There is one checkpoint format here, and every rank writes its share. Megatron's strategies all name
+this format.
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""Let imports find the names of the two tables, in modules of ours and in modules that are not.
+"""Make Megatron's names importable which this framework defines elsewhere or does not have.
 
-`install()` puts a finder in front of Python's own. It touches the modules of the tables alone:
+`aliases.tsv` has one line per name: the module and the name in Megatron, then either the place
+where this framework defines it (`module:attribute`) or what to use instead. The module `*` stands
+for each of `STAR_MODULES`, whose names code takes with `from module import *`.
 
-- a module that exists gets a `__getattr__`, which is asked for names that the module lacks;
-- a module that does not exist becomes an empty one with the same `__getattr__`.
+`install()` puts a finder before Python's own. It changes only the modules of the file:
 
-Libraries that other distributions put into a folder `megatron` of their own are found beside this
-package, wherever the two are installed.
+- an existing module gets a `__getattr__`, which looks up names that the module lacks;
+- a missing module becomes an empty one with the same `__getattr__`.
 
-Nothing is imported before it is asked for. A name that is in neither table is an `ImportError`, as
-everywhere: code that tries an import and goes another way without it takes that way.
+A name without a definition can be imported, annotated and derived from; building or calling it
+raises `ConfigError` with what to use instead. Features whose import other code guards
+(`try: import ...`) are not in the file: the `ImportError` selects the branch that works.
+
+Packages of other distributions in a folder `megatron` (`_NEIGHBOURS`) are found as well. Nothing is
+imported before its name is read.
 """
 
 from __future__ import annotations
@@ -21,15 +26,33 @@ from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.compatibility.moved_names import ELSEWHERE, STAR_NAMES
-from megatron.compatibility.unsupported_names import LACKING
+STAR_MODULES = (
+    "megatron.core.models.common.embeddings.rope_utils",
+    "megatron.core.transformer.attention",
+    "megatron.core.transformer.transformer_block",
+)
+Names = dict[str, dict[str, str]]
+"""Module -> name -> its place, or what to use instead."""
 
-_FOUND = ELSEWHERE | {
-    module: names | ELSEWHERE.get(module, {}) for module, names in STAR_NAMES.items()
-}
+
+def read_aliases() -> tuple[Names, Names]:
+    """Return the names that are defined elsewhere, and the names without a definition."""
+    aliases: Names = {}
+    missing: Names = {}
+    lines = Path(__file__).with_name("aliases.tsv").read_text().splitlines()
+    for line in lines[1:]:
+        listed, name, defined_in, instead = line.split("\t")
+        for module in STAR_MODULES if listed == "*" else (listed,):
+            table = aliases if defined_in else missing
+            table.setdefault(module, {})[name] = defined_in or instead
+    return aliases, missing
+
+
+ALIASES, MISSING = read_aliases()
 _NEIGHBOURS = frozenset({"megatron.bridge", "megatron.energon"})
 """Packages of megatron-bridge and megatron-energon."""
 
@@ -41,25 +64,25 @@ def install() -> None:
 
 
 def getter(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module of the tables."""
-    elsewhere, lacking = _FOUND.get(module, {}), LACKING.get(module, {})
+    """Return the `__getattr__` of a module."""
+    aliases, missing = ALIASES.get(module, {}), MISSING.get(module, {})
 
     def get(name: str) -> Any:
-        if name in elsewhere:
-            # Asked anew each time: some names are of values that change.
-            home, _, attribute = elsewhere[name].partition(":")
+        if name in aliases:
+            # Not cached: some names have values that change.
+            home, _, attribute = aliases[name].partition(":")
             found = importlib.import_module(home)
             return getattr(found, attribute) if attribute else found
-        if name not in lacking:
+        if name not in missing:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = vars(sys.modules[module])[name] = stand_in(module, name, lacking[name])
+        value = vars(sys.modules[module])[name] = stand_in(module, name, missing[name])
         return value
 
     return get
 
 
 class _StandInType(ABCMeta):
-    """The type of stand-ins: asking one for an attribute says why it has none."""
+    """The type of stand-ins: reading an attribute of one raises with what to use instead."""
 
     _found: str
     _reason: str
@@ -74,9 +97,7 @@ def stand_in(module: str, name: str, reason: str) -> type:
     """Return a class that can be imported, named in annotations and derived from, and not built."""
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
-        from megatron.core.foundation.errors import (
-            ConfigError,  # needs no torch, but is not needed before
-        )
+        from megatron.core.foundation.errors import ConfigError
 
         raise ConfigError(
             f"{module}.{name} is not in this framework.",
@@ -98,7 +119,7 @@ def stand_in(module: str, name: str, reason: str) -> type:
 
 
 def is_stand_in(value: object) -> bool:
-    """Return whether `value` is a name without its feature."""
+    """Return whether `value` is a name without a definition."""
     return isinstance(value, _StandInType)
 
 
@@ -109,9 +130,9 @@ def _with_parents(modules: Sequence[str]) -> frozenset[str]:
 
 
 class NameFinder(MetaPathFinder):
-    """Finds the modules of the tables, and the packages of other distributions."""
+    """Finds the modules of `aliases.tsv`, and the packages of other distributions."""
 
-    modules = _with_parents([*_FOUND, *LACKING])
+    modules = _with_parents([*ALIASES, *MISSING])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -131,7 +152,7 @@ class NameFinder(MetaPathFinder):
 
 
 class _WithNames(SourceFileLoader):
-    """Loads a module of ours; then names that it lacks are looked up in the tables."""
+    """Loads an existing module and adds the `__getattr__`."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -151,7 +172,7 @@ class _WithNames(SourceFileLoader):
 
 
 class _EmptyModule(Loader):
-    """Makes a module of which nothing exists but its names."""
+    """Makes an empty module with the `__getattr__`."""
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType | None:
         return None
@@ -163,7 +184,7 @@ class _EmptyModule(Loader):
 
 
 def _export_with_star(module: ModuleType) -> None:
-    """Let `from module import *` give the further names of a module from which code takes all."""
-    if module.__name__ in STAR_NAMES:
+    """Let `from module import *` include the aliases."""
+    if module.__name__ in STAR_MODULES:
         own = [name for name in vars(module) if not name.startswith("_")]
-        vars(module)["__all__"] = sorted({*own, *_FOUND[module.__name__]})
+        vars(module)["__all__"] = sorted({*own, *ALIASES[module.__name__]})

@@ -1,4 +1,4 @@
-"""Small functions that code written for Megatron imports from `megatron.core.utils` and others."""
+"""Names of `megatron.core.utils` and of small modules of `megatron.core`: config, jit, fp8."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import backend
@@ -220,6 +221,42 @@ def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
         return False
     want = _numbers(version)
     return have >= want if check_equality else have > want
+
+
+class StragglerDetector:
+    """A context around parts of a step that measures nothing; `--log-straggler` measures."""
+
+    enabled = False
+
+    def configure(self, *_: object, **options: object) -> None:
+        """Raise ConfigError: the detector cannot be switched on."""
+        raise ConfigError(
+            "StragglerDetector measures nothing.",
+            rule="scripts may use the context; the training loop finds slow ranks by itself",
+            flags=["--log-straggler"],
+            fix="leave out the call of configure; --log-straggler names slow ranks without it",
+        )
+
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """Return the context."""
+        return self
+
+    def __enter__(self) -> StragglerDetector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class MegatronLegacyTokenizer(TextTokenizer):
+    """`megatron.core.datasets.megatron_tokenizer`: the base class of a script's own tokenizer.
+
+    Subclasses define `tokenize`, `detokenize`, `vocab`, `vocab_size` and the special ids that they
+    have; other special ids are None.
+    """
+
+    def __init__(self, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
+        super().__init__(tokenizer_path=list(tokenizer_paths), **tokenizer_options)
 
 
 # Logs and profiles ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Names of `megatron.core.parallel_state` beyond the groups and their sizes."""
+"""Names of `megatron.core.parallel_state` that the framework itself does not use."""
 
 from __future__ import annotations
 

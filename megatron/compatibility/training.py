@@ -1,4 +1,4 @@
-"""What training scripts written for Megatron import from `megatron.training.utils`."""
+"""Names of `megatron.training.utils` and its neighbours, for training scripts."""
 
 from __future__ import annotations
 

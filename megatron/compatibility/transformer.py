@@ -1,11 +1,11 @@
-"""Pieces of layers that code written for Megatron calls by name.
+"""Names of Megatron's modules of layers: transformer, fusions, embeddings, layer specs.
 
 Legend: s sequence, b micro batch, h hidden, n heads, d head dim, r rotated channels, v vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_submodules,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import resolve_group
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    resolve_group,
+    resolve_groups,
+)
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transformer.moe.load_balancing import AUX_LOSS_NAMES, loads_of_last_step
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
+from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 # Elementwise ----------------------------------------------------------------------------
@@ -299,3 +305,70 @@ def get_mlp_module_spec(
 
 
 _get_mlp_module_spec = get_mlp_module_spec
+
+
+# Metrics --------------------------------------------------------------------------------
+
+
+class MTPLossLoggingHelper:
+    """Does nothing: each step reports the loss of each depth as `mtp_1 loss` by itself."""
+
+    @staticmethod
+    def clean_loss_in_tracker() -> None:
+        """Do nothing."""
+
+    reduce_loss_in_tracker = clean_loss_in_tracker
+
+    @staticmethod
+    def track_mtp_metrics(*_: object, **options: object) -> None:
+        """Do nothing."""
+
+
+def track_moe_metrics(
+    loss_scale: float,
+    iteration: int,
+    writer: Any = None,
+    wandb_writer: Any = None,
+    total_loss_dict: MutableMapping[str, Tensor] | None = None,
+    per_layer_logging: bool = False,
+    force_initialize: bool = False,
+    track_names: Sequence[str] | None = None,
+    num_layers: int | None = None,
+    moe_layer_freq: int | Sequence[int] | None = None,
+    mtp_num_layers: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> None:
+    """Log the balance losses of the last step, without coefficients, as means over its layers.
+
+    All ranks call it.
+
+    Args:
+        writer, wandb_writer: receive each loss by its name and, with `per_layer_logging`,
+            `moe/NAME_layer_N` with N from 0.
+        total_loss_dict: the mean of each loss [] is added to its entry.
+        track_names: log these only, as 0 where no router has them.
+        num_layers: layers of the whole model: those without experts are logged as 0.
+    Communication:
+        with pipeline stages, one all-gather of small Python objects over `pp`.
+    """
+    names = AUX_LOSS_NAMES.values() if track_names is None else track_names
+    own = [(load.layer_number - 1, load.step_losses) for load in loads_of_last_step()]
+    stages = all_gather_object(own, resolve_groups(pg_collection).pp)
+    loads = [load for stage in stages for load in stage]
+    scalars: dict[str, float] = {}
+    for name in names:
+        layers = dict.fromkeys(range(num_layers or 0), 0.0)
+        for layer, losses in loads:
+            values = [value for kind, value in losses.items() if AUX_LOSS_NAMES[kind] == name]
+            layers[layer] = layers.get(layer, 0.0) + sum(values)
+        mean = sum(layers.values()) / max(len(loads), 1)
+        scalars[name] = mean
+        if per_layer_logging:
+            scalars |= {f"moe/{name}_layer_{n}": value for n, value in layers.items()}
+        if total_loss_dict is not None:
+            total_loss_dict[name] = total_loss_dict.get(name, torch.zeros(())) + mean
+    if writer is not None:
+        for tag, value in scalars.items():
+            writer.add_scalar(tag, value, iteration)
+    if wandb_writer is not None:
+        wandb_writer.log(scalars, iteration)

@@ -1,0 +1,257 @@
+"""Attention: positions, latents (MLA), sparse attention, bounded logits.
+
+DeepSeek-V2, section 2.1, arXiv 2405.04434 (latents); Kimi Team, "Kimi K2: Open Agentic
+Intelligence", section 2.1 (MuonClip), arXiv 2507.20534.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.settings.flag_expressions import layer_pattern
+from megatron.core.settings.flags import flag
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class PositionConfig:
+    """Rotary settings that layers need (arXiv 2104.09864)."""
+
+    rotary_interleaved: bool = False
+    """Rotate neighbouring pairs (2i, 2i+1) instead of the halves (i, i + d/2). Latent attention
+    does so without it."""
+    no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
+    """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
+    rotary_base_local: float | None = flag(None, kind=int)
+    """Base of the rotary frequencies in layers with a window; None is that of all layers."""
+    mrope_section: list[int] | None = flag(None, nargs="+")
+    """Pairs of channels of a head whose angles are of a token's position in time, in height and in
+    width (--position-embedding-type mrope, arXiv 2409.12191)."""
+    mrope_interleaved: bool = False
+    """Give the pairs of channels to time, height and width in turn, not one section after the
+    other (arXiv 2511.21631)."""
+    apply_rope_fusion: bool = flag(
+        False,
+        "--no-rope-fusion",
+        cli_default=True,
+        help="Rotary embedding from plain operations.",
+    )
+    """Use a fused rotary kernel where a backend offers one."""
+
+    def rotates_in(self, layer_number: int) -> bool:
+        """Return whether a layer, by its 1-based number in the whole model, has rotary positions
+        where the model has them."""
+        skips = self.no_rope_freq
+        # Layers after the last one (those of later tokens) are like it.
+        return not (skips and skips[min(layer_number, len(skips)) - 1])
+
+
+@dataclass
+class LatentAttentionConfig:
+    """Keys and values that are kept as one short vector per token, the latent."""
+
+    multi_latent_attention: bool = False
+    """Attention whose keys and values are made from one short vector per token."""
+    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention")
+    """Width of the queries' latent; None projects queries in one step."""
+    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention")
+    """Width of the latent of keys and values."""
+    qk_head_dim: int = flag(128, part_of="multi_latent_attention")
+    """Width of a query/key head without its rotary part."""
+    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention")
+    """Width of the rotary part, whose key all heads share."""
+    v_head_dim: int = flag(128, part_of="multi_latent_attention")
+    """Width of a value head."""
+    latent_norm_epsilon: float | None = flag(None, part_of="multi_latent_attention")
+    """Added to the variance in the norms of latents; None is --norm-epsilon."""
+    rope_type: str = flag(
+        "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
+    )
+    """Positions of latent attention: yarn stretches them by --rotary-scaling-factor, and is rope
+    with the factor 1."""
+    rope_interleave: bool = flag(
+        True,
+        part_of="multi_latent_attention",
+        help="Latent attention: rotate the halves (i, i + d/2), not neighbouring pairs (2i, 2i+1).",
+    )
+    """Rotate neighbouring pairs (2i, 2i+1) of the rotary part, as Megatron's layer always does;
+    otherwise its halves (i, i + d/2)."""
+    rotary_base: float = flag(10000, kind=int)
+    """Base of the rotary frequencies (arXiv 2104.09864, section 3.2.2)."""
+    rotary_scaling_factor: float = flag(40, cli_default=1.0)
+    """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
+    and of --position-embedding-type yarn, like the next ones."""
+    original_max_position_embeddings: int = flag(
+        4096, "--original-max-position-embeddings", "--yarn-original-max-position-embeddings"
+    )
+    """YaRN: context that the model was trained with first."""
+    beta_fast: float = flag(32, "--beta-fast", "--yarn-beta-fast")
+    """YaRN: channels that turn more often than this within that context keep their speed."""
+    beta_slow: float = flag(1, "--beta-slow", "--yarn-beta-slow")
+    """YaRN: channels that turn less often are slowed down by the whole factor."""
+    yarn_correction_range_round_to_int: bool = flag(
+        True, help="YaRN: let the share between the two change over whole channels."
+    )
+    """YaRN: let the share between the two change over whole channels."""
+    mscale: float = 1.0
+    """YaRN attention temperature: how strongly scores grow with the factor."""
+    mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
+    """YaRN: the same for the part of a head that does not rotate."""
+
+
+def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:
+    """Yield the problems of these sizes."""
+    if not config.multi_latent_attention:
+        return
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+                 "v_head_dim"):  # fmt: skip
+        value = getattr(config, name)
+        odd = name == "qk_pos_emb_head_dim" and value % 2
+        if value is not None and (value < 1 or odd):
+            spelling = "--" + name.replace("_", "-")
+            yield ConfigError(
+                f"{name}={value}.",
+                rule="it is a positive number, and channels rotate in pairs",
+                flags=[spelling],
+                fix=f"use {spelling} {max(2, value + value % 2)}",
+            )
+    epsilon = config.latent_norm_epsilon
+    if epsilon is not None and not 0 < epsilon < 1:
+        yield ConfigError(
+            f"latent_norm_epsilon={epsilon}.",
+            rule="it is positive and small beside the variance",
+            flags=["--latent-norm-epsilon"],
+            fix="leave --latent-norm-epsilon out, or use 1e-6",
+        )
+    if config.rope_type not in ("rope", "yarn"):
+        yield ConfigError(
+            f"rope_type={config.rope_type!r} is unknown.",
+            rule="the rotary part turns by rope or yarn",
+            flags=["--rope-type"],
+            fix="use yarn",
+        )
+
+
+_MIXER = "experimental_attention_variant", "hybrid_layer_pattern"
+_NO_KERNELS = "use none, which computes blocks of queries in PyTorch on every device"
+
+
+@dataclass
+class SparseAttentionConfig:
+    """Attention to the keys that an indexer scores highest (DeepSeek-V3.2, arXiv 2512.02556)."""
+
+    dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
+    """Width of a head of the indexer; its first channels rotate, as many as
+    --qk-pos-emb-head-dim."""
+    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
+    """Query heads of the indexer; they share one key."""
+    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
+    """Keys that a query attends to: of those with the highest scores, and of equal ones the
+    earliest."""
+    dsa_indexer_loss_coeff: float | None = flag(
+        None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
+    )
+    """Factor on the loss by which the indexer learns the distribution of attention. None or 0: the
+    indexer stays as it is."""
+    dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_MIXER)
+    """Compare the two distributions over the chosen keys alone, instead of all keys."""
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, part_of=_MIXER)
+    """Added to the variance in the norm of the indexer's key; None is that of --norm-epsilon."""
+    dsa_indexer_k_norm_fp32: bool = flag(False, part_of=_MIXER)
+    """Norm the indexer's key in fp32, and keep it so."""
+    dsa_indexer_rope_interleaved: bool = flag(False, part_of=_MIXER)
+    """Rotate neighbouring channels (2i, 2i+1) in the indexer, instead of (i, i + d/2)."""
+    dsa_indexer_scoring_relu: bool = flag(
+        True, part_of=_MIXER, help="Indexer: let a head's negative scores count as they are."
+    )
+    """Count the positive scores of each head of the indexer alone."""
+    dsa_kernel_backend: str = flag(
+        "none",
+        choices=("none", "tilelang", "cudnn"),
+        refuse_values={"tilelang": _NO_KERNELS, "cudnn": _NO_KERNELS},
+        part_of=_MIXER,
+    )
+    """Library of the kernels of sparse attention; none is PyTorch."""
+
+    @property
+    def trains_indexer(self) -> bool:
+        """Whether the indexer has a loss to learn from."""
+        return bool(self.dsa_indexer_loss_coeff)
+
+
+def _of_size(name: str, value: float | None, rule: str, example: float) -> ConfigError:
+    spelling = "--" + name.replace("_", "-")
+    return ConfigError(
+        f"{name}={value}.", rule=rule, flags=[spelling], fix=f"use {spelling} {example}"
+    )
+
+
+def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of layers with sparse attention."""
+    has_latents = config.multi_latent_attention
+    q_lora_rank = config.q_lora_rank
+    rotated = config.qk_pos_emb_head_dim
+    if not has_latents or q_lora_rank is None:
+        yield ConfigError(
+            f"sparse attention with multi_latent_attention={has_latents} and"
+            f" q_lora_rank={q_lora_rank}.",
+            rule="the indexer reads the latent of the queries",
+            flags=["--multi-latent-attention", "--q-lora-rank"],
+            fix="add --multi-latent-attention --q-lora-rank 1536",
+        )
+    for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
+        value = getattr(config, name)
+        if value is None or value < 1:
+            yield _of_size(name, value, "it is a positive number", example)
+    width = config.dsa_indexer_head_dim
+    if width is None or width < rotated:
+        rule = f"a head has at least the {rotated} channels that rotate"
+        yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
+    if config.dsa_indexer_loss_coeff is not None and config.dsa_indexer_loss_coeff < 0:
+        value = config.dsa_indexer_loss_coeff
+        yield _of_size("dsa_indexer_loss_coeff", value, "it is not negative", 0.01)
+
+
+@dataclass
+class QueryKeyClipConfig:
+    """What happens to heads whose largest attention logit grows."""
+
+    qk_clip: bool = False
+    """After each update scale down the query and key weights of heads whose largest attention logit
+    in the global batch exceeds --qk-clip-threshold (MuonClip, arXiv 2507.20534, section 2.1)."""
+    qk_clip_threshold: float = flag(100.0, part_of="qk_clip")
+    """Largest attention logit that is left alone."""
+    qk_clip_alpha: float = flag(0.5, part_of="qk_clip")
+    """Share of the scaling that the queries take; the keys take the rest."""
+    log_max_attention_logit: bool = False
+    """Log the largest attention logit of each global batch."""
+
+    @property
+    def records_max_logits(self) -> bool:
+        """Whether attention keeps the largest logit of each head."""
+        return self.qk_clip or self.log_max_attention_logit
+
+
+def query_key_clip_problems(config: QueryKeyClipConfig) -> Iterator[MegatronError]:
+    """Yield the problems of these settings."""
+    if not config.qk_clip:
+        return
+    if not 0.0 < config.qk_clip_threshold < float("inf"):
+        yield ConfigError(
+            f"qk_clip_threshold={config.qk_clip_threshold}.",
+            rule="the bound of the attention logits is a positive number",
+            flags=["--qk-clip-threshold"],
+            fix="use --qk-clip-threshold 100",
+        )
+    if not 0.0 <= config.qk_clip_alpha <= 1.0:
+        yield ConfigError(
+            f"qk_clip_alpha={config.qk_clip_alpha}.",
+            rule="the share that queries take of the scaling is in [0, 1]",
+            flags=["--qk-clip-alpha"],
+            fix="use --qk-clip-alpha 0.5",
+        )
