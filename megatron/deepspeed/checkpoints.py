@@ -131,7 +131,7 @@ def load(
     wanted, strictness = run_collectively(peers, "declaring the state to load", declare)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
     for buffer in engine.replica.gradient_buffers:
-        buffer.wait_for_readers()
+        buffer.params.prepare_update()
     run_collectively(peers, f"applying the state of {path}", apply)
     return str(path), state.get("client_state", {})
 

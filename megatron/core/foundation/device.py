@@ -175,15 +175,6 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def maps_pages(device: torch.device) -> bool:
-    """Return whether tensors there can be in pages that this process has mapped itself.
-
-    Such pages can move from one tensor to another, and other processes of the machine can read
-    them. Tensors elsewhere have what torch's allocator gives them.
-    """
-    return device.type == "cpu" and not is_imaginary()
-
-
 def computes_in_kernels(device: torch.device) -> bool:
     """Return whether kernels of our own compute there, which can call no generator of torch."""
     return device.type != "cpu"

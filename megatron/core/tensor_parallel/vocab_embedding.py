@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
-from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.tensor_parallel.vocab_parallel_softmax import check_token_ids
 from megatron.core.topology.group import Group
 from megatron.core.utils import divide
 

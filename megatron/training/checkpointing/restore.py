@@ -155,7 +155,7 @@ class Restorer:
 
         for chunk in self.context.model:
             for buffer in getattr(chunk, "gradient_buffers", ()):
-                buffer.wait_for_readers()
+                buffer.params.prepare_update()
         run_collectively(self.peers, f"applying the state of {contents.directory}", apply)
         layout, args, extra = info.get("layout"), state.get("args"), state.get("extra")
         restored = Restored(

@@ -15,8 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT
-from megatron.core.distributed.zero.stage2 import COPIES_IN_FLIGHT
+from megatron.core.distributed.zero.stage2 import Zero2Buffer
 from megatron.core.foundation.device import device_type
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
@@ -234,7 +233,7 @@ def buffer_bytes(run: ResolvedRun, size: ModelSize, chunks: Sequence[ChunkSize])
     per, tp = _state_bytes(run), run.parallelism.tensor_model_parallel_size
     if zero_stage == 2:
         bucket = run.ddp.bucket_size or max(40_000_000, 1_000_000 * shards)
-        num_buckets = MAX_IN_FLIGHT + 1 + on_host * COPIES_IN_FLIGHT
+        num_buckets = Zero2Buffer.max_in_flight + 1 + on_host * Zero2Buffer.copies_in_flight
         return min(sum(_held(run, size, chunks)), num_buckets * bucket) * per.gradient
     routed = size.routed_parameters / expert_ranks(run)
     units = [

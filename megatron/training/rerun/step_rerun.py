@@ -183,20 +183,20 @@ class StepRerun:
 @contextmanager
 def _local_gradients_checked(model: list[Any]) -> Iterator[None]:
     """Inside, gradients are looked at before their reduction, so that the replica is known."""
-    reducers = [
-        buffer.reducer
+    buffers = [
+        buffer
         for chunk in model
         if isinstance(chunk, DistributedDataParallel)
         for buffer in chunk.gradient_buffers
     ]
-    before = [reducer.checks_finite for reducer in reducers]
-    for reducer in reducers:
-        reducer.checks_finite = True
+    before = [buffer.checks_finite for buffer in buffers]
+    for buffer in buffers:
+        buffer.checks_finite = True
     try:
         yield
     finally:
-        for reducer, checks_finite in zip(reducers, before, strict=True):
-            reducer.checks_finite = checks_finite
+        for buffer, checks_finite in zip(buffers, before, strict=True):
+            buffer.checks_finite = checks_finite
 
 
 def _problem(context: TrainingContext, losses: LossTable) -> str:

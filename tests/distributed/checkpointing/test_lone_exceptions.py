@@ -23,7 +23,7 @@ COMMUNICATION = (f"{ROOT}/core/transport/", f"{ROOT}/core/foundation/heartbeat/"
 GUARDED = {"SaveInProgress.assign", "SaveInProgress.write"}
 """Functions that consist of a `try` statement: they fail nowhere but inside of it."""
 WAITS = {"DistributedDataParallel.summon_full_params", "DistributedDataParallel.finish_param_sync"}
-WAITS |= {"Zero3Buffer.finish_gathers"}
+WAITS |= {"ShardedParams.finish_gathers"}
 """Functions that wait for communication which has begun before."""
 Actions = dict[str, Callable[[], object]]
 

@@ -41,9 +41,6 @@ class ActivationOffloadConfig:
     cpu_offloading_num_layers: int = 0
     """Layers of each chunk, from its first, of which all activations are offloaded; none with
     --overlap-moe-expert-parallel-comm, where layers of two micro batches run in turns."""
-    activation_offload_path: str | None = None
-    """Directory on a local disk: what is offloaded of activations waits in a file there, through at
-    most 256 MiB of host memory."""
 
     @property
     def modules_to_offload(self) -> Collection[str]:
@@ -83,15 +80,6 @@ class ActivationOffloadConfig:
                     rule="whole layers are offloaded, or parts of all",
                     flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
                     fix="drop one of the two",
-                )
-            )
-        if self.activation_offload_path is not None and not self.offloads_activations:
-            problems.append(
-                ConfigError(
-                    f"activation_offload_path={self.activation_offload_path!r} without offload.",
-                    rule="it is where activations wait that are offloaded",
-                    flags=["--activation-offload-path", "--fine-grained-activation-offloading"],
-                    fix="add --fine-grained-activation-offloading --offload-modules core_attn",
                 )
             )
         dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)

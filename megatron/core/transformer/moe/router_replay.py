@@ -32,7 +32,7 @@ from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
-from megatron.core.tensor_parallel.activation_recompute import is_recomputing
+from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transport import backend
 from megatron.core.utils import as_list, get_model_config
