@@ -28,7 +28,7 @@ from megatron.core.datasets.preprocessing.template_process import TemplateLimits
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.foundation.optional_imports import require
 from megatron.core.settings.flags import flag, flag_specs
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
 from megatron.inference.server.access import Access, host_name, is_loopback, read_keys
@@ -191,7 +191,7 @@ def main() -> None:
             max_length=options.max_context,
             packs_weights=not options.no_weight_packing,
         )
-        service = Service(Engine(model), control_group(backend.world()), limits.queued)
+        service = Service(Engine(model), control_group(torch_collectives.world()), limits.queued)
         app, listener, problem = None, None, None
         if service.peers.rank == 0:
             try:

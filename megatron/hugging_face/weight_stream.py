@@ -18,7 +18,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list
 from megatron.hugging_face.families import family_of_settings
 from megatron.hugging_face.model_description import ModelDescription
@@ -65,7 +65,7 @@ def stream_weights(
             rule="a bucket is a number of bytes",
             fix="leave it out for 1 GiB",
         )
-    groups, group = resolve_groups(pg_collection), process_group or backend.world()
+    groups, group = resolve_groups(pg_collection), process_group or torch_collectives.world()
     state = {
         f"model{number}": sharded_state_dict_of(chunk, pg_collection=groups)
         for number, chunk in enumerate(as_list(model))

@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config, unwrap_model
 from megatron.inference.engine import not_finite
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
@@ -129,7 +129,7 @@ def _last_logits(
         if groups.cp.size() > 1:
             # One context-parallel rank holds the position; the others add zeros.
             own = own if index is not None else torch.zeros_like(own)
-            backend.all_reduce(own, groups.cp)
+            torch_collectives.all_reduce(own, groups.cp)
         logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 
@@ -181,4 +181,4 @@ def _with_images(chunk: Any, rows: Tensor, images: Sequence[Images]) -> Tensor:
 
 def _broadcast_from_last_stage(chosen: Tensor, chunk: Any, groups: ProcessGroupCollection) -> None:
     if groups.pp.size() > 1:
-        backend.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunk)))
+        torch_collectives.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunk)))

@@ -15,7 +15,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend, collectives
+from megatron.core.transport import collectives, torch_collectives
 from megatron.core.transport.work import AnyWork, Work
 from tests.gpu_without_gpu.collective_order.calls import RankLog
 from tests.gpu_without_gpu.collective_order.recording import recorded
@@ -50,7 +50,7 @@ def program(groups: ProcessGroupCollection, planted: str) -> None:
         collectives.all_reduce(torch.ones(4, 2), groups.tp)
 
     def norm() -> None:
-        backend.all_reduce(torch.zeros(1), groups.mp, dist.ReduceOp.MAX)
+        torch_collectives.all_reduce(torch.zeros(1), groups.mp, dist.ReduceOp.MAX)
 
     works: list[AnyWork] = []
     for number in range(2):

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.planner import ReadItem, ShardMetadata, pl
 from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.tree import leaves, map_leaves
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group
 
 
@@ -50,7 +50,7 @@ class LiveContents(Contents):
     @property
     def device(self) -> torch.device:
         """Where this rank's part of the model is."""
-        return self.held[0].device if self.held else backend.tensor_device(self.group)
+        return self.held[0].device if self.held else torch_collectives.tensor_device(self.group)
 
     def common_state(self) -> dict[str, Any]:
         """Return the settings as a checkpoint has them."""
@@ -149,11 +149,11 @@ class LiveReader:
                 assert piece is not None
                 target.copy_(piece)
                 continue
-            where = backend.tensor_device(contents.group)
+            where = torch_collectives.tensor_device(contents.group)
             sent = torch.empty(size, dtype=dtype, device=where)
             if piece is not None:
                 sent.copy_(piece)
-            target.copy_(backend.broadcast(sent, contents.group, owner))
+            target.copy_(torch_collectives.broadcast(sent, contents.group, owner))
         self.bytes_read += math.prod(shape) * dtype.itemsize
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:

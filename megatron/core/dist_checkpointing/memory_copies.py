@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES, element_bytes, s
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
     all_gather_object,
     any_across_ranks,
@@ -187,10 +187,14 @@ class CopiesOfGroup:
         handles: list[Handle] = []
         for begin in range(0, coming, _CHUNK_BYTES):
             part = copy.received[begin : min(begin + _CHUNK_BYTES, coming)]
-            handles.append(backend.irecv(part, (rank - plan.distance) % size, self._group))
+            handles.append(
+                torch_collectives.irecv(part, (rank - plan.distance) % size, self._group)
+            )
         for begin in range(0, num_bytes, _CHUNK_BYTES):
             part = copy.shared.memory[begin : min(begin + _CHUNK_BYTES, num_bytes)]
-            handles.append(backend.isend(part, (rank + plan.distance) % size, self._group))
+            handles.append(
+                torch_collectives.isend(part, (rank + plan.distance) % size, self._group)
+            )
         for handle in handles:
             handle.wait()
         copy.held.update(_carve(copy.received, plan.coming))
@@ -403,7 +407,7 @@ class MemoryReader:
         for holder, requests in groupby(mine, key=lambda request: request[0]):
             total = sum(request.num_bytes for _, request in requests)
             arrived[holder] = torch.empty(total, dtype=torch.uint8)
-            handles.append(backend.irecv(arrived[holder], holder, group))
+            handles.append(torch_collectives.irecv(arrived[holder], holder, group))
         for rank, requests_of_rank in enumerate(asked):
             parts = [
                 narrow_to(held[request.name], request.part).contiguous().view(-1).view(torch.uint8)
@@ -411,7 +415,7 @@ class MemoryReader:
                 if holder == group.rank()
             ]
             if parts:
-                handles.append(backend.isend(torch.cat(parts), rank, group))
+                handles.append(torch_collectives.isend(torch.cat(parts), rank, group))
         for handle in handles:
             handle.wait()
         begins = dict.fromkeys(arrived, 0)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.collective import run_collectively
 from megatron.core.dist_checkpointing.durable import open_file, write_all
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, METADATA_NAME
 from megatron.core.dist_checkpointing.shard_file import as_bytes
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import TorchControlGroup, all_gather_object
 from megatron.core.transport.work import Handle
 
@@ -93,7 +93,7 @@ def sendrecv_directories(
         handles: list[Handle] = []
         if index < len(incoming):
             part = received[: incoming[index][2]]
-            handles.append(backend.irecv(part, receive_from, peers.group))
+            handles.append(torch_collectives.irecv(part, receive_from, peers.group))
         if index < len(outgoing):
             name, begin, count = outgoing[index]
             try:
@@ -102,7 +102,7 @@ def sendrecv_directories(
                     file.read_into(as_bytes(to_send[:count]), begin)
             except Exception as error:
                 problem = problem or error
-            handles.append(backend.isend(to_send[:count], send_to, peers.group))
+            handles.append(torch_collectives.isend(to_send[:count], send_to, peers.group))
         for handle in handles:
             handle.wait()
         if index < len(incoming) and problem is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.topology.group import SINGLE_RANK, Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.transport.transport import bucket_transport, has_tags, piece_of
 from megatron.core.transport.work import Work
@@ -97,12 +97,12 @@ def sum_in_place(flat: Tensor, group: Group) -> None:
     if group.size() == 1:
         return
     if flat.numel() % group.size() or not has_tags(group):
-        backend.all_reduce(flat, group)
+        torch_collectives.all_reduce(flat, group)
         return
     bucket_transport(group, SUM_TAG, is_in_order=True).all_reduce(flat).wait()
 
 
 def broadcast_from_first(copies: Sequence[tuple[Tensor, Group]]) -> None:
     """Overwrite each tensor by the tensor of the first rank of its group."""
-    for work in [backend.start_broadcast(tensor, group) for tensor, group in copies]:
+    for work in [torch_collectives.start_broadcast(tensor, group) for tensor, group in copies]:
         work.wait()

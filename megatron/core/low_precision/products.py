@@ -28,7 +28,7 @@ from megatron.core.low_precision.scaling import Cut, Cuts, Quantized, Scaling, T
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend, collectives
+from megatron.core.transport import collectives, torch_collectives
 
 
 def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype) -> Tensor:
@@ -201,7 +201,7 @@ class LinearProducts:
         elif scaling.needs_amax:
             amax = largest_magnitude(x)
             for group in (self.tp, self.cp):
-                backend.all_reduce(amax, group, ReduceOp.MAX)
+                torch_collectives.all_reduce(amax, group, ReduceOp.MAX)
         elif operand is Operand.GRADIENT:
             return _round_without_unit(scaling, x, cuts, call.gradient_unit, uniform)
         return scaling.quantize(x, amax, uniform, cuts)
@@ -293,7 +293,7 @@ def _round_without_unit(
 
 def _largest(group: Group) -> Callable[[Tensor], Tensor]:
     def over_ranks(x: Tensor) -> Tensor:
-        return backend.all_reduce(x, group, ReduceOp.MAX)
+        return torch_collectives.all_reduce(x, group, ReduceOp.MAX)
 
     return over_ranks
 

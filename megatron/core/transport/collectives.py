@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.foundation.heartbeat.place import noted
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.transport import exchange_and_add, select_transport
 from megatron.core.transport.work import Handle, Steps, Work
 
@@ -138,4 +138,4 @@ def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) ->
 
 def broadcast(x: Tensor, group: Group) -> Tensor:
     """Copy `x` [...] of the group's first rank into `x` of the others, in place, and return it."""
-    return backend.broadcast(x, group)
+    return torch_collectives.broadcast(x, group)

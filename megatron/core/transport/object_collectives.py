@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.foundation.heartbeat.place import noted
 from megatron.core.topology.group import Group, SingleRank
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 # Functions ----------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def all_gather_object(value: object, group: Group) -> list[Any]:
     Communication:
         one all-gather of pickles; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
@@ -41,10 +41,12 @@ def broadcast_object(value: object, source: int, group: Group) -> Any:
     Communication:
         one broadcast of its pickle; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return value
-    slot, where = [value], backend.tensor_device(group)
-    dist.broadcast_object_list(slot, backend.global_rank(group, source), group, device=where)
+    slot, where = [value], torch_collectives.tensor_device(group)
+    dist.broadcast_object_list(
+        slot, torch_collectives.global_rank(group, source), group, device=where
+    )
     return slot[0]
 
 
@@ -54,10 +56,10 @@ def any_across_ranks(claim: bool, group: Group) -> bool:
     Communication:
         one all-reduce of one number; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return claim
-    flag = torch.tensor([float(claim)], device=backend.tensor_device(group))
-    return bool(backend.all_reduce(flag, group, dist.ReduceOp.MAX).item())
+    flag = torch.tensor([float(claim)], device=torch_collectives.tensor_device(group))
+    return bool(torch_collectives.all_reduce(flag, group, dist.ReduceOp.MAX).item())
 
 
 def max_across_ranks(value: int, group: Group) -> int:
@@ -75,10 +77,12 @@ def largest_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     Communication:
         one all-reduce; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return list(values)
-    numbers = torch.tensor(values, dtype=torch.float64, device=backend.tensor_device(group))
-    return backend.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
+    numbers = torch.tensor(
+        values, dtype=torch.float64, device=torch_collectives.tensor_device(group)
+    )
+    return torch_collectives.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
 
 
 def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
@@ -87,10 +91,10 @@ def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     Communication:
         one all-reduce; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return list(values)
-    where = backend.tensor_device(group)
-    return backend.all_reduce(
+    where = torch_collectives.tensor_device(group)
+    return torch_collectives.all_reduce(
         torch.tensor(values, dtype=torch.float64, device=where), group
     ).tolist()
 
@@ -184,7 +188,7 @@ class TorchControlGroup(ControlGroup):
 
 
 def control_group(group: Group | ControlGroup) -> ControlGroup:
-    """Return the ranks of a process group as a `ControlGroup`; all processes: `backend.world()`."""
+    """Return the ranks of a process group as a `ControlGroup`."""
     if isinstance(group, SingleRank):
         return SingleProcess()
     if isinstance(group, dist.ProcessGroup):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.foundation.heartbeat.place import noted
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.work import Handle, Steps, Work
 
 # torch 2.13 renamed the two; the old names warn there, the new ones are absent before.
@@ -251,13 +251,13 @@ class MessageTransport:
 
     def _receive(self, pieces: Iterable[Tensor]) -> list[Handle]:
         return [
-            backend.irecv(piece, peer, self.group, self.tag)
+            torch_collectives.irecv(piece, peer, self.group, self.tag)
             for piece, peer in zip(pieces, self._others, strict=True)
         ]
 
     def _send(self, pieces: Iterable[Tensor]) -> list[Handle]:
         return [
-            backend.isend(piece, peer, self.group, self.tag)
+            torch_collectives.isend(piece, peer, self.group, self.tag)
             for piece, peer in zip(pieces, self._others, strict=True)
         ]
 
@@ -332,9 +332,9 @@ def averages(group: Group) -> bool:
     Communication:
         a reduce-scatter of one element per rank.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return True
-    mean = torch.empty(1, device=backend.tensor_device(group))
+    mean = torch.empty(1, device=torch_collectives.tensor_device(group))
     ones = torch.ones(group.size(), device=mean.device)
     _reduce_scatter_single(mean, ones, op=dist.ReduceOp.AVG, group=group)
     return mean.item() == 1

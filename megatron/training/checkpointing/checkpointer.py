@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import ControlGroup, control_group
 from megatron.training.checkpointing.hugging_face import (
     write_adapters_collectively,
@@ -50,7 +50,7 @@ class Checkpointer:
         self.settings = settings
         self.context = context
         self.peers: ControlGroup = control_group(
-            backend.world() if process_group is None else process_group
+            torch_collectives.world() if process_group is None else process_group
         )
         self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
         self.memory = (

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.peer_replication import sendrecv_directories
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
     ControlGroup,
     SingleProcess,
@@ -96,7 +96,7 @@ class LocalCheckpoints:
         self._group: TorchControlGroup | None = None
         if peers.size > 1:
             _check_replicas(settings, peers.size)
-            world = backend.world()
+            world = torch_collectives.world()
             assert isinstance(world, dist.ProcessGroup), "there are peers"
             self._group = own_group(world)
 

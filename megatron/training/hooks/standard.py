@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.foundation import device, optional_imports
 from megatron.core.optimizer.replica_check import ReplicaCheck
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.phases import transitions_of
@@ -94,7 +94,9 @@ def standard_hooks(
         status=status,
         scalars=scalars,
         write=write,
-        should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
+        should_exit=lambda: (
+            signal is not None and any_across_ranks(signal.is_set, torch_collectives.world())
+        ),
     )
     hooks: list[Hook] = _guards(context, write)
     hooks += [ReadSteps(reading_intervals(run)), PublishCounters(status), times]

@@ -14,7 +14,7 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.foundation.errors import HardwareFaultError, NumericsError
 from megatron.core.foundation.quarantine import add_to_quarantine
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rerun.data import Batches
@@ -136,7 +136,7 @@ class StepRerun:
                 dp_rank=batches.dp_rank,
             )
         mine = (dp.rank(), host_name(), _problem(context, losses), _bad_weight(context))
-        everyone = all_gather_object(mine, backend.world())
+        everyone = all_gather_object(mine, torch_collectives.world())
         problems: dict[int, str] = {}
         weights: dict[int, str] = {}
         hosts: dict[int, str] = {}
@@ -165,13 +165,13 @@ class StepRerun:
         )
 
     def _warn(self, verdict: Verdict, what: str) -> None:
-        if backend.world().rank() == 0:
+        if torch_collectives.world().rank() == 0:
             text = f"WARNING: iteration {self.iteration}: {what}; {verdict.describe()}"
             print(text, file=sys.stderr, flush=True)
 
     def _write(self, verdict: Verdict, hosts: list[str]) -> None:
         """Add to the lists of rejected results and of machines; rank 0 only."""
-        if backend.world().rank() != 0:
+        if torch_collectives.world().rank() != 0:
             return
         if self.quarantine_file is not None and verdict.cause is Cause.HARDWARE_PERSISTENT:
             reason = f"iteration {self.iteration}: other results than other replicas"

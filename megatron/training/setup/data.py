@@ -16,7 +16,7 @@ from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.training.config.phases import phase_of
 from megatron.training.config.resolved import ResolvedRun
@@ -95,13 +95,15 @@ def build_data(
         for chunk in range(num_chunks)
     ]
     # Only ranks that read data know how many sets there are, and how long.
-    num_sets = max_across_ranks(max(len(chunk.valid) for chunk in per_chunk), backend.world())
+    num_sets = max_across_ranks(
+        max(len(chunk.valid) for chunk in per_chunk), torch_collectives.world()
+    )
     sets = [
         _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)
         for n in range(num_sets)
     ]
     for each in sets:
-        each.num_rows = max_across_ranks(each.num_rows, backend.world())
+        each.num_rows = max_across_ranks(each.num_rows, torch_collectives.world())
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
         train_packing=per_chunk[0].train_packing,
@@ -111,7 +113,7 @@ def build_data(
         test=_one_or_list([chunk.test for chunk in per_chunk]),
         test_packing=per_chunk[0].test_packing,
         num_test_rows=max_across_ranks(
-            max(chunk.num_test_rows for chunk in per_chunk), backend.world()
+            max(chunk.num_test_rows for chunk in per_chunk), torch_collectives.world()
         ),
     )
 

@@ -16,7 +16,7 @@ from megatron.core.low_precision.products import LinearProducts, largest_magnitu
 from megatron.core.low_precision.scaling import round_to_scale
 from megatron.core.offload.device_copies import AsyncFetch, Copy, DeviceCopies, device_copies
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.transport import has_tags
 from megatron.core.transport.work import AnyWork, Work
 
@@ -137,7 +137,7 @@ class QuantizedParams(GatheredParams):
             same = self._decode(codes, piece.index).eq(values).all()
             found[-1] = torch.maximum(found[-1], same.logical_not().float())
         for group in (self._flat.mesh.shard, self._products[0].tp):
-            backend.all_reduce(found, group, ReduceOp.MAX)
+            torch_collectives.all_reduce(found, group, ReduceOp.MAX)
         # Rounded weights that nobody has changed keep the amaxes of the unrounded weights.
         self._amaxes = torch.where(found[-1] > 0, found, self._amaxes)
         scales = []
