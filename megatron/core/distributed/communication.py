@@ -20,7 +20,7 @@ from megatron.core.transport.transport import bucket_transport, has_tags, piece_
 from megatron.core.transport.work import Work
 
 SUM_TAG = (1 << 31) - 1
-"""Message tag of `sum_in_place`, different from those of buckets."""
+"""Message tag of `sum_in_place`; no bucket has it."""
 
 
 @dataclass(frozen=True, kw_only=True)

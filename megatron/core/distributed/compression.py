@@ -64,7 +64,7 @@ class CompressedReduction:
         Args:
             matrices: (begin, rows, columns) of the matrices that are in the bucket.
             numel: of the bucket.
-            traffic: counts what is sent; shared by the buckets of a buffer.
+            traffic: counts the bytes sent; shared by the buckets of a buffer.
         """
         self.settings, self.traffic = settings, traffic
         self._num_reductions = 0
@@ -360,7 +360,7 @@ def take_largest(values: Tensor, count: int) -> Tensor:
     optimizer, which reads the sums: it is not corrected.
 
     First come all int32 indices, then the fp32 values. NaN is larger than infinity, and both are
-    larger than all others: what is not finite is sent.
+    larger than all others: non-finite values are sent.
     """
     indices = values.abs().topk(count, sorted=False).indices
     message = torch.empty(2, count, dtype=torch.int32, device=values.device)

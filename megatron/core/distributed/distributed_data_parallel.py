@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of a model chunk that see different samples and agree on gradients."""
+"""Data parallelism: replicas of a model chunk train on different samples and sum gradients."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class DistributedDataParallel(nn.Module):
         for span in self._spans:
             for shard in span.shards:
                 self._shards_of.setdefault(shard.parameter, []).append(shard)
-        # The nodes must live as long as the hooks shall fire.
+        # The hooks fire only as long as the nodes are alive.
         self._accumulation_nodes = [self._install_hook(p) for p in self._param_index]
         self._gathers_in_forward = ddp_config.overlap_param_gather and self._units is None
         if self._gathers_in_forward:
@@ -211,10 +211,10 @@ class DistributedDataParallel(nn.Module):
         return outputs
 
     def _watch_backward_from(self, outputs: Any) -> None:
-        """Reduce what is left when the backward pass that begins at `outputs` has ended.
+        """Reduce the remaining buckets when the backward pass that begins at `outputs` has ended.
 
-        The callback belongs to the pass that is running when the hook fires. Parameters' hooks
-        would not do: under recomputation they fire in an inner pass of one layer.
+        The callback belongs to the pass that is running when the hook fires. Hooks of parameters
+        do not work: under recomputation they fire in an inner pass of one layer.
         """
 
         def backward_begins(_: Tensor) -> None:
@@ -247,7 +247,7 @@ class DistributedDataParallel(nn.Module):
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """Inside the returned context all parameters are whole; what is written to them is lost.
+        """Inside the returned context all parameters are whole; changes to them are lost.
 
         Communication: where parameters are sharded, an all-gather of each unit."""
         self.finish_param_sync()
@@ -412,7 +412,7 @@ class DistributedDataParallel(nn.Module):
             buffer.params.finish_gathers([index])
 
     def write_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter, of which this rank may hold a part, to `value`, of its full shape."""
+        """Set a whole or sharded parameter to `value`, which has its full shape."""
         if parameter in (sharded := self._sharded()):
             for shard in sharded[parameter]:
                 write_shard(shard, value)

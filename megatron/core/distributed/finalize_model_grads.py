@@ -1,4 +1,4 @@
-"""What gradients need after the last backward pass, before the optimizer may read them."""
+"""Complete the gradients after the last backward pass, before the optimizer reads them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
 def _sum_gradients_of_all_stages(
     model: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> None:
-    """Add the gradients of the parameters of which every chunk holds a copy."""
+    """Add the gradients of parameters that are copied in every chunk."""
     by_chunk = [
         [
             gradient

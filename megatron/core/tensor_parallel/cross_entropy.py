@@ -75,7 +75,7 @@ def transformer_engine_cross_entropy(
     Returns:
         fp32 [s, b].
     Communication:
-        that of the library, on `tp_group`.
+        the collectives of the library, on `tp_group`.
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
     """

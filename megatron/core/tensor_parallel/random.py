@@ -290,7 +290,7 @@ EXPERT_PARALLEL_SEED_OFFSET = 1024
 class CudaRNGStatesTracker:
     """Generator states by name; `fork(name)` makes one of them the default for a while.
 
-    The name is Megatron's; the states are those of the current device, a GPU or the CPU.
+    The name is Megatron's; the states belong to the current device, a GPU or the CPU.
     """
 
     def __init__(self) -> None:

@@ -201,7 +201,7 @@ def local_distribution(rows: Tensor, shard: VocabShard, temperature: float) -> L
 
 @dataclass(frozen=True)
 class MergedRows:
-    """What the ranks know of each row, together; n ranks."""
+    """Numbers of each row, merged over n ranks."""
 
     highest: Tensor
     """[t] highest logit of all columns."""
@@ -215,7 +215,7 @@ class MergedRows:
     """[n, k, t] the other numbers of each rank."""
 
     def mean(self, local_means: Tensor) -> Tensor:
-        """Return the mean [t] of what is [n, t] the mean over each rank's own distribution."""
+        """Return the mean [t] over all columns, from each rank's mean [n, t] over its columns."""
         has_columns = self.highest_of_ranks > -torch.inf
         return (self.fractions * local_means).masked_fill(~has_columns, 0.0).sum(0)
 

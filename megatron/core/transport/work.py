@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, overload
 
 from torch import Tensor
 
@@ -60,6 +60,12 @@ class Work(Generic[Result]):
     def completed(result: Result) -> Work[Result]:
         """Return work that is done."""
         return Work(_no_steps(result))
+
+    @overload
+    def then(self, step: Callable[[Result], Work[Next]]) -> Work[Next]: ...
+
+    @overload
+    def then(self, step: Callable[[Result], Next]) -> Work[Next]: ...
 
     def then(self, step: Callable[[Result], Work[Next] | Next]) -> Work[Next]:
         """Return the work that continues with `step(result)`, which may be other work."""

@@ -1,4 +1,4 @@
-"""Choose the ZeRO stage of each set of parameters, and lay them out."""
+"""Choose the ZeRO stage of each set of parameters, and lay out its buffer."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def build_stages(
     """Return one buffer for each dtype, and for dense and expert parameters.
 
     Args:
-        units: that stage 3 gathers; none with other stages.
-        mesh_of: is_expert -> ranks that hold copies.
-        policy_of: how they sum gradients.
+        units: gathered by stage 3; empty with other stages.
+        mesh_of: is_expert -> the ranks that hold copies.
+        policy_of: mesh -> how its ranks sum gradients.
         separate: parameters with buckets of their own.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
@@ -76,8 +76,8 @@ def _gathered_in_few_bits(
 ) -> dict[nn.Parameter, LinearProducts]:
     """Return the parameters that are gathered in the format of their products.
 
-    Not those in fp16, whose range is smaller than that of a scaled E4M3 number, nor fp32, which
-    are their own main weights.
+    Only bf16: fp16 has a smaller range than a scaled E4M3 number, and fp32 parameters are the main
+    weights themselves.
     """
     if not config.gathers_in_few_bits:
         return {}

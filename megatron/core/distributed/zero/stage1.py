@@ -33,7 +33,7 @@ class ParamAndGradBuffer(ZeroStage):
         super().__init__(flat, policy)
         self.params = gathered_params(flat)
         self.gradients = torch.zeros(flat.plan.numel, dtype=grad_dtype, device=flat.device)
-        parameter: Any  # of which Parameter's type does not know the main gradient
+        parameter: Any  # Parameter's type has no main gradient
         for slot in flat.plan.slots:
             parameter = flat.parameters[slot.index]
             parameter.main_grad = self.gradients[slot.begin : slot.end].view(parameter.shape)
