@@ -20,7 +20,7 @@ def write_parameter(chunk: nn.Module, parameter: nn.Parameter, value: Tensor) ->
         parameter.data.copy_(value)
 
 
-def frozen_row_norms(layer: Any, adapter: LowRankAdapter) -> Tensor:
+def frozen_row_norms(layer: nn.Module, adapter: LowRankAdapter) -> Tensor:
     """Return the norm of each row of a frozen weight: [o/tp], or [o].
 
     Communication: a gather of the weight if torch shards it, and the collectives of `row_norms`.

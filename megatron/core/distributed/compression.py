@@ -87,7 +87,7 @@ class CompressedReduction:
         return False
 
     def reduce(self, bucket: Tensor, mesh: Mesh, factor: float, tag: int) -> Work[Tensor]:
-        """Write factor * sum over the mesh to `mesh.own(bucket)`, and return it."""
+        """Write factor * sum of `bucket` [n] over the mesh to `mesh.own(bucket)`, and return it."""
         return Work(self._reduce(bucket, mesh, factor, tag))
 
     def _reduce(self, bucket: Tensor, mesh: Mesh, factor: float, tag: int) -> Steps[Tensor]:

@@ -81,7 +81,7 @@ def _paired(
     return x if group.size() == 1 else _Pair.apply(x, group, collective, transpose)
 
 
-def _identity(x: Tensor, group: Group) -> Tensor:
+def _identity(x: Tensor, _group: Group) -> Tensor:
     return x.view_as(x)
 
 

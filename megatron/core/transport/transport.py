@@ -30,6 +30,8 @@ from megatron.core.transport.work import Handle, Steps, Work
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Sizes = Sequence[int] | None
+"""Rows of each rank; None: all have the same number."""
 STRETCH = 1 << 16
 """Elements that `ordered_sum` adds, scales and writes before the next ones: they stay in cache."""
 
@@ -150,7 +152,7 @@ class GlooTransport(NativeTransport):
     """
 
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
-        """Add two ranks by gloo's all-reduce (a + b = b + a to the bit), more in rank order."""
+        """Sum `x` [t, ...] of two ranks by gloo (a + b = b + a to the bit), of more in rank order."""
         return super().all_reduce(x, scale) if self.size <= 2 else self._start_all_reduce(x, scale)
 
     @noted("all_reduce")
@@ -288,6 +290,58 @@ def exchange_and_add(
         return total
 
     return Work(steps())
+
+
+@noted("all_to_all", group_at=1)
+def exchange(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Work[Tensor]:
+    """Send rows of `x` [t, ...] to every rank, and receive [t', ...] from all ranks."""
+    num_received = x.shape[0] if output_sizes is None else sum(output_sizes)
+    received = x.new_empty((num_received, *x.shape[1:]))
+    into, out_of = (None if s is None else list(s) for s in (output_sizes, input_sizes))
+    work = dist.all_to_all_single(received, x, into, out_of, group, async_op=True)
+    return Work.of([work], received)
+
+
+@noted("all_to_all", group_at=1)
+def all_gather_uneven(x: Tensor, group: Group, sizes: Sequence[int]) -> Work[Tensor]:
+    """Gather `sizes[i]` rows of each rank i: [t_i, ...] -> [t, ...]."""
+    if x.is_cpu:
+        # gloo gathers equal pieces only; its all-to-all takes any sizes.
+        copies = x.repeat(group.size(), *[1] * (x.dim() - 1))
+        return exchange(copies, group, sizes, [x.shape[0]] * group.size())
+    gathered = x.new_empty((sum(sizes), *x.shape[1:]))
+    pieces = list(gathered.split(list(sizes)))
+    return Work.of([dist.all_gather(pieces, x, group, async_op=True)], gathered)
+
+
+@noted("all_to_all", group_at=1)
+def reduce_scatter_uneven(x: Tensor, group: Group, sizes: Sequence[int]) -> Work[Tensor]:
+    """Sum x [t, ...]; rank i keeps `sizes[i]` rows [t_i, ...]."""
+    return exchange_and_add(x, group, sizes[group.rank()], sizes)
+
+
+@noted("ring_shift", group_at=1)
+def ring_shift(x: Tensor, group: Group) -> Work[Tensor]:
+    """Start to send `x` [...] to the next rank of `group`, and to receive a tensor like it from the
+    previous rank; `x` may be overwritten after the work has ended."""
+    assert isinstance(group, dist.ProcessGroup), "a ring has more than one rank"
+    rank, received = group.rank(), torch.empty_like(x)
+    following = dist.get_global_rank(group, (rank + 1) % group.size())
+    preceding = dist.get_global_rank(group, (rank - 1) % group.size())
+    # One batch: separate calls deadlock on NCCL when every rank sends first.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, following, group),
+            dist.P2POp(dist.irecv, received, preceding, group),
+        ]
+    )
+    return Work(_until_received(works, x, received))
+
+
+def _until_received(works: Sequence[Handle], _sent: Tensor, received: Tensor) -> Steps[Tensor]:
+    """Keep `_sent` alive until it has been sent."""
+    yield works
+    return received
 
 
 def piece_of(bucket: Tensor, rank: int, size: int) -> Tensor:

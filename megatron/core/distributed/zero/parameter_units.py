@@ -199,7 +199,7 @@ class ParameterUnits:
         self._prefetch(range(self._last + 1))
 
     def _prefetch(self, numbers: Iterable[int]) -> None:
-        """Prefetch the shards of units, in order, as long as there is room."""
+        """Prefetch the shards of units, in order, as long as memory allows."""
         for number in numbers:
             takes_more = [
                 buffer.params.prefetch(section) for buffer, section in self._locations[number]

@@ -117,7 +117,7 @@ class HostShards(ShardStorage):
         return copy
 
     def prefetch(self, numbers: Sequence[int]) -> bool:
-        """Start to copy the shards of a unit, if there is room."""
+        """Start to copy the shards of a unit, if the limit of bytes allows it."""
         missing = [number for number in numbers if number not in self._ahead]
         asked = sum(self.shards[number].nbytes for number in missing)
         ahead = sum(self.shards[number].nbytes for number in self._ahead)

@@ -61,11 +61,14 @@ class FlatParam:
 
     def allocate(self) -> None:
         """Allocate memory for the values, which are then undefined."""
-        self.values.untyped_storage().resize_(self.values.nbytes)
+        if (storage := self.values.untyped_storage()).nbytes() == 0:
+            storage.resize_(self.values.nbytes)
 
     def free(self) -> None:
         """Free the memory of the values."""
-        self.values.untyped_storage().resize_(0)
+        storage = self.values.untyped_storage()
+        if storage.resizable():  # not if numpy shares the memory
+            storage.resize_(0)
 
     @property
     def has_several_buckets(self) -> bool:
@@ -162,7 +165,7 @@ class ShardedParams:
         """Read a unit's shards from their file, or copy them to the device, if it is sharded.
 
         Returns:
-            whether there is room for more.
+            whether more units may follow.
         """
         unit = self.units[number]
         if unit.is_unsharded or unit.gathers:
