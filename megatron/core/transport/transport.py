@@ -152,7 +152,7 @@ class GlooTransport(NativeTransport):
     """
 
     def all_reduce(self, x: Tensor, scale: float = 1.0) -> Work[Tensor]:
-        """Sum `x` [t, ...] of two ranks by gloo (a + b = b + a to the bit), of more in rank order."""
+        """Sum `x` [t, ...] in rank order; two ranks by gloo (a + b = b + a to the bit)."""
         return super().all_reduce(x, scale) if self.size <= 2 else self._start_all_reduce(x, scale)
 
     @noted("all_reduce")

@@ -171,7 +171,7 @@ def start_after(
     group: Group,
     gather: Callable[[], Work[Tensor]],
 ) -> Work[Tensor]:
-    """Start `gather` of a bucket [n] over `group` when `fetched`, made by `copies`, have arrived."""
+    """Start `gather` of a bucket [n] over `group` after the copies `fetched` have arrived."""
     if not fetched:
         return gather()
     if has_tags(group) or group.size() == 1:
