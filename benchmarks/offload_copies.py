@@ -45,7 +45,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.zero import gathered_params, shard_storage, sharded_gradients
+from megatron.core.distributed.zero import gathered_params, shard_storage, stage2
 from megatron.core.offload.device_copies import DeviceCopies
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.definition import ElementwiseUpdate, Pieces
@@ -122,7 +122,7 @@ class Training:
             for module, name in (
                 (shard_storage, "weights"),
                 (gathered_params, "weights"),
-                (sharded_gradients, "gradients"),
+                (stage2, "gradients"),
             ):
                 link = partial(self._link, name)
                 stack.enter_context(patch.object(module, "device_copies", link))

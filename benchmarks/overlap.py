@@ -261,7 +261,6 @@ def run_ranks(words: list[str]) -> int:
         environment = {
             **os.environ,
             "GLOO_SOCKET_IFNAME": name,
-            "MEGATRON_HOST_EXCHANGE": "0",
             "OMP_NUM_THREADS": "1",
         }
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.overlap"]

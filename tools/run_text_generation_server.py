@@ -24,7 +24,7 @@ from typing import Any
 from megatron.core.datasets.preprocessing.chat_template import TemplateLimits, find_chat_template
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, flag_specs
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group, raise_on_all_ranks
 from megatron.inference.engine import Engine
 from megatron.inference.serving import Limits, Service
@@ -186,7 +186,7 @@ def main() -> None:
             max_length=options.max_context,
             packs_weights=not options.no_weight_packing,
         )
-        service = Service(Engine(model), control_group(backend.world()))
+        service = Service(Engine(model), control_group(torch_collectives.world()))
         server, listener, problem = None, None, None
         if service.peers.rank == 0:
             try:

@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.base import TextTokenizer
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -176,12 +176,14 @@ def check_param_hashes_across_dp_replicas(
         if not sums or get_pg_size(group) == 1:
             continue
         mine = torch.stack(sums)
-        every = backend.all_gather(mine, group)
+        every = torch_collectives.all_gather(mine, group)
         same = same and all(torch.equal(other, every[0]) for other in every)
     if cross_check and dist.is_initialized():
-        where = backend.tensor_device(backend.world())
+        where = torch_collectives.tensor_device(torch_collectives.world())
         anybody = torch.tensor([0 if same else 1], device=where)
-        same = not bool(backend.all_reduce(anybody, backend.world(), dist.ReduceOp.MAX))
+        same = not bool(
+            torch_collectives.all_reduce(anybody, torch_collectives.world(), dist.ReduceOp.MAX)
+        )
     return same
 
 

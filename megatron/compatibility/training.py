@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.flags import from_args
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend, collectives
+from megatron.core.transport import collectives, torch_collectives
 from megatron.core.utils import get_pg_rank, get_pg_size
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.data import DataSettings
@@ -181,7 +181,7 @@ def append_to_progress_log(string: str, barrier: bool = True) -> None:
     if args.save is None:
         return
     if barrier:
-        backend.barrier(backend.world())
+        torch_collectives.barrier(torch_collectives.world())
     if not dist.is_initialized() or dist.get_rank() == 0:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with (Path(args.save) / "progress.txt").open("a") as file:

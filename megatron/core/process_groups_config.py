@@ -19,7 +19,7 @@ from megatron.core.foundation.errors import TopologyError
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.topology.rank_grid import Layout, nested_sizes
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 
 
@@ -330,7 +330,7 @@ def _create_plans_of_other_layouts(
     """Where several layouts share the world, create the groups of all in one common order."""
     if layout.world_size == dist.get_world_size():
         return
-    plans: list[Mapping[str, RankLists]] = all_gather_object(plan, backend.world())
+    plans: list[Mapping[str, RankLists]] = all_gather_object(plan, torch_collectives.world())
     for other in plans:
         for name, rank_lists in other.items():
             factory.create(rank_lists, name)

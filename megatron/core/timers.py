@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.foundation import device
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 FINEST_LEVEL = 2
 """Timers inside a micro batch; 0 are those of whole steps."""
@@ -31,7 +31,7 @@ class Timer:
         if self._started_at is not None:
             raise RuntimeError(f"timer {self.name!r} runs already: stop() it before start()")
         if barrier:
-            backend.barrier(backend.world())
+            torch_collectives.barrier(torch_collectives.world())
         device.synchronize()
         self._started_at = time.perf_counter()
 
@@ -40,7 +40,7 @@ class Timer:
         if self._started_at is None:
             raise RuntimeError(f"timer {self.name!r} was not started: start() it before stop()")
         if barrier:
-            backend.barrier(backend.world())
+            torch_collectives.barrier(torch_collectives.world())
         device.synchronize()
         seconds = time.perf_counter() - self._started_at
         self._accumulated_s += seconds
@@ -131,9 +131,11 @@ class Timers:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {name: [value] for name, value in zip(names, mine, strict=True)}
         local = torch.tensor(
-            mine, dtype=torch.float64, device=backend.tensor_device(backend.world())
+            mine,
+            dtype=torch.float64,
+            device=torch_collectives.tensor_device(torch_collectives.world()),
         )
-        table = torch.stack(backend.all_gather(local, backend.world())).cpu()
+        table = torch.stack(torch_collectives.all_gather(local, torch_collectives.world())).cpu()
         return {name: table[:, i].tolist() for i, name in enumerate(names)}
 
     def report(
@@ -165,7 +167,7 @@ class Timers:
     ) -> None:
         """Print the report on global rank `rank` (the last rank if None)."""
         if barrier:
-            backend.barrier(backend.world())
+            torch_collectives.barrier(torch_collectives.world())
         text = self.report(names, reset=reset, normalizer=normalizer)
         here = dist.get_rank() if dist.is_initialized() else 0
         last = dist.get_world_size() - 1 if dist.is_initialized() else 0
@@ -199,7 +201,7 @@ class Timers:
         Writers that others add to the class call it by this name of Megatron's.
         """
         if barrier:
-            backend.barrier(backend.world())
+            torch_collectives.barrier(torch_collectives.world())
         table = self.seconds_of_all_ranks(names, reset=reset, normalizer=normalizer)
         return {name: (min(seconds), max(seconds)) for name, seconds in table.items()}
 

@@ -37,7 +37,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import Group
 from megatron.core.transformer.sharded_state import sharded_state_dict_of
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group
 from megatron.core.utils import as_list
 from megatron.hugging_face.families import family_of_settings
@@ -85,7 +85,7 @@ def stream_weights(
             rule="a bucket is a number of bytes",
             fix="leave it out for 1 GiB",
         )
-    groups, group = resolve_groups(pg_collection), process_group or backend.world()
+    groups, group = resolve_groups(pg_collection), process_group or torch_collectives.world()
     state = {
         f"model{number}": sharded_state_dict_of(chunk, pg_collection=groups)
         for number, chunk in enumerate(as_list(model))
@@ -124,7 +124,7 @@ class LiveContents(Contents):
     @property
     def device(self) -> torch.device:
         """Where this rank's part of the model is."""
-        return self.held[0].device if self.held else backend.tensor_device(self.group)
+        return self.held[0].device if self.held else torch_collectives.tensor_device(self.group)
 
     def common_state(self) -> dict[str, Any]:
         """Return the settings as a checkpoint has them."""
@@ -203,11 +203,11 @@ class LiveReader:
                 assert piece is not None
                 target.copy_(piece)
                 continue
-            where = backend.tensor_device(contents.group)
+            where = torch_collectives.tensor_device(contents.group)
             sent = torch.empty(size, dtype=dtype, device=where)
             if piece is not None:
                 sent.copy_(piece)
-            target.copy_(backend.broadcast(sent, contents.group, owner))
+            target.copy_(torch_collectives.broadcast(sent, contents.group, owner))
         self.bytes_read += math.prod(shape) * dtype.itemsize
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:

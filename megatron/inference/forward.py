@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLinear
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config, unwrap_model
 from megatron.inference.sampling import Draw, choose_tokens, gather_logprobs
 
@@ -163,4 +163,4 @@ class CachedModel:
 
     def _broadcast(self, chosen: Tensor) -> None:
         if self._channel is not None:
-            backend.broadcast(chosen, self.groups.pp, loss_rank(self.config))
+            torch_collectives.broadcast(chosen, self.groups.pp, loss_rank(self.config))

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, evaluating, get_model_config, unwrap_model
 from megatron.inference.engine import Engine, Request, check_prompt, not_finite
 from megatron.inference.forward import CachedModel, has_cache
@@ -192,7 +192,7 @@ def _continue_without_cache(
             draws = [Draw(sampling, row, position) for row in range(num_rows)]
             chosen = choose_tokens(logits, draws)
         if groups.pp.size() > 1:
-            backend.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunks[0])))
+            torch_collectives.broadcast(chosen, groups.pp, loss_rank(get_model_config(chunks[0])))
         for row, token in enumerate(chosen[: len(prompts)].tolist()):
             if lengths[row] <= position < ended_at[row]:
                 if token == NO_TOKEN:
@@ -244,7 +244,7 @@ def _last_logits(
         if groups.cp.size() > 1:
             # One context-parallel rank holds the position; the others add zeros.
             own = own if index is not None else torch.zeros_like(own)
-            backend.all_reduce(own, groups.cp)
+            torch_collectives.all_reduce(own, groups.cp)
         logits = gather_from_tensor_model_parallel_region(own, groups.tp)
         return logits[:, :vocab_size]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.core.foundation import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.inference.engine import check_prompt
 from megatron.post_training.log_probs import compute_log_probs
 
@@ -79,7 +79,7 @@ def score(
         for first, one in zip(firsts, scored, strict=True):
             table[0, first : first + batch_size] = one.log_probs
             table[1, first : first + batch_size] = one.is_greedy
-        backend.all_reduce(table, groups.dp)
+        torch_collectives.all_reduce(table, groups.dp)
         found += [_score_of(row, table[:, index]) for index, row in enumerate(part)]
     return found
 

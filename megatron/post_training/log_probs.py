@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.log_probs import LogProbs, vocab_parallel_log
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.router_replay import replay_routing
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, evaluating, get_model_config
 
 Found = TypeVar("Found")
@@ -92,7 +92,7 @@ def compute_log_probs(
     where = device.current_device()
     shapes = [_shape_of(batch, number) for number, batch in enumerate(micro_batches)]
     sizes = torch.tensor([(len(shapes), *shape) for shape in shapes] or [(0, 0, 0)], device=where)
-    largest = backend.all_reduce(sizes.amax(0), groups.dp, dist.ReduceOp.MAX)
+    largest = torch_collectives.all_reduce(sizes.amax(0), groups.dp, dist.ReduceOp.MAX)
     count, num_rows, longest = largest.tolist()
     if not count:
         return []
@@ -129,8 +129,8 @@ def compute_log_probs(
             part[number, :, held.positions(where)] = values.to(table.dtype)
     last_rank = loss_rank(config)
     if groups.pp.rank() == last_rank:
-        backend.all_reduce(table, groups.cp)
-    backend.broadcast(table, groups.pp, last_rank)
+        torch_collectives.all_reduce(table, groups.cp)
+    torch_collectives.broadcast(table, groups.pp, last_rank)
     return [
         LogProbs(
             table[0, number, :b, :s], table[1, number, :b, :s], table[2, number, :b, :s] == 1.0

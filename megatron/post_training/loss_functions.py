@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """Mean loss [], and what is reported of the micro batch, without gradient."""
@@ -374,5 +374,5 @@ def mean_over_replicas(report: Mapping[str, Tensor], groups: ProcessGroupCollect
     Communication: an all-reduce on dp.
     """
     together = torch.stack([value.float() for value in report.values()])
-    backend.all_reduce(together, groups.dp)
+    torch_collectives.all_reduce(together, groups.dp)
     return dict(zip(report, (together / groups.dp.size()).tolist(), strict=True))

@@ -41,7 +41,7 @@ from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimize
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.training.hooks.base import Hook
 from megatron.training.run.state import StopReason, TakenStep, TrainState
@@ -100,13 +100,13 @@ class ReplicaCheck:
         Communication:
             one all-reduce of two integers over all processes.
         """
-        if not backend.has_peers(backend.world()):
+        if not torch_collectives.has_peers(torch_collectives.world()):
             return
         self._add_up()
         if self._is_agreed(norm):
             return
         differences = self._compare(copies_of_gradients(self.optimizer))
-        everyone = tuple(range(backend.world().size()))
+        everyone = tuple(range(torch_collectives.world().size()))
         differences.append(_Difference("world", everyone, "gradient norm", _bits(norm)))
         _raise_if_any(differences, iteration)
 
@@ -120,7 +120,7 @@ class ReplicaCheck:
             on each group of copies one all-reduce of two integers per tensor, and one integer over
             all processes; where something differs, a gather of the digests of what does.
         """
-        if not backend.has_peers(backend.world()):
+        if not torch_collectives.has_peers(torch_collectives.world()):
             return
         # What went wrong first comes first in the message.
         differences = self._compare_sums(iteration)
@@ -175,7 +175,7 @@ class ReplicaCheck:
         group = getattr(self.groups, name)
         # The largest of ~d is the complement of the smallest d.
         extremes = torch.cat([digests, ~digests])
-        backend.all_reduce(extremes, group, dist.ReduceOp.MAX)
+        torch_collectives.all_reduce(extremes, group, dist.ReduceOp.MAX)
         largest, smallest = extremes.chunk(2)
         ranks = tuple(dist.get_process_group_ranks(group))
         is_sharded = any(item.shard.mesh.shard_size > 1 for item in self.optimizer.shards)
@@ -189,8 +189,8 @@ class ReplicaCheck:
     def _is_agreed(norm: float) -> bool:
         bits = torch.tensor([_bits(norm)], device=current_device())
         extremes = torch.cat([bits, ~bits])
-        largest, smallest = backend.all_reduce(
-            extremes, backend.world(), dist.ReduceOp.MAX
+        largest, smallest = torch_collectives.all_reduce(
+            extremes, torch_collectives.world(), dist.ReduceOp.MAX
         ).tolist()
         return bool(largest == ~smallest)
 
@@ -204,8 +204,8 @@ def _bits(norm: float) -> int:
 def _raise_if_any(differences: list[_Difference], iteration: int) -> None:
     """Raise on all ranks if any has found something."""
     count = torch.tensor([len(differences)], device=current_device())
-    if int(backend.all_reduce(count, backend.world())):
-        raise _error(all_gather_object(differences, backend.world()), iteration)
+    if int(torch_collectives.all_reduce(count, torch_collectives.world())):
+        raise _error(all_gather_object(differences, torch_collectives.world()), iteration)
 
 
 def _error(everyone: Sequence[Sequence[_Difference]], iteration: int) -> ReplicaMismatchError:

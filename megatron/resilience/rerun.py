@@ -21,7 +21,7 @@ from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.foundation.errors import HardwareFaultError, NumericsError
 from megatron.core.foundation.failure_file import add_to_quarantine
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object, broadcast_object
 from megatron.core.utils import as_list
 from megatron.resilience.rerun_verdict import (
@@ -240,7 +240,7 @@ class StepRerun:
             has_earlier=self._earlier is not None,
         )
         at_fault = [hosts[replica] for replica in verdict.replicas if replica in hosts]
-        if backend.world().rank() == 0:
+        if torch_collectives.world().rank() == 0:
             if schedule.quarantine_file is not None and verdict.cause is Cause.HARDWARE_PERSISTENT:
                 reason = f"iteration {self.iteration}: other results than other replicas"
                 add_to_quarantine(schedule.quarantine_file, at_fault, reason)
@@ -290,7 +290,7 @@ class StepRerun:
             )
         losses = loss_table(context, reports)
         mine = (dp.rank(), host_name(), _problem(context, losses), _bad_weight(context))
-        everyone = all_gather_object(mine, backend.world())
+        everyone = all_gather_object(mine, torch_collectives.world())
         problems: dict[int, str] = {}
         weights: dict[int, str] = {}
         hosts: dict[int, str] = {}
@@ -318,7 +318,7 @@ class StepRerun:
         )
 
     def _warn(self, verdict: Verdict, what: str) -> None:
-        if backend.world().rank() == 0:
+        if torch_collectives.world().rank() == 0:
             text = f"WARNING: iteration {self.iteration}: {what}; {verdict.describe()}"
             print(text, file=sys.stderr, flush=True)
 
@@ -326,20 +326,20 @@ class StepRerun:
 @contextmanager
 def _local_gradients_checked(model: list[Any]) -> Iterator[None]:
     """Check gradients before their reduction in this block, so that the replica is known."""
-    reducers = [
-        buffer.reducer
+    buffers = [
+        buffer
         for chunk in model
         if isinstance(chunk, DistributedDataParallel)
         for buffer in chunk.gradient_buffers
     ]
-    before = [reducer.checks_finite for reducer in reducers]
-    for reducer in reducers:
-        reducer.checks_finite = True
+    before = [buffer.checks_finite for buffer in buffers]
+    for buffer in buffers:
+        buffer.checks_finite = True
     try:
         yield
     finally:
-        for reducer, checks_finite in zip(reducers, before, strict=True):
-            reducer.checks_finite = checks_finite
+        for buffer, checks_finite in zip(buffers, before, strict=True):
+            buffer.checks_finite = checks_finite
 
 
 def _problem(context: TrainingContext, losses: LossTable) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from megatron.core.foundation.errors import SpikeError
 from megatron.core.optimizer.update import NormCheck
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import broadcast_object, largest_across_ranks
 from megatron.training.hooks.base import Hook
 from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
@@ -125,7 +125,7 @@ class SpikeGuard(Hook):
             one all-reduce of these numbers over all processes; at the first step of a run a
             broadcast of the names.
         """
-        world = backend.world()
+        world = torch_collectives.world()
         if self._names is None:
             self._names = broadcast_object(tuple(losses), world.size() - 1, world)
         mine = [losses.get(name, -math.inf) for name in self._names]

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.foundation import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.rank_grid import RankGrid
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
@@ -254,7 +254,7 @@ class LookForStragglers(Hook):
 
     def before_training(self, state: TrainState) -> TrainState:
         """Learn the names of the machines, and listen for who wants to switch."""
-        self._hosts = all_gather_object(socket.gethostname(), backend.world())
+        self._hosts = all_gather_object(socket.gethostname(), torch_collectives.world())
         if is_rank_0():
             try:
                 self._switch = HttpEndpoint(self._toggle, port=self.logging.straggler_ctrlr_port)
@@ -285,11 +285,11 @@ class LookForStragglers(Hook):
         return state
 
     def _check(self, state: TrainState) -> None:
-        world = backend.world()
+        world = torch_collectives.world()
         mine = torch.tensor(
-            self._samples, dtype=torch.float64, device=backend.tensor_device(world)
+            self._samples, dtype=torch.float64, device=torch_collectives.tensor_device(world)
         )  # [t, columns]
-        gathered = _stacked(backend.all_gather(mine, world))
+        gathered = _stacked(torch_collectives.all_gather(mine, world))
         self._samples = []
         if not gathered[-1, 0, -1]:
             self._watch.forget()

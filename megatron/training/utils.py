@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import get_batch_on_this_cp_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import unwrap_model
 from megatron.training.launch.printing import is_last_rank, is_rank_0, print_rank_0, print_rank_last
 from megatron.training.metrics.params_norm import params_norm
@@ -30,7 +30,7 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
     """Return the mean of each loss over the data-parallel ranks, [number of losses]."""
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = ProcessGroupCollection.current().dp
-    return backend.all_reduce(averaged, group) / group.size()
+    return torch_collectives.all_reduce(averaged, group) / group.size()
 
 
 def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module]) -> float:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.shard_file import header_of, write_shards
 from megatron.core.dist_checkpointing.tree import map_leaves
 from megatron.core.dist_checkpointing.writer import DurableFile
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group
 from megatron_lattice.deepspeed.engine_state import EngineState
 from megatron_lattice.deepspeed.lr_schedules import Schedule
@@ -45,7 +45,7 @@ def save(
     Raises:
         CheckpointError: on all ranks, if a value of `client_state` cannot be stored.
     """
-    peers = control_group(backend.world())
+    peers = control_group(torch_collectives.world())
 
     def declare() -> dict[str, Any]:
         model = engine.replica.sharded_state_dict()
@@ -86,7 +86,7 @@ def load(
     scheduler_states: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load what `save` saved: collective. See `EngineState.load_checkpoint`."""
-    peers = control_group(backend.world())
+    peers = control_group(torch_collectives.world())
     latest = Path(load_dir, LATEST_NAME)
 
     def find() -> str | None:
@@ -131,7 +131,7 @@ def load(
     wanted, strictness = run_collectively(peers, "declaring the state to load", declare)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
     for buffer in engine.replica.gradient_buffers:
-        buffer.wait_for_readers()
+        buffer.params.prepare_update()
     run_collectively(peers, f"applying the state of {path}", apply)
     return str(path), state.get("client_state", {})
 
@@ -175,7 +175,7 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
         CheckpointError: on all ranks, if the file cannot be written, or its name asks for another
             format.
     """
-    peers = control_group(backend.world())
+    peers = control_group(torch_collectives.world())
     path = Path(directory) / name
     state = run_collectively(peers, "gathering the weights", engine.state_dict)
 

@@ -19,7 +19,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
 from megatron.core.topology.rank_grid import plan_layout
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron_lattice.deepspeed import lr_schedules
 from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
@@ -165,7 +165,7 @@ def _checked(
     except MegatronError as error:
         problem = error
     if dist.is_initialized():
-        raise_on_all_ranks(problem, backend.world())
+        raise_on_all_ranks(problem, torch_collectives.world())
     elif problem is not None:
         raise problem
     assert found is not None

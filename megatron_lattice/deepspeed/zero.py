@@ -14,7 +14,7 @@ from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.optimizer.state_declarations import initialize_state
 from megatron.core.parameters.initialization import has_memory
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 if TYPE_CHECKING:
     from megatron_lattice.deepspeed.engine import DeepSpeedEngine
@@ -58,7 +58,9 @@ def GatheredParameters(
         written = {}
         for parameter in members:
             value = parameter.detach().clone()
-            written[parameter] = backend.broadcast(value, backend.world(), modifier_rank)
+            written[parameter] = torch_collectives.broadcast(
+                value, torch_collectives.world(), modifier_rank
+            )
     for parameter, value in written.items():
         _put(engine, parameter, value)
 
@@ -151,7 +153,7 @@ def _whole(
     full = torch.zeros(parameter.numel(), device=parameter.device)
     for piece, value in pieces:
         full[piece.begin : piece.end] = value.reshape(-1)
-    backend.all_reduce(full, mesh.shard)
+    torch_collectives.all_reduce(full, mesh.shard)
     broadcast_from_first([(full, mesh.replicate)])
     return full.view(parameter.shape)
 

@@ -20,11 +20,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
         " loss_scale force_initialize moe_layer_freq mtp_num_layers",
     ),
     "there is one random tracker, which serves graphs and inference and is reset by each seed": (
-        f"{_PARALLEL}.rng_tracker:initialize_rng_tracker"
+        f"{_PARALLEL}.random:initialize_rng_tracker"
         " use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
-        f"{_PARALLEL}.rng_tracker:get_cuda_rng_tracker"
+        f"{_PARALLEL}.random:get_cuda_rng_tracker"
         " use_te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
-        f"{_PARALLEL}.rng_tracker:model_parallel_cuda_manual_seed"
+        f"{_PARALLEL}.random:model_parallel_cuda_manual_seed"
         " te_rng_tracker inference_rng_tracker use_cudagraphable_rng force_reset_rng",
         "megatron.training.initialize:_set_random_seed"
         " te_rng_tracker inference_rng_tracker use_cudagraphable_rng",

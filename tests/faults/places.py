@@ -17,7 +17,7 @@ _METHODS = {
     "open_grad_sync": "grad_sync",
 }
 """Of the executor, where they are not called like the instruction."""
-_BLOCKING = (("shm_collectives.py", "sem_timedwait("), ("work.py", "handle.wait()"))
+_BLOCKING = (("work.py", "handle.wait()"),)
 """File and line in which a rank waits."""
 _NOTES = ("foundation/flight_recorder.py", "resilience/status.py")
 

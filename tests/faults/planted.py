@@ -12,9 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.foundation.flight_recorder import PROGRESS, Field
-from megatron.core.transport.shm.shm_bucket_transport import ShmBucketTransport
-from megatron.core.transport.shm.shm_transport import ShmTransport
-from megatron.core.transport.torch_transport import (
+from megatron.core.transport.transport import (
     GlooTransport,
     MessageTransport,
     NativeTransport,
@@ -91,7 +89,7 @@ KINDS = ("skipped", "other-size", "other-operation")
 PLANTED = "planted: "
 """A line begins so that says which call was changed."""
 FIRST_STEPS = 3
-TRANSPORTS = (ShmTransport, ShmBucketTransport, NativeTransport, GlooTransport, MessageTransport)
+TRANSPORTS = (NativeTransport, GlooTransport, MessageTransport)
 OTHER = {"all_reduce": "all_gather", "all_gather": "all_reduce", "reduce_scatter": "all_reduce"}
 
 

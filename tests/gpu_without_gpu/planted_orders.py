@@ -10,13 +10,14 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state
-from megatron.core.distributed.communication import Mesh, reduce_gradients
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.zero.stage import ReductionPolicy, reduce_bucket
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend, collectives
-from megatron.core.transport.work import AnyWork, Work
+from megatron.core.transport import collectives, torch_collectives
+from megatron.core.transport.work import AnyWork
 from tests.gpu_without_gpu.collective_order.calls import RankLog
 from tests.gpu_without_gpu.collective_order.recording import recorded
 from tests.gpu_without_gpu.process_group_calls import ways_of_nccl
@@ -50,7 +51,7 @@ def program(groups: ProcessGroupCollection, planted: str) -> None:
         collectives.all_reduce(torch.ones(4, 2), groups.tp)
 
     def norm() -> None:
-        backend.all_reduce(torch.zeros(1), groups.mp, dist.ReduceOp.MAX)
+        torch_collectives.all_reduce(torch.zeros(1), groups.mp, dist.ReduceOp.MAX)
 
     works: list[AnyWork] = []
     for number in range(2):
@@ -58,7 +59,7 @@ def program(groups: ProcessGroupCollection, planted: str) -> None:
         dtype = torch.bfloat16 if planted == "a bucket in bf16" else torch.float32
         bucket = torch.ones(8, dtype=dtype)
         if number == 0 or planted != "a bucket is not reduced":
-            works.append(Work(reduce_gradients(bucket, mesh, scale=1, tag=number)))
+            works.append(reduce_bucket(bucket, mesh, ReductionPolicy(), tag=number))
     for work in works:
         work.wait()
     if stage == 0:

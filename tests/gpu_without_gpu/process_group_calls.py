@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.distributed import communication
-from megatron.core.distributed.zero import sharded_params
+from megatron.core.distributed.zero import gathered_params, stage
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transport import collectives, comm_buffer, transport, unit_memory
-from megatron.core.transport.shm import page_pool
-from megatron.core.transport.torch_transport import NativeTransport
+from megatron.core.transport import collectives, transport
+from megatron.core.transport.transport import NativeTransport
 
 _FORMER_NAMES = {
     "all_gather_single": "_allgather_base",
@@ -93,13 +92,11 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def ways_of_nccl() -> Iterator[None]:
-    """Inside, tensors on CPUs are kept and sent as those on GPUs are: by torch's allocator, by
-    collectives of the backend alone, without tags, a channel for each direction of a pipeline."""
+    """Inside, tensors on CPUs are sent as on GPUs: by collectives of the backend alone, without
+    tags, with a channel for each direction of a pipeline."""
     with ExitStack() as stack:
-        for module in (transport, communication, sharded_params, unit_memory):
+        for module in (transport, communication, stage, gathered_params):
             stack.enter_context(mock.patch.object(module, "has_tags", return_value=False))
-        for module in (transport, comm_buffer, page_pool):
-            stack.enter_context(mock.patch.object(module, "maps_pages", return_value=False))
         stack.enter_context(mock.patch.object(collectives, "select_transport", _native_transport))
         without_tags = property(lambda communicator: False)
         stack.enter_context(mock.patch.object(P2PCommunicator, "has_tags", without_tags))

@@ -17,7 +17,7 @@ STEP = (
     " --overlap-grad-reduce --overlap-param-gather"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
-PARKED = (
+OFFLOADED = (
     "--fine-grained-activation-offloading --min-offloaded-tensor-size 1"
     " --offload-modules attn_norm core_attn attn_proj mlp_norm"
 )
@@ -25,21 +25,21 @@ STAGE = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 HOST = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
 WAITS = {
     "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    f" --use-distributed-optimizer --ddp-bucket-size 1000 {PARKED}": [
-        "grad_reducer.py:wait",
-        "gathered_params.py:finish",
-        "parked_tensors.py:__init__:wait",
-        "parked_tensors.py:__init__:record_stream",
-        "parked_tensors.py:fetch:wait",
-        "parked_tensors.py:take:wait",
-        "parked_tensors.py:take:record_stream",
+    f" --use-distributed-optimizer --ddp-bucket-size 1000 {OFFLOADED}": [
+        "stage.py:_wait_for_reductions",
+        "gathered_params.py:finish_gathers",
+        "saved_activations.py:__init__:wait",
+        "saved_activations.py:__init__:record_stream",
+        "saved_activations.py:fetch:wait",
+        "saved_activations.py:take:wait",
+        "saved_activations.py:take:record_stream",
         "executor.py:forward",
         "executor.py:_backpropagate",
     ],
     f"{STAGE} optim_grads --tensor-model-parallel-size 2 --sequence-parallel {HOST} --bf16": [
         "linear_with_overlap.py:backward",
-        "grad_reducer.py:wait",
-        "gathered_params.py:finish",
+        "stage.py:_wait_for_reductions",
+        "gathered_params.py:finish_gathers",
         "device_copies.py:start:wait",
         "device_copies.py:wait:wait",
     ],

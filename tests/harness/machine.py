@@ -1,12 +1,7 @@
 """What tests ask the machine, and what they take away from it."""
 
-import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from megatron.core.transport.shm.shm_collectives import OFF
 
 ONE_MACHINE = ("--standalone", "--local-addr", "127.0.0.1")
 """Flags with which torchrun starts ranks on this machine. Without the address it asks for the full
@@ -31,13 +26,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextmanager
-def no_shared_memory() -> Iterator[None]:
-    """Inside, what ranks of one machine begin to use is not in shared memory."""
-    os.environ[OFF] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[OFF]

@@ -89,7 +89,7 @@ def train(
         finalize_model_grads([ddp], pg_collection=groups)
         optimizer.step()
         losses.append(float(loss.detach()))
-    traffic = [buffer.reducer.traffic for buffer in ddp.gradient_buffers]
+    traffic = [buffer.traffic for buffer in ddp.gradient_buffers]
     return losses, sum(t.sent for t in traffic), sum(t.plain for t in traffic)
 
 

@@ -20,8 +20,6 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from megatron.core.transport import comm_buffer, transport
-from megatron.core.transport.shm import page_pool
 from megatron.core.transport.work import Work
 from megatron.training.setup.traced_rank import ModelScript, RankUnderTest
 from pretrain_gpt import forward_step, model_provider
@@ -40,11 +38,7 @@ class Counted:
 
 
 def measure(groups: ProcessGroupCollection, words: str) -> Counted | str:
-    """Train two steps as `pretrain_gpt.py WORDS`, and return what the allocator has counted.
-
-    Buffers are taken from the allocator, as on an accelerator: on a CPU they lie in pages that the
-    process maps by itself, which nobody counts.
-    """
+    """Train two steps as `pretrain_gpt.py WORDS`, and return what the allocator has counted."""
     parallel_state.destroy_model_parallel()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
     gc.collect()
@@ -53,8 +47,6 @@ def measure(groups: ProcessGroupCollection, words: str) -> Counted | str:
         # What oneDNN holds inside a product of fp16 depends on the processor.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
-        for module in (comm_buffer, page_pool, transport):
-            stack.enter_context(mock.patch.object(module, "maps_pages", return_value=False))
         for module in (device, sys.modules[linear_cross_entropy.__module__]):
             stack.enter_context(mock.patch.object(module, "value_on_host", return_value=None))
         stack.enter_context(mock.patch.object(Work, "_resume", _resume_late))

@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.shard_plan import (
 from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.dist_checkpointing.tree import ABSENT, leaves, map_leaves, prune
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
     all_gather_object,
     any_across_ranks,
@@ -215,10 +215,14 @@ class CopiesOfGroup:
         handles: list[Handle] = []
         for begin in range(0, len(coming), _CHUNK_BYTES):
             part = coming[begin : begin + _CHUNK_BYTES]
-            handles.append(backend.irecv(part, (rank - plan.distance) % size, self._group))
+            handles.append(
+                torch_collectives.irecv(part, (rank - plan.distance) % size, self._group)
+            )
         for begin in range(0, len(leaving), _CHUNK_BYTES):
             part = leaving[begin : begin + _CHUNK_BYTES]
-            handles.append(backend.isend(part, (rank + plan.distance) % size, self._group))
+            handles.append(
+                torch_collectives.isend(part, (rank + plan.distance) % size, self._group)
+            )
         for handle in handles:
             handle.wait()
 
@@ -413,8 +417,8 @@ class MemoryReader:
                     parts[rank] = torch.cat([box.view(torch.uint8) for box in boxes])
 
         run_collectively(peers, "reading copies", prepare)
-        handles = [backend.irecv(into, holder, group) for holder, into in arrived.items()]
-        handles += [backend.isend(part, rank, group) for rank, part in parts.items()]
+        handles = [torch_collectives.irecv(into, holder, group) for holder, into in arrived.items()]
+        handles += [torch_collectives.isend(part, rank, group) for rank, part in parts.items()]
         for handle in handles:
             handle.wait()
         begins = dict.fromkeys(arrived, 0)

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError, ConfigError
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess, control_group
 
 _CONTENT_METADATA = "content_metadata"
@@ -130,7 +130,7 @@ def load_with_report(
 
 
 def _peers(process_group: Group | ControlGroup | None) -> ControlGroup:
-    return control_group(backend.world() if process_group is None else process_group)
+    return control_group(torch_collectives.world() if process_group is None else process_group)
 
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parameters of adapters, set from values that are computed or read elsewhere."""
+"""Set parameters of adapters from values that are computed or read elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def write_parameter(chunk: nn.Module, parameter: nn.Parameter, value: Tensor) ->
         parameter.data.copy_(value)
 
 
-def frozen_row_norms(layer: Any, adapter: LowRankAdapter) -> Tensor:
+def frozen_row_norms(layer: nn.Module, adapter: LowRankAdapter) -> Tensor:
     """Return the norm of each row of a frozen weight: [o/tp], or [o].
 
-    Communication: a gather of the weight where torch shards it, and that of `row_norms`.
+    Communication: a gather of the weight if torch shards it, and the collectives of `row_norms`.
     """
     # Imported only for adapters with magnitudes: it takes half as long as `import torch`.
     from torch.distributed.tensor import DTensor

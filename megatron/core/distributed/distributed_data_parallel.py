@@ -1,4 +1,4 @@
-"""Data parallelism: replicas of a model chunk that see different samples and agree on gradients."""
+"""Data parallelism: replicas of a model chunk train on different samples and sum gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.communication import Mesh, broadcast_from_first
-from megatron.core.distributed.compression.reduction import CompressionSettings
+from megatron.core.distributed.compression import CompressionSettings
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from megatron.core.distributed.grad_reducer import ReductionPolicy
 from megatron.core.distributed.model_parameters import (
     copied_parameters,
     tied_parameters,
@@ -31,10 +30,8 @@ from megatron.core.distributed.sharded_state import (
     write_shard,
 )
 from megatron.core.distributed.zero.build_stages import build_stages
-from megatron.core.distributed.zero.parameter_units import ParameterUnits
-from megatron.core.distributed.zero.stage import ZeroStage
-from megatron.core.distributed.zero.stage2 import Zero2Buffer
-from megatron.core.distributed.zero.stage3 import Zero3Buffer
+from megatron.core.distributed.zero.parameter_units import parameter_units
+from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.foundation.errors import NumericsError, refuse_given
 from megatron.core.kernels.cpu.malloc import return_freed_blocks
 from megatron.core.parameters.initialization import fill_deferred_weights
@@ -106,15 +103,16 @@ class DistributedDataParallel(nn.Module):
         self._param_index: dict[nn.Parameter, tuple[ZeroStage, int]] = {
             p: (b, i) for b in self.gradient_buffers for i, p in enumerate(b.flat.parameters)
         }
-        fill_deferred_weights(module, [p for p in module.parameters() if not self._is_sharded(p)])
-        locations = self._locations()
-        self._units = ParameterUnits(units, locations) if locations else None
+        self._sharded_stages = [s for s in self.gradient_buffers if s.shards_parameters]
+        sharded = {p for stage in self._sharded_stages for p in stage.flat.parameters}
+        fill_deferred_weights(module, [p for p in module.parameters() if p not in sharded])
+        self._units = parameter_units(units, self.gradient_buffers)
         self._spans = [span for buffer in self.gradient_buffers for span in buffer.spans()]
         self._shards_of: dict[nn.Parameter, list[ParameterShard]] = {}
         for span in self._spans:
             for shard in span.shards:
                 self._shards_of.setdefault(shard.parameter, []).append(shard)
-        # The nodes must live as long as the hooks shall fire.
+        # The hooks fire only as long as the nodes are alive.
         self._accumulation_nodes = [self._install_hook(p) for p in self._param_index]
         self._gathers_in_forward = ddp_config.overlap_param_gather and self._units is None
         if self._gathers_in_forward:
@@ -122,27 +120,15 @@ class DistributedDataParallel(nn.Module):
 
     # Construction ---------------------------------------------------------------------------
 
-    def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        return isinstance(self._param_index.get(parameter, (None,))[0], Zero3Buffer)
-
     def sharded_values(self) -> dict[nn.Parameter, list[Tensor]]:
         """Return the own values of all parameters that are not whole on this rank (ZeRO-3)."""
         return {p: [s.values.detach() for s in shards] for p, shards in self._sharded().items()}
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
-        """Return the shards of what is sharded, which the caller may change."""
-        for buffer in self.gradient_buffers:
-            if isinstance(buffer, Zero3Buffer):
-                buffer.params.forget_copies()
-        return {p: self.shards_of(p) for p in self._param_index if self._is_sharded(p)}
-
-    def _locations(self) -> dict[nn.Parameter, tuple[Zero3Buffer, int]]:
-        """Return where each sharded parameter is."""
-        return {
-            parameter: (buffer, buffer.unit_of(index))
-            for parameter, (buffer, index) in self._param_index.items()
-            if isinstance(buffer, Zero3Buffer)
-        }
+        """Return the shards of sharded parameters, for the caller to change."""
+        for stage in self._sharded_stages:
+            stage.own_shards()
+        return {p: self.shards_of(p) for s in self._sharded_stages for p in s.flat.parameters}
 
     def mesh(self, is_expert: bool = False) -> Mesh:
         """Return the ranks that hold copies of the dense or of the expert parameters."""
@@ -194,8 +180,8 @@ class DistributedDataParallel(nn.Module):
 
         def register_grad_ready(*_: Any) -> None:
             arrived = partial(buffer.register_grad_ready, index, self._syncs_in_backward)
-            if isinstance(buffer, Zero2Buffer | Zero3Buffer) and defer_wgrad(arrived):
-                # Behind the weight gradients of this backward pass that wait.
+            if buffer.defers_gradients and defer_wgrad(arrived):
+                # After the deferred weight gradients of this backward pass.
                 buffer.register_grad_deferred(index)
             else:
                 arrived()
@@ -225,10 +211,10 @@ class DistributedDataParallel(nn.Module):
         return outputs
 
     def _watch_backward_from(self, outputs: Any) -> None:
-        """Reduce what is left when the backward pass that begins at `outputs` has ended.
+        """Reduce the remaining buckets when the backward pass that begins at `outputs` has ended.
 
-        The callback belongs to the pass that is running when the hook fires. Parameters' hooks
-        would not do: under recomputation they fire in an inner pass of one layer.
+        The callback belongs to the pass that is running when the hook fires. Hooks of parameters
+        do not work: under recomputation they fire in an inner pass of one layer.
         """
 
         def backward_begins(_: Tensor) -> None:
@@ -261,7 +247,7 @@ class DistributedDataParallel(nn.Module):
             return {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def summon_full_params(self) -> AbstractContextManager[None]:
-        """Inside the returned context all parameters are whole; what is written to them is lost.
+        """Inside the returned context all parameters are whole; changes to them are lost.
 
         Communication: where parameters are sharded, an all-gather of each unit."""
         self.finish_param_sync()
@@ -291,7 +277,7 @@ class DistributedDataParallel(nn.Module):
         rule = "parameters are views into buffers and cannot be replaced"
         refuse_given("load_state_dict()", {"assign": assign}, rule=rule, fix="copy in place")
         for buffer in self.gradient_buffers:
-            buffer.wait_for_readers()
+            buffer.params.prepare_update()
         if sharded := self._sharded():
             return load_full_state(self.module, state_dict, sharded, strict=strict)
         return self.module.load_state_dict(state_dict, strict=strict)
@@ -343,7 +329,7 @@ class DistributedDataParallel(nn.Module):
         if self.ddp_config.shards_gradients:
             return
         for buffer in self.gradient_buffers:
-            buffer.reducer.launch_remaining()
+            buffer.launch_remaining()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the reduction over replicas; `finalize_model_grads` does the other sums."""
@@ -362,9 +348,9 @@ class DistributedDataParallel(nn.Module):
         before raising.
         """
         for buffer in self.gradient_buffers:
-            if buffer.reducer.nonfinite is not None:
+            if buffer.nonfinite is not None:
                 return NumericsError(
-                    f"gradient of {buffer.reducer.nonfinite} is not finite in data replica"
+                    f"gradient of {buffer.nonfinite} is not finite in data replica"
                     f" {self.pg_collection.dp_cp.rank()}.",
                     rule="NaN or infinity in one replica would reach the weights of all",
                     flags=["--no-check-for-nan-in-loss-and-grad"],
@@ -398,7 +384,7 @@ class DistributedDataParallel(nn.Module):
     def start_param_sync(self, *unused: object, force_sync: bool = False) -> None:
         """Gather updated shards, if state is sharded; return at once with overlap_param_gather."""
         for buffer in self.gradient_buffers:
-            buffer.start_gathers()
+            buffer.params.start_gathers()
         if self._units is not None:
             self._units.prefetch_first()
         if force_sync or not self._gathers_in_forward:
@@ -418,15 +404,15 @@ class DistributedDataParallel(nn.Module):
     def finish_param_sync(self) -> None:
         """Wait until all parameters are whole."""
         for buffer in self.gradient_buffers:
-            buffer.finish_gathers()
+            buffer.params.finish_gathers()
 
     def _finish_gathers_of(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             buffer, index = self._param_index[parameter]
-            buffer.finish_gathers([index])
+            buffer.params.finish_gathers([index])
 
     def write_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter, of which this rank may hold a part, to `value`, of its full shape."""
+        """Set a whole or sharded parameter to `value`, which has its full shape."""
         if parameter in (sharded := self._sharded()):
             for shard in sharded[parameter]:
                 write_shard(shard, value)
@@ -436,12 +422,12 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Copy the parameters of the first replica to all others (of a shard, all its copies)."""
         copies: list[tuple[Tensor, Group]] = []
-        for buffer in self.gradient_buffers:
-            if isinstance(buffer, Zero3Buffer):
-                buffer.params.forget_copies()
-                copies += [(shard, buffer.flat.mesh.replicate) for shard in buffer.params.shards]
+        sharded: set[nn.Parameter] = set()
+        for stage in self._sharded_stages:
+            sharded.update(stage.flat.parameters)
+            copies += [(shard, stage.flat.mesh.replicate) for shard in stage.own_shards()]
         for parameter in self.module.parameters():
-            if not self._is_sharded(parameter):
+            if parameter not in sharded:
                 is_expert = get_param_meta(parameter).is_expert
                 group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
                 copies.append((parameter.data, group))

@@ -1,4 +1,4 @@
-"""What gradients need after the last backward pass, before the optimizer may read them."""
+"""Complete the gradients after the last backward pass, before the optimizer reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.topology.group import Group
 from megatron.core.transformer.indexer_loss import finish_indexer_step
 from megatron.core.transformer.low_precision_layers import finish_low_precision_step
 from megatron.core.transformer.moe.load_balancing import finish_router_step
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron.core.utils import get_model_config, unwrap_model
 
@@ -72,12 +72,14 @@ def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
     if not checking:
         return
     problems = [problem for chunk in checking if (problem := chunk.nonfinite_problem())]
-    if backend.has_peers(backend.world()):
-        count = torch.tensor([len(problems)], device=backend.tensor_device(backend.world()))
-        if int(backend.all_reduce(count, backend.world())) == 0:
+    if torch_collectives.has_peers(torch_collectives.world()):
+        count = torch.tensor(
+            [len(problems)], device=torch_collectives.tensor_device(torch_collectives.world())
+        )
+        if int(torch_collectives.all_reduce(count, torch_collectives.world())) == 0:
             return
     # The last chunk first: backward begins there.
-    raise_on_all_ranks(problems[-1] if problems else None, backend.world())
+    raise_on_all_ranks(problems[-1] if problems else None, torch_collectives.world())
 
 
 def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
@@ -92,7 +94,7 @@ def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupColle
     for (axis, _), gradients in partial.items():
         group = getattr(groups, axis)
         # Reduced gradients may be in host memory.
-        where = backend.tensor_device(group)
+        where = torch_collectives.tensor_device(group)
         joined = torch.cat([gradient.flatten() for gradient in gradients]).to(where)
         sum_in_place(joined, group)
         parts = joined.split([gradient.numel() for gradient in gradients])
@@ -125,7 +127,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
 def _sum_gradients_of_all_stages(
     model: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> None:
-    """Add the gradients of the parameters of which every chunk holds a copy."""
+    """Add the gradients of parameters that are copied in every chunk."""
     by_chunk = [
         [
             gradient
@@ -143,7 +145,7 @@ def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None) -> None:
         for gradient in others:
             total.add_(gradient)
         if group is not None:
-            on_device = total.view(-1).to(backend.tensor_device(group))
+            on_device = total.view(-1).to(torch_collectives.tensor_device(group))
             sum_in_place(on_device, group)
             if on_device.device != total.device:
                 total.view(-1).copy_(on_device)
@@ -158,8 +160,8 @@ def _divide_by_tokens(
     if groups.pp.size() > 1:
         # Only the last stage has counted.
         last = loss_rank(get_model_config(model[0]))
-        backend.broadcast(total, groups.pp, last)
-    backend.all_reduce(total, groups.dp_cp)
+        torch_collectives.broadcast(total, groups.pp, last)
+    torch_collectives.all_reduce(total, groups.dp_cp)
     # A batch without a single token to learn from has zero gradients; keep them.
     factor = 1.0 / max(float(total), 1.0)
     for chunk in model:

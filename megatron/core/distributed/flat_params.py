@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
 from megatron.core.distributed.parameter_shard import ParameterShard, ShardSpan
 from megatron.core.distributed.sharding_arithmetic import BLOCK, BufferPlan, Piece, plan_buffer
 from megatron.core.low_precision.quantized_linear import QuantizedLinear
-from megatron.core.offload.arriving_values import ArrivingValues
-from megatron.core.transport.comm_buffer import CommBuffer
+from megatron.core.offload.device_copies import AsyncFetch
 from megatron.core.transport.work import AnyWork
 
 
@@ -27,11 +25,11 @@ class LayoutOptions:
     separate: Collection[nn.Parameter] = ()
     """Parameters with buckets of their own (see `plan_buffer`)."""
     separate_numel: int | None = None
-    """Most elements of a bucket of those."""
+    """Most elements of a bucket of separate parameters."""
     units: Sequence[int] | None = None
-    """Number of each parameter's unit, none of which shares a bucket with another."""
+    """Number of each parameter's unit; units do not share buckets."""
     single_bucket_units: Collection[int] = ()
-    """Units that are one bucket."""
+    """Units that are one bucket, whatever their size."""
     alignment: int = BLOCK
     """Elements that a shard is a multiple of."""
     tag: int = 0
@@ -52,7 +50,7 @@ class Bucket:
         self.num_pending = len(param_indices)
         """Members whose gradient has not arrived."""
         self.reduction: AnyWork | None = None
-        """The last one, which may still run when another backward pass has begun."""
+        """The last reduction; it may still run when another backward pass has begun."""
 
     def reset(self) -> None:
         """Wait for all members again."""
@@ -100,33 +98,26 @@ class FlatParams:
         rank, size = self.mesh.shard_rank, self.mesh.shard_size
         return [self.plan.shard(bucket.number, rank, size) for bucket in self.buckets]
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> CommBuffer:
-        """Return memory of which ranks of the mesh have copies or shards."""
-        num_buckets, num_ranks = self.plan.num_buckets, self.mesh.size
-        return CommBuffer.zeros(
-            numel, dtype, self.device, num_buckets=num_buckets, num_ranks=num_ranks
-        )
-
     def span(
         self,
         begin: int,
         end: int,
         gradients: Tensor,
         values_of: Callable[[Piece], Tensor] | None = None,
-        arrivals: ArrivingValues | None = None,
+        fetch: AsyncFetch | None = None,
     ) -> ShardSpan:
         """Describe [begin, end) of the layout to an optimizer.
 
         Args:
             gradients: [end - begin].
-            values_of: where the model's values of a piece are; by default in its parameter.
-            arrivals: takes values that are computed in host memory.
+            values_of: returns the model's values of a piece; by default a view of its parameter.
+            fetch: copies values that are computed in host memory to the device.
         """
-        values_of = values_of or self._values_of
+        values_of = values_of or self.values_of
         pieces = self.plan.pieces(begin, end)
         offsets = [piece.offset for piece in pieces]
         assert offsets[:1] in ([], [begin]), (offsets, begin, end)
-        # Padding between a piece and the next one is zero and counts to the former.
+        # The zero padding between two pieces belongs to the first of them.
         num_blocks = [
             (following - offset) // BLOCK
             for offset, following in zip(offsets, [*offsets[1:], end], strict=False)
@@ -138,11 +129,11 @@ class FlatParams:
             gradient = gradients[piece.offset - begin :][: values.numel()].view(values.shape)
             begins, ends = piece.begin, piece.end
             shards.append(
-                ParameterShard(name, parameter, begins, ends, values, gradient, self.mesh, arrivals)
+                ParameterShard(name, parameter, begins, ends, values, gradient, self.mesh, fetch)
             )
         return ShardSpan(gradients, shards, num_blocks)
 
-    def _values_of(self, piece: Piece) -> Tensor:
+    def values_of(self, piece: Piece) -> Tensor:
         """Return the model's values of a piece: the parameter itself, or a 1-d view into it."""
         parameter = self.parameters[piece.index]
         if piece.end - piece.begin == parameter.numel():

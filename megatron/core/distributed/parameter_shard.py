@@ -1,4 +1,4 @@
-"""What an optimizer sees of a model: the pieces of parameters that this rank updates."""
+"""The pieces of parameters that this rank updates, as the optimizer sees them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.distributed.communication import Mesh
-from megatron.core.offload.arriving_values import ArrivingValues
+from megatron.core.offload.device_copies import AsyncFetch
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,8 @@ class ParameterShard:
     """The reduced gradient, of the shape of `values`; None: the optimizer reads `.grad`."""
     mesh: Mesh
     """The ranks that hold the other shards, and copies of this one."""
-    arrivals: ArrivingValues | None = None
-    """Takes new values that are computed in host memory; None: they are written to `values`."""
+    fetch: AsyncFetch | None = None
+    """Copies new values that are computed in host memory; None: they are written to `values`."""
 
     def reduced_gradient(self) -> Tensor | None:
         """Return the gradient, of the shape of `values`; None if backward has left none."""
@@ -47,10 +47,10 @@ class ParameterShard:
 
 @dataclass(frozen=True, eq=False)
 class ShardSpan:
-    """Shards that are one after another in a flat gradient tensor."""
+    """Consecutive shards in a flat gradient tensor."""
 
     gradients: Tensor
-    """[k * BLOCK]; what is between the shards is zero."""
+    """[k * BLOCK]; the elements between the shards are zero."""
     shards: list[ParameterShard]
     num_blocks: list[int]
     """Blocks of each shard, with the padding after it; empty if the span is all padding."""

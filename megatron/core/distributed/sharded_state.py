@@ -1,7 +1,7 @@
 """Sharded parameters in checkpoints and state dicts: every rank declares the ranges it owns.
 
-The keys and the stored form are those of full parameters, so any stage loads what any other has
-saved. Nothing is gathered.
+Keys and stored form are the same as for full parameters, so any stage loads the checkpoints of any
+other stage. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def declare_replicated(module: nn.Module, replica: int, prefix: str = "") -> dic
 def declare_shards(
     module: nn.Module, declared: Mapping[str, Any], sharded: Sharded, prefix: str = ""
 ) -> dict[str, Any]:
-    """Replace declarations of sharded parameters by those of the ranges that this rank owns.
+    """Replace declarations of sharded parameters by declarations of the ranges that this rank owns.
 
-    A parameter of which it owns nothing is left out.
+    A parameter is left out if this rank owns no part of it.
     """
     parameters = _innermost(module).named_parameters(remove_duplicate=False)
     shards_of = {prefix + name: sharded[p] for name, p in parameters if p in sharded}
@@ -73,7 +73,7 @@ def load_full_state(
 
 @torch.no_grad()
 def write_shard(shard: ParameterShard, value: Tensor) -> None:
-    """Set a shard to `value`, which is that of the full parameter or of the shard."""
+    """Set a shard to `value`, which has the shape of the full parameter or of the shard."""
     if value.data_ptr() == shard.values.data_ptr():
         return  # loaded in place
     flat = value.reshape(-1)

@@ -79,7 +79,7 @@ class BufferPlan:
         return begin + rank * length, begin + (rank + 1) * length
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """Return what is in [begin, end) of the buffer, in buffer order."""
+        """Return the pieces of parameters in [begin, end) of the buffer, in buffer order."""
         return [
             Piece(
                 slot.index,

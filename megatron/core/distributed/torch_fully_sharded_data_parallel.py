@@ -33,7 +33,7 @@ from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport.torch_transport import averages
+from megatron.core.transport.transport import averages
 
 Result = TypeVar("Result")
 
@@ -72,7 +72,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self.pg_collection = resolve_groups(pg_collection)
         problems = _problems(config, ddp_config, self.pg_collection)
         raise_together(problems, summary="torch's FSDP2")
-        self.gradient_buffers = []
+        self.gradient_buffers, self._sharded_stages = [], []
         self._param_index, self._spans, self._units = {}, [], None
         self._gathers_in_forward = False
         self._syncs_in_backward, self._awaits_end = True, False

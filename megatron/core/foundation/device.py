@@ -175,15 +175,6 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def maps_pages(device: torch.device) -> bool:
-    """Return whether tensors there can be in pages that this process has mapped itself.
-
-    Such pages can move from one tensor to another, and other processes of the machine can read
-    them. Tensors elsewhere have what torch's allocator gives them.
-    """
-    return device.type == "cpu" and not is_fake()
-
-
 def why_no_fp8_products() -> str | None:
     """Return why this device cannot run `torch._scaled_mm` with one scale per tensor, or None."""
     if device_type() == "cpu" or is_fake():

@@ -37,7 +37,7 @@ from megatron.core.low_precision.scaling import (
 from megatron.core.parameters.rng import SequenceShard, rng_state
 from megatron.core.step_context.context import current_step
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend, collectives
+from megatron.core.transport import collectives, torch_collectives
 
 Product: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
 """(left [m, k], right [n, k], dtype, fast) -> left times the transpose of right, [m, n] in dtype;
@@ -255,7 +255,7 @@ class QuantizedLinear:
         elif scaling.needs_amax:
             amax = largest_magnitude(x)
             for group in (self.tp, self.cp):
-                backend.all_reduce(amax, group, ReduceOp.MAX)
+                torch_collectives.all_reduce(amax, group, ReduceOp.MAX)
         elif operand is Operand.GRADIENT:
             return _round_without_unit(scaling, x, cuts, context.gradient_unit, uniform)
         return scaling.quantize(x, amax, uniform, cuts)
@@ -300,7 +300,7 @@ class QuantizedLinear:
                 positions,
                 size * ranks,
                 piece,
-                lambda x: backend.all_reduce(x, self.tp, ReduceOp.MAX),
+                lambda x: torch_collectives.all_reduce(x, self.tp, ReduceOp.MAX),
             )
         return self._features[dim]
 
@@ -309,7 +309,7 @@ class QuantizedLinear:
             positions,
             total,
             total // (2 * self.cp.size()),
-            lambda x: backend.all_reduce(x, self.cp, ReduceOp.MAX),
+            lambda x: torch_collectives.all_reduce(x, self.cp, ReduceOp.MAX),
         )
 
     def _uniform(self, grad: Tensor, context: GemmContext, purpose: str) -> Tensor:

@@ -1,8 +1,7 @@
-"""State that does not live on the device: host memory and files, visited in one order."""
+"""State outside of the device: host memory and files."""
 
-from megatron.core.offload.file_state_store import FileStateStore
 from megatron.core.offload.host_memory import available_host_bytes, host_memory_problem
-from megatron.core.offload.host_state_store import HostStateStore, StateStore
+from megatron.core.offload.state_stores import FileStateStore, HostStateStore, StateStore
 
 __all__ = [
     "FileStateStore",

@@ -1,7 +1,7 @@
-"""Copies between host memory and the device that are made while others compute.
+"""Copies between host memory and the device that overlap with computation.
 
-On an accelerator a stream of its own makes them, from pinned memory (**not run on one**); where the
-device is the host, a thread does, so that the same program runs there.
+An accelerator copies on a separate stream, from pinned memory (**not run on one**). If the device
+is the host, a thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Copy(Protocol):
 
     @property
     def target(self) -> Tensor:
-        """Where the values will be; void before `wait`."""
+        """Receives the values; undefined before `wait`."""
         ...
 
     def is_completed(self) -> bool:
@@ -35,40 +35,70 @@ class Copy(Protocol):
         ...
 
     def wait(self) -> Tensor:
-        """Return the target when it has the values; on an accelerator only the stream waits."""
+        """Return the target after the copy; on an accelerator only the stream waits."""
         ...
 
 
 class DeviceCopies(Protocol):
-    """Makes copies in the order in which they are started; for each direction there is one."""
+    """Makes copies of one direction, in the order in which they are started."""
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """Start to copy `source` [n].
 
         Args:
-            target: [n], of the same dtype, on the other side: host memory or the device's. None is
-                new memory of the device.
+            target: [n], of the same dtype, on the other side: in host memory or on the device.
+                None allocates it on the device.
         """
         ...
 
     def after(self, copies: Sequence[Copy]) -> AbstractContextManager[None]:
-        """Inside, start what reads copies. It waits for them; what computes afterwards does not."""
+        """Inside, start operations that read copies. They wait for the copies; later computation
+        does not."""
         ...
 
 
 def device_copies(device: torch.device, *, to_host: bool = False) -> DeviceCopies:
-    """Return what copies from the host to a device, or from it to the host."""
+    """Return copies from the host to a device, or from the device to the host."""
     return ThreadCopies() if is_host_memory(device) else StreamCopies(device, to_host=to_host)
 
 
+class AsyncFetch:
+    """Copies of one bucket's values from host memory to the device, part by part.
+
+    The reader of the bucket waits for them.
+    """
+
+    def __init__(self, copies: DeviceCopies) -> None:
+        """
+        Args:
+            copies: to the device; several buckets may share it.
+        """
+        self.copies = copies
+        self._pending: list[Copy] = []
+
+    def send(self, values: Tensor, source: Tensor) -> None:
+        """Start to write `source` [n], of any dtype, to `values` [n] of the device.
+
+        The source may change afterwards.
+        """
+        is_pinned = not is_host_memory(values.device)
+        rounded = torch.empty(source.shape, dtype=values.dtype, pin_memory=is_pinned)
+        self._pending.append(self.copies.start(rounded.copy_(source), values))
+
+    def take(self) -> list[Copy]:
+        """Return the copies that nobody has waited for; the caller waits."""
+        pending, self._pending = self._pending, []
+        return pending
+
+
 class ThreadCopies:
-    """Copies that a thread makes; torch lets go of the interpreter while it copies."""
+    """Copies by a thread; torch releases the interpreter lock while it copies."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-copies")
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
+        """Start to copy `source` [n] in the thread."""
         target = torch.empty_like(source) if target is None else target
         return _ThreadCopy(target, self._thread.submit(self.carry, target, source))
 
@@ -78,7 +108,7 @@ class ThreadCopies:
 
     @contextmanager
     def after(self, copies: Sequence[Copy]) -> Iterator[None]:
-        """See `DeviceCopies`; there is no queue that could wait, so the caller does."""
+        """Let the caller wait: there is no queue that could."""
         for copy in copies:
             copy.wait()
         yield
@@ -97,7 +127,7 @@ class _ThreadCopy:
 
 
 class StreamCopies:
-    """Copies on a stream of their own, from memory that is pinned."""
+    """Copies on a separate stream, from pinned memory."""
 
     def __init__(self, device: torch.device, *, to_host: bool = False) -> None:
         self._device, self._to_host = device, to_host
@@ -105,10 +135,9 @@ class StreamCopies:
         self._readers = torch.Stream(device)
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
+        """Start to copy `source` [n] on the stream."""
         if target is not None:
-            # One of the two is the device's: what was queued there writes the source, or reads
-            # what the target has had.
+            # Queued operations of the device may write the source, or read the old target.
             computing = current_stream()
             assert computing is not None
             self._stream.wait_event(computing.record_event())
@@ -120,7 +149,7 @@ class StreamCopies:
 
     @contextmanager
     def after(self, copies: Sequence[Copy]) -> Iterator[None]:
-        """See `DeviceCopies`; what is started inside also waits for what was queued before."""
+        """Queue on a stream of readers, which also waits for everything queued before."""
         computing = current_stream()
         assert computing is not None
         queued = computing.record_event()
@@ -133,14 +162,14 @@ class StreamCopies:
 
 class _StreamCopy:
     def __init__(self, source: Tensor, target: Tensor, copied: torch.Event, to_host: bool) -> None:
-        self._source: Tensor | None = source  # lives until somebody has waited
+        self._source: Tensor | None = source  # kept alive until the copy has been waited for
         self.target, self._copied, self._to_host = target, copied, to_host
 
     def is_completed(self) -> bool:
-        return False  # a stream that waits costs nothing, an event that is asked costs a call
+        return False  # waiting on a stream is free, querying an event costs a call
 
     def wait(self) -> Tensor:
-        if self._to_host:  # which computes without a stream
+        if self._to_host:  # the host computes without a stream
             wait_on_host(self._copied)
         else:
             reader = current_stream()

@@ -1,4 +1,4 @@
-"""How much host memory a process may still take, and what to say when it is too little."""
+"""Available host memory of this process, and the error if it is too little."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def host_memory_problem(
     return ConfigError(
         f"{what} in host memory needs {_mib(needed_bytes)} per rank, {_mib(total)} for the"
         f" {num_local_ranks} ranks of this machine, which has {_mib(available)} left.",
-        rule="what is offloaded fits into host memory, with 5 % to spare",
+        rule="offloaded state fits into host memory, with 5 % to spare",
         flags=["--optimizer-cpu-offload", "--optimizer-offload-fraction"],
         fix="lower --optimizer-offload-fraction, or keep the state in files with"
         " --optimizer-offload-path DIRECTORY",

@@ -1,22 +1,29 @@
-"""What backward needs of chosen modules, kept in host memory or a file until then.
+"""Activations of chosen modules, kept in host memory from forward to backward.
 
-What autograd saves inside of a region is copied to the host when forward has passed it; backward,
-when it comes to a region, starts the copies of the region before it, so that they travel while it
-computes (ZeRO-Offload's idea applied to activations: S. Rajbhandari et al., "ZeRO-Infinity",
-section 5.1.3, arXiv 2104.07857). No number changes.
+Tensors that autograd saves inside a region are copied to the host when forward has passed the
+region. When backward reaches a region, it starts to copy back the tensors of the region before it,
+so that the copies overlap with computation (ZeRO-Offload's idea applied to activations: S.
+Rajbhandari et al., "ZeRO-Infinity", section 5.1.3, arXiv 2104.07857). No number changes.
+
+An accelerator copies on two separate streams, through pinned memory (**not run on one**). If the
+device is the host, a thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.offload.parked_tensors import ParkedTensor, Parking, parking
+from megatron.core.foundation.device import current_stream, is_host_memory
+from megatron.core.offload import device_copies
 from megatron.core.step_context.context import current_step, within_step
 
 
@@ -24,18 +31,17 @@ class SavedActivations:
     """The regions of one micro batch in one model chunk, in the order of forward.
 
     Args:
-        min_numel: smaller tensors stay where they are.
-        directory: on a disk, where the others wait in a file; None is host memory.
+        min_numel: smaller tensors stay on the device.
     """
 
-    def __init__(self, min_numel: int, directory: str | None = None) -> None:
-        self._min_numel, self._directory = min_numel, directory
+    def __init__(self, min_numel: int) -> None:
+        self._min_numel = min_numel
         self._last: _Region | None = None
         self._known: dict[int, tuple[StorageWeakRef, dict[object, _Saved]]] = {}
 
     @contextmanager
     def region(self, *modules: nn.Module) -> Iterator[None]:
-        """Park what is saved inside, but the parameters of `modules`."""
+        """Offload the tensors that are saved inside, except for the parameters of `modules`."""
         region = self._last = _Region(self._last)
         weights: set[int] = set()
 
@@ -48,25 +54,22 @@ class SavedActivations:
             storage = tensor.untyped_storage()
             if tensor.numel() < self._min_numel or storage._cdata in weights or _repeats(tensor):
                 return tensor
-            return self._parked(tensor, storage, region)
+            return self._offloaded(tensor, storage, region)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
 
-    def _parked(self, tensor: Tensor, storage: torch.UntypedStorage, region: _Region) -> _Saved:
-        """Park a tensor once, however many operations save it."""
+    def _offloaded(self, tensor: Tensor, storage: torch.UntypedStorage, region: _Region) -> _Saved:
+        """Offload a tensor once, however many operations save it."""
         known, views = self._known.get(storage._cdata, (None, {}))
         if known is None or known.expired():
             views = {}
             self._known[storage._cdata] = StorageWeakRef(storage), views
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
         if view not in views:
-            views[view] = _Saved(self._parking(tensor).park(tensor), region)
+            views[view] = _Saved(offloader(tensor.device).offload(tensor), region)
         views[view].num_readers += 1
         return views[view]
-
-    def _parking(self, tensor: Tensor) -> Parking:
-        return parking(tensor.device, self._directory)
 
 
 class _Region:
@@ -77,25 +80,25 @@ class _Region:
         self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy back what nobody has read yet."""
+        """Start to copy back the tensors that nobody has read yet."""
         for saved in self.saved:
-            saved.parked.fetch()
+            saved.offloaded.fetch()
 
 
 class _Saved:
-    """What autograd keeps in the place of a tensor, once for each operation that saved it."""
+    """Autograd keeps this instead of a tensor, once for each operation that saved the tensor."""
 
-    def __init__(self, parked: ParkedTensor, region: _Region) -> None:
-        self.parked, self.region = parked, region
+    def __init__(self, offloaded: OffloadedTensor, region: _Region) -> None:
+        self.offloaded, self.region = offloaded, region
         self.num_readers = 0
         self._values: Tensor | None = None
         region.saved.add(self)
 
     def read(self) -> Tensor:
-        """Return the values, which stay on the device until the last reader has them."""
+        """Return the values; they stay on the device until the last reader has read them."""
         if self._values is None:
             self.region.fetch()
-            self._values = self.parked.take()
+            self._values = self.offloaded.take()
             self.region.saved.discard(self)
         before = self.region.previous
         while before is not None and not before.saved:
@@ -114,35 +117,137 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements share memory, as in an expanded tensor."""
     return any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
-def saving_activations(
-    is_asked: bool, min_numel: int, directory: str | None = None
-) -> AbstractContextManager[None]:
+def saving_activations(is_on: bool, min_numel: int) -> AbstractContextManager[None]:
     """Inside, one micro batch passes one model chunk, whose regions belong together.
 
     Args:
-        min_numel, directory: see `SavedActivations`.
+        min_numel: see `SavedActivations`.
     """
-    if not is_asked or not torch.is_grad_enabled():
+    if not is_on or not torch.is_grad_enabled():
         return nullcontext()
-    return within_step(saved_activations=SavedActivations(min_numel, directory))
+    return within_step(saved_activations=SavedActivations(min_numel))
 
 
-def offloading(is_asked: bool, *modules: nn.Module) -> AbstractContextManager[None]:
-    """Park what the computation inside saves for backward.
+def offloading(is_on: bool, *modules: nn.Module) -> AbstractContextManager[None]:
+    """Offload the tensors that the computation inside saves for backward.
 
-    Nothing happens where it is not asked for, outside of `saving_activations`, and in what is
-    recomputed, whose activations live for a moment only.
+    Without effect outside of `saving_activations`, and inside a recomputed region, whose
+    activations are short-lived.
 
     Args:
-        modules: whose parameters are used inside.
+        modules: their parameters are used inside, and stay on the device.
     """
     step = current_step()
-    if not is_asked or step.saved_activations is None or step.is_checkpointed:
+    if not is_on or step.saved_activations is None or step.is_checkpointed:
         return nullcontext()
     return step.saved_activations.region(*modules)
+
+
+class OffloadedTensor(Protocol):
+    """A tensor of the device whose memory is free as soon as it has been copied to the host."""
+
+    def fetch(self) -> None:
+        """Start to copy it back, unless that has been started."""
+        ...
+
+    def take(self) -> Tensor:
+        """Return the tensor [...] after the copy; the next call fetches again. On an accelerator
+        only the stream waits."""
+        ...
+
+
+class Offloader(Protocol):
+    """Offloads the tensors of one device."""
+
+    def offload(self, tensor: Tensor) -> OffloadedTensor:
+        """Start to copy a tensor of any shape [...] to the host. Nobody writes to it any more."""
+        ...
+
+
+@functools.cache
+def offloader(device: torch.device) -> Offloader:
+    """Return the offloader of a device: all models of the process share its streams or thread."""
+    return ThreadOffloader() if is_host_memory(device) else StreamOffloader(device)
+
+
+class ThreadOffloader:
+    """Copies by a thread, in the order in which they are started."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-tensors")
+
+    def offload(self, tensor: Tensor) -> _ThreadOffloaded:
+        """Start to copy a tensor of any shape [...]."""
+        return _ThreadOffloaded(tensor.detach(), self._thread)
+
+
+class _ThreadOffloaded:
+    def __init__(self, tensor: Tensor, thread: ThreadPoolExecutor) -> None:
+        self._host = torch.empty_like(tensor)
+        self._thread = thread
+        self.copied: Future[Tensor] = thread.submit(self._host.copy_, tensor)
+        self._fetched: Future[Tensor] | None = None
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            returned = torch.empty_like(self._host)
+            self._fetched = self._thread.submit(returned.copy_, self._host)
+
+    def take(self) -> Tensor:
+        self.fetch()
+        assert self._fetched is not None
+        returned = self._fetched.result()
+        self._fetched = None
+        return returned
+
+
+class StreamOffloader:
+    """Copies on two streams, one for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._to_host, self._to_device = torch.Stream(device), torch.Stream(device)
+
+    def offload(self, tensor: Tensor) -> _StreamOffloaded:
+        """Start to copy a tensor of any shape [...]."""
+        return _StreamOffloaded(tensor.detach(), self._to_host, self._to_device)
+
+
+class _StreamOffloaded:
+    def __init__(self, tensor: Tensor, to_host: torch.Stream, to_device: torch.Stream) -> None:
+        computing = current_stream()
+        assert computing is not None
+        self._device, self._to_device = tensor.device, to_device
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        to_host.wait_event(computing.record_event())
+        with device_copies.queued_on(to_host):
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = to_host.record_event()
+        # The allocator reuses the memory after that stream has read it; the host does not wait.
+        tensor.record_stream(to_host)
+        self._fetched: tuple[Tensor, torch.Event] | None = None
+
+    def fetch(self) -> None:
+        if self._fetched is not None:
+            return
+        self._to_device.wait_event(self._copied)
+        with device_copies.queued_on(self._to_device):
+            returned = torch.empty_like(self._host, device=self._device)
+            returned.copy_(self._host, non_blocking=True)
+            self._fetched = returned, self._to_device.record_event()
+
+    def take(self) -> Tensor:
+        self.fetch()
+        assert self._fetched is not None
+        returned, copied = self._fetched
+        self._fetched = None
+        reader = current_stream()
+        assert reader is not None
+        reader.wait_event(copied)
+        returned.record_stream(reader)
+        return returned

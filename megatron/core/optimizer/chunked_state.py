@@ -12,7 +12,7 @@ from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
-from megatron.core.offload.host_state_store import StateStore
+from megatron.core.offload.state_stores import StateStore
 from megatron.core.optimizer.chunk_updates import (
     ADAM,
     ADAMW,
@@ -246,8 +246,8 @@ class ChunkedState:
         for segment in self._segments[number]:
             shard, new = segment.item.shard, segment.of_chunk(main.view(-1))
             values = segment.of_shard(shard.values.detach())
-            if shard.arrivals is not None and is_host_memory(self.store.device):
-                shard.arrivals.send(values, new)
+            if shard.fetch is not None and is_host_memory(self.store.device):
+                shard.fetch.send(values, new)
             else:
                 values.copy_(new)
 

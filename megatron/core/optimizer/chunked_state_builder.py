@@ -17,7 +17,7 @@ from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 
 CHUNK_BLOCKS = 2048
@@ -47,7 +47,7 @@ def build_chunked_state_optimizer(
     except ConfigError as error:
         problem = error
     if config.offloads_optimizer:
-        raise_on_all_ranks(problem, backend.world())
+        raise_on_all_ranks(problem, torch_collectives.world())
     elif problem is not None:
         raise problem
     return ChunkedStateOptimizer(update, param_groups, parts)

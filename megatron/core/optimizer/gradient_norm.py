@@ -25,7 +25,7 @@ from megatron.core.foundation.device import is_host_memory
 from megatron.core.parameters.param_meta import get_param_meta, num_elements_before_padding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 SMALLEST_FAST_NORM = 1e-15
 """Below it, squares of fp32 elements underflow: the exact path is taken."""
@@ -140,7 +140,7 @@ class GradientReader:
         if self._agreed_parts is None:
             # Each model-parallel rank sends as many numbers as the one with the most parameters.
             lengths = torch.tensor([self._dense.length, self._expert.length], device=self._device)
-            backend.all_reduce(lengths, self.groups.mp, dist.ReduceOp.MAX)
+            torch_collectives.all_reduce(lengths, self.groups.mp, dist.ReduceOp.MAX)
             self._dense.length, self._expert.length = lengths.tolist()
             self._agreed_parts = [self._dense] + [self._expert] * (self._expert.length > 0)
         return self._agreed_parts
@@ -212,7 +212,7 @@ class GradientReader:
         for part in self._parts():
             number = local[int(part.is_expert)].clone()
             for group in (part.shard_group, part.across):
-                backend.all_reduce(number, group)
+                torch_collectives.all_reduce(number, group)
             total += int(number)
         return total
 
@@ -242,8 +242,8 @@ class _Part:
         """Return the sums of squares of all parameters of all model-parallel ranks, fp64 [n]."""
         vector = torch.zeros(self.length, dtype=torch.float64, device=sums.device)
         vector.index_add_(0, self._places, sums[self._chosen])
-        backend.all_reduce(vector, self.shard_group)
-        return torch.cat(backend.all_gather(vector, self.across))
+        torch_collectives.all_reduce(vector, self.shard_group)
+        return torch.cat(torch_collectives.all_gather(vector, self.across))
 
 
 def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.foundation.device import computes_fast_in_bf16
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c: steepest at 0 among those that stay near 1 once there."""
@@ -45,7 +45,7 @@ def orthogonalize(
     x = (matrix.T if transposes else matrix).contiguous()
     square = x.square().sum()
     if is_split:
-        backend.all_reduce(square, group)
+        torch_collectives.all_reduce(square, group)
     x = x / square.sqrt().clamp_min(1e-7)
     # bf16 is accurate enough for an iteration that corrects itself, and fast on accelerators.
     x = x.bfloat16() if computes_fast_in_bf16(x.device) else x
@@ -53,7 +53,7 @@ def orthogonalize(
     for _ in range(num_steps):
         gram = x @ x.T
         if is_split:
-            backend.all_reduce(gram, group)
+            torch_collectives.all_reduce(gram, group)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if transposes else x).float().contiguous()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import Attention
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 RowFactors = Mapping[int, Tensor]
 """id of a parameter -> fp32 factor on each of its rows on this tensor-parallel rank."""
@@ -100,13 +100,13 @@ class AttentionLogits:
             return []
         joined = torch.cat(rows)
         for group in (self.groups.dp_cp, self.groups.tp):
-            backend.all_reduce(joined, group, dist.ReduceOp.MAX)
+            torch_collectives.all_reduce(joined, group, dist.ReduceOp.MAX)
         return list(joined.split([len(row) for row in rows]))
 
     def _over_stages(self, measured: Sequence[Tensor]) -> float:
         lowest = torch.full((1,), torch.finfo(torch.float32).min, device=self._device)
         largest = torch.cat([*measured, lowest]).amax(0, keepdim=True)
-        return float(backend.all_reduce(largest, self.groups.pp, dist.ReduceOp.MAX))
+        return float(torch_collectives.all_reduce(largest, self.groups.pp, dist.ReduceOp.MAX))
 
 
 def factors_of_range(rows: Tensor, begin: int, end: int, num_elements: int) -> Tensor:

@@ -21,7 +21,7 @@ from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import DeviceReport, joint_norm
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 
 if TYPE_CHECKING:
@@ -220,8 +220,8 @@ def describe_nonfinite(
     bad: list[tuple[int, int, int, str]] = []
     for optimizer, shards in zip(optimizers, bad_shards, strict=True):
         bad += optimizer.nonfinite_parameters(shards)
-    rank = backend.world().rank()
-    everyone: list[Any] = all_gather_object(bad, backend.world())
+    rank = torch_collectives.world().rank()
+    everyone: list[Any] = all_gather_object(bad, torch_collectives.world())
     # Of several ranks that hold the parameter, the first one is named.
     found = [
         (*param_index, -r, name) for r, its in enumerate(everyone) for *param_index, name in its

@@ -33,7 +33,7 @@ from megatron.core.pipeline_parallel.step_handshake import (
     lost_neighbour,
 )
 from megatron.core.topology.group import Group, keep_for_group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.work import Handle, Steps, Work
 
 Shape = tuple[int, ...]
@@ -133,7 +133,7 @@ class P2PCommunicator:
         mine = encode(settings).to(self.device)
         if self._shared.agreed == (agreed := tuple(mine.tolist())):
             return
-        for rank, theirs in enumerate(backend.all_gather(mine, self.pp_group)):
+        for rank, theirs in enumerate(torch_collectives.all_gather(mine, self.pp_group)):
             found = disagreement(settings, theirs.tolist(), self._name(self.rank), self._name(rank))
             if found is not None:
                 raise found

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.simulate import Span
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.pipeline_parallel.trace import Trace
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
 
 
@@ -46,7 +46,7 @@ class PipelineRecorder:
         Communication:
             a barrier and an all-gather of Python objects on `pp_group`.
         """
-        backend.barrier(pp_group)
+        torch_collectives.barrier(pp_group)
         mine = (socket.gethostname(), time.perf_counter(), self.spans)
         everyone = all_gather_object(mine, pp_group)
         share_clock = len({host for host, _, _ in everyone}) == 1

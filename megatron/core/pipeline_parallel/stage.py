@@ -29,7 +29,7 @@ from megatron.core.step_context.context import (
 )
 from megatron.core.step_context.deferred_wgrad import capture_wgrads
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 
@@ -260,7 +260,7 @@ class Stage:
         if self._loss.cp_group.size() == 1:
             return num_tokens
         total = num_tokens.detach().clone()
-        return backend.all_reduce(total, self._loss.cp_group)
+        return torch_collectives.all_reduce(total, self._loss.cp_group)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:

@@ -2,7 +2,7 @@
 
 A layer does not know its micro batch, whether it is recomputed, or whether its weight gradient is
 deferred. The schedule and activation recomputation set that here, and the modules that need it
-(`rng`, `aux_loss`, `deferred_wgrad`, `activation_recompute`, `overlap`) read and write their own
+(`rng`, `aux_loss`, `deferred_wgrad`, `tensor_parallel.random`, `overlap`) read and write their own
 field. Where a forward and a backward overlap, each half has a context of its own.
 
 Not a `ContextVar`: autograd runs the backward of CUDA tensors on a thread of its own, which would

@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.core.foundation.optional_imports import require
 from megatron.core.kernels.vocab_softmax import RowStatistics
 from megatron.core.process_groups_config import resolve_group
-from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.tensor_parallel.vocab_parallel_softmax import (
     IGNORED_LABEL,
     Labels,
     VocabShard,
+    check_token_ids,
     cross_entropy_gradient,
     cross_entropy_statistics,
 )
@@ -75,7 +75,7 @@ def transformer_engine_cross_entropy(
     Returns:
         fp32 [s, b].
     Communication:
-        that of the library, on `tp_group`.
+        the collectives of the library, on `tp_group`.
     Raises:
         DataError: a label outside the vocabulary, on all ranks.
     """

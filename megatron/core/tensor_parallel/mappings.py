@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def _gather_last_dim(x: Tensor, group: Group) -> Tensor:
 
 def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
     """Sum [..., h] over the group, each rank keeping its [..., h/tp]."""
-    size = group.size()
+    size, x = group.size(), x.contiguous()
     pieces = x.view(*x.shape[:-1], size, divide(x.shape[-1], size)).movedim(-2, 0)
     return collectives.reduce_scatter(pieces, group).squeeze(0)
 
@@ -55,108 +56,56 @@ def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
 # Autograd pairs -----------------------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+Collective = Callable[[Tensor, Group], Tensor]
+
+
+class _Pair(torch.autograd.Function):
+    """Forward computes one collective, backward its transpose."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A gradient may be shared with another branch of the graph: sum a copy.
-        return collectives.all_reduce(grad.clone(memory_format=_CONTIGUOUS), ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return collectives.all_reduce(x.clone(memory_format=_CONTIGUOUS), group)
+    def forward(
+        ctx: Any, x: Tensor, group: Group, collective: Collective, transpose: Collective
+    ) -> Tensor:
+        ctx.group, ctx.transpose = group, transpose
+        return collective(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.transpose(grad, ctx.group), None, None, None
 
 
-class _ScatterLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own_piece(x, x.dim() - 1, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_last_dim(grad, ctx.group), None
+def _paired(
+    x: Tensor, group: Group | None, collective: Collective, transpose: Collective
+) -> Tensor:
+    group = resolve_group(group, "tp")
+    return x if group.size() == 1 else _Pair.apply(x, group, collective, transpose)
 
 
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_piece(grad, grad.dim() - 1, ctx.group), None
+def _identity(x: Tensor, _group: Group) -> Tensor:
+    return x.view_as(x)
 
 
-class _SumGatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_last_dim(grad.contiguous(), ctx.group), None
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    # The caller's tensor, and a gradient that another branch of the graph shares, stay as they are.
+    return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
-class _ReduceScatterLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_last_dim(x.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_last_dim(grad, ctx.group), None
+def _gather_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
+    return collectives.all_gather(x, group, sizes)
 
 
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+def _reduce_scatter_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
+    return collectives.reduce_scatter(x, group, sizes)
+
+
+def _own_sequence_piece(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
+    if sizes is None:
         return _own_piece(x, 0, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.group), None
+    return x.split(list(sizes))[group.rank()].contiguous()
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, is_grad_partial: bool, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.is_grad_partial, ctx.sizes = group, is_grad_partial, sizes
-        return collectives.all_gather(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_grad_partial:
-            return collectives.reduce_scatter(grad, ctx.group, ctx.sizes), None, None, None
-        if ctx.sizes is None:
-            return _own_piece(grad, 0, ctx.group), None, None, None
-        piece = grad.split(list(ctx.sizes))[ctx.group.rank()]
-        return piece.contiguous(), None, None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sizes) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return collectives.reduce_scatter(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_gather(grad, ctx.group, ctx.sizes), None, None
+def _own_last_dim_piece(x: Tensor, group: Group) -> Tensor:
+    return _own_piece(x, x.dim() - 1, group)
 
 
 def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes) -> Tensor:
@@ -180,7 +129,7 @@ class _AllToAll(torch.autograd.Function):
 
 @dataclass
 class _AsyncAllToAll:
-    """One all-to-all that its rank does not wait for at once, neither forward nor backward."""
+    """One all-to-all that overlaps with other computation, forward and backward."""
 
     group: Group
     output_sizes: Sizes
@@ -188,7 +137,7 @@ class _AsyncAllToAll:
     work: Work[Tensor] | None = None
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """Start it, forward or `back`; return the tensor in which the result will be."""
+        """Start it, forward or `back`; return the tensor that will contain the result."""
         sizes = (self.output_sizes, self.input_sizes)
         received, sent = reversed(sizes) if back else sizes
         self.work = collectives.start_all_to_all(x, self.group, received, sent)
@@ -235,9 +184,6 @@ class _A2AWait(torch.autograd.Function):
         return grad, None
 
 
-_CONTIGUOUS = torch.contiguous_format
-
-
 # Public names -------------------------------------------------------------------------------
 
 
@@ -247,20 +193,17 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = N
     Args:
         input_: [...], equal on all ranks.
     """
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _Copy.apply(input_, group)
+    return _paired(input_, group, _identity, _all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Leave a tensor-parallel block: all-reduce partial sums [...]; backward is the identity."""
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _Reduce.apply(input_, group)
+    return _paired(input_, group, _all_reduce, _identity)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's part of the last dimension: [..., h] -> [..., h/tp]; backward gathers."""
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _ScatterLastDim.apply(input_, group)
+    return _paired(input_, group, _own_last_dim_piece, _gather_last_dim)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
@@ -269,14 +212,12 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None
     For results that all ranks then use in the same way; where each rank goes its own way, use
     `all_gather_last_dim_from_tensor_parallel_region`.
     """
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _GatherLastDim.apply(input_, group)
+    return _paired(input_, group, _gather_last_dim, _own_last_dim_piece)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _ScatterSequence.apply(input_, group)
+    return _paired(input_, group, _own_sequence_piece, _gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -295,10 +236,12 @@ def gather_from_sequence_parallel_region(
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
-    group = resolve_group(group, "tp")
-    if group.size() == 1:
-        return input_
-    return _GatherSequence.apply(input_, group, tensor_parallel_output_grad, output_split_sizes)
+    gather = partial(_gather_sequence, sizes=output_split_sizes)
+    if tensor_parallel_output_grad:
+        scatter: Collective = partial(_reduce_scatter_sequence, sizes=output_split_sizes)
+    else:
+        scatter = partial(_own_sequence_piece, sizes=output_split_sizes)
+    return _paired(input_, group, gather, scatter)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -308,26 +251,22 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
-    group = resolve_group(group, "tp")
-    if group.size() == 1:
-        return input_
-    return _ReduceScatterSequence.apply(input_, group, input_split_sizes)
+    scatter = partial(_reduce_scatter_sequence, sizes=input_split_sizes)
+    return _paired(input_, group, scatter, partial(_gather_sequence, sizes=input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, group: Group | None = None
 ) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters it."""
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _SumGatherLastDim.apply(input_, group)
+    return _paired(input_, group, _gather_last_dim, _reduce_scatter_last_dim)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     input_: Tensor, group: Group | None = None
 ) -> Tensor:
     """Sum over ranks and keep this rank's part: [..., h] -> [..., h/tp]; backward gathers."""
-    group = resolve_group(group, "tp")
-    return input_ if group.size() == 1 else _ReduceScatterLastDim.apply(input_, group)
+    return _paired(input_, group, _reduce_scatter_last_dim, _gather_last_dim)
 
 
 def all_to_all(

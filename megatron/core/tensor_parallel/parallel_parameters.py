@@ -118,7 +118,7 @@ class ParallelLinear(ParallelLayer):
 
 
 def tolerate_missing_extra_state(
-    _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    _module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
     """Let a state without the entry load strictly: a hook that runs before loading."""
     state_dict.setdefault(f"{prefix}_extra_state", None)

@@ -22,13 +22,13 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
-from megatron.core.tensor_parallel.token_ids import check_token_ids
+from megatron.core.tensor_parallel.vocab_parallel_softmax import check_token_ids
 from megatron.core.topology.group import Group
 from megatron.core.utils import divide
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """Look up token ids in a table of which each rank holds v/tp consecutive rows.
+    """Look up token ids in a table; each rank holds v/tp consecutive rows.
 
     Args:
         num_embeddings: v, padded so that it splits evenly.
@@ -156,6 +156,6 @@ ROW_SUMS: KernelTable[Callable[[Tensor, Tensor, Tensor], None]] = KernelTable(
 
 
 def add_rows(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Add values [t, h] to the given rows [t] of table [v, h], in an order that never changes."""
+    """Add values [t, h] to the given rows [t] of table [v, h], in a fixed order."""
     values = values.to(table.dtype)
     ROW_SUMS.choose(Request.of(table)).kernel.run(table, rows, values)

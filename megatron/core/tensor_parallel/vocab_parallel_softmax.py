@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.foundation.device import check
+from megatron.core.foundation.errors import DataError
 from megatron.core.kernels.vocab_softmax import (
     RowStatistics,
     Targets,
@@ -21,12 +23,45 @@ from megatron.core.kernels.vocab_softmax import (
     local_softmax,
     logit_rows,
 )
-from megatron.core.tensor_parallel.token_ids import check_token_ids
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 IGNORED_LABEL = -100
 """A label that takes no part in the loss: its loss and its gradient are zero."""
+
+
+def check_token_ids(
+    ids: Tensor, num_valid: int, *, what: str = "token id", ignored: int | None = None
+) -> None:
+    """Raise if any of `ids` is outside [0, num_valid).
+
+    A split vocabulary masks the ids of other ranks, and would turn such an id into zeros. All ranks
+    of a tensor-parallel group have the same ids, so they raise together.
+
+    Args:
+        ids: integers of any shape.
+        num_valid: number of real ids, without padding of the vocabulary.
+        what: the name of an id in the message.
+        ignored: an allowed value outside the vocabulary.
+    Raises:
+        DataError: on the CPU at once. On an accelerator the host does not wait for the check; a
+            bad id makes the device fail at its next synchronisation, with this rule in the text.
+    """
+    if ids.numel() == 0:
+        return
+    rule = f"ids are in [0, {num_valid}): the vocabulary has {num_valid} entries"
+    is_good = (ids >= 0) & (ids < num_valid)
+    if ignored is not None:
+        is_good |= ids == ignored
+    if check(is_good.all(), f"bad {what}: {rule}"):
+        return
+    low, high = (int(extreme) for extreme in torch.aminmax(ids[~is_good]))
+    raise DataError(
+        f"{what} {low if low < 0 else high} is outside the vocabulary of {num_valid} entries.",
+        rule=rule,
+        flags=["--vocab-size", "--tokenizer-type", "--tokenizer-model", "--data-path"],
+        fix="train with the tokenizer (and vocabulary size) that the data was preprocessed with",
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +201,7 @@ def local_distribution(rows: Tensor, shard: VocabShard, temperature: float) -> L
 
 @dataclass(frozen=True)
 class MergedRows:
-    """What the ranks know of each row, together; n ranks."""
+    """Numbers of each row, merged over n ranks."""
 
     highest: Tensor
     """[t] highest logit of all columns."""
@@ -180,7 +215,7 @@ class MergedRows:
     """[n, k, t] the other numbers of each rank."""
 
     def mean(self, local_means: Tensor) -> Tensor:
-        """Return the mean [t] of what is [n, t] the mean over each rank's own distribution."""
+        """Return the mean [t] over all columns, from each rank's mean [n, t] over its columns."""
         has_columns = self.highest_of_ranks > -torch.inf
         return (self.fractions * local_means).masked_fill(~has_columns, 0.0).sum(0)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.foundation import device
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 
 class IndexerLoss:
@@ -67,7 +67,7 @@ def finish_indexer_step(model: Sequence[nn.Module], groups: ProcessGroupCollecti
         return
     where = device.current_device()
     packed = torch.stack([loss.packed(where) for loss in losses])
-    backend.all_reduce(packed, groups.dp_cp)
+    torch_collectives.all_reduce(packed, groups.dp_cp)
     for loss, (total, count) in zip(losses, packed, strict=True):
         # The ranks of a context-parallel group count a micro batch each, and have parts of it.
         loss.step_loss = total * groups.cp.size() / count.clamp(min=1)

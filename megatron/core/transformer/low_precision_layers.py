@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 _ONE = (ColumnParallelLinear, RowParallelLinear)
 _Linear = GroupedLinear | ColumnParallelLinear | RowParallelLinear
@@ -164,6 +164,6 @@ def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCo
         joined = joined.nan_to_num(float("inf"), posinf=float("inf"))
         joined = joined.to(histories[0].device)
         for group in reducing:
-            backend.all_reduce(joined, group, ReduceOp.MAX)
+            torch_collectives.all_reduce(joined, group, ReduceOp.MAX)
         for history, amaxes in zip(histories, joined, strict=True):
             history.move(amaxes)

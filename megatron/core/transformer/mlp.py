@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import (
     resolve_group,
     resolve_groups,
 )
-from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.topology.group import Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module

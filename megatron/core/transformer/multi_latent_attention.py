@@ -26,11 +26,11 @@ from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
 from megatron.core.offload.saved_activations import offloading
-from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin

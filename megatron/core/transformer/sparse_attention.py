@@ -31,8 +31,8 @@ from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.aux_loss import attach_aux_loss
-from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
 from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType

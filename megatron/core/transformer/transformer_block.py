@@ -244,9 +244,7 @@ class TransformerBlock(GraphableMegatronModule):
             return layers
 
         offloads = self.config.offloads_activations and self.training
-        with saving_activations(
-            offloads, self.config.min_offloaded_tensor_size, self.config.activation_offload_path
-        ):
+        with saving_activations(offloads, self.config.min_offloaded_tensor_size):
             for first, last, recomputes in self._segments():
                 segment = run(first, last)
                 added = added_states[first:last]

@@ -15,9 +15,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend, torch_transport
-from megatron.core.transport.torch_transport import Sizes
-from megatron.core.transport.transport import select_transport
+from megatron.core.transport import torch_collectives, transport
+from megatron.core.transport.transport import Sizes, select_transport
 from megatron.core.transport.work import Work
 
 
@@ -43,7 +42,7 @@ def all_gather(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
 def start_all_gather(x: Tensor, group: Group, sizes: Sizes = None) -> Work[Tensor]:
     """Start `all_gather` of [t/tp, ...] to [t, ...]."""
     if sizes is not None:
-        return torch_transport.all_gather_uneven(x.contiguous(), group, sizes)
+        return transport.all_gather_uneven(x.contiguous(), group, sizes)
     return select_transport(x, group).all_gather(x.contiguous())
 
 
@@ -59,7 +58,7 @@ def reduce_scatter(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
 def start_reduce_scatter(x: Tensor, group: Group, sizes: Sizes = None) -> Work[Tensor]:
     """Start `reduce_scatter` of [t, ...] to [t/tp, ...]."""
     if sizes is not None:
-        return torch_transport.reduce_scatter_uneven(x.contiguous(), group, sizes)
+        return transport.reduce_scatter_uneven(x.contiguous(), group, sizes)
     is_even = x.shape[0] % group.size() == 0
     assert is_even, f"{x.shape[0]} rows do not split over {group.size()} ranks"
     return select_transport(x, group).reduce_scatter(x.contiguous())
@@ -80,15 +79,14 @@ def start_all_to_all(
     x: Tensor, group: Group, output_sizes: Sizes = None, input_sizes: Sizes = None
 ) -> Work[Tensor]:
     """Start `all_to_all` of [t, ...]."""
-    return torch_transport.all_to_all(x.contiguous(), group, output_sizes, input_sizes)
+    return transport.exchange(x.contiguous(), group, output_sizes, input_sizes)
 
 
 def start_ring_shift(x: Tensor, group: Group) -> Work[Tensor]:
-    """Start to send `x` [...] to the next rank of `group`, and to receive as much from the one
-    before; `x` may be overwritten when the work has ended."""
-    return torch_transport.ring_shift(x, group)
+    """Start to send `x` [...] to the next rank of `group`; see `transport.ring_shift`."""
+    return transport.ring_shift(x, group)
 
 
 def broadcast(x: Tensor, group: Group) -> Tensor:
     """Copy `x` [...] of the group's first rank into `x` of the others, in place, and return it."""
-    return backend.broadcast(x, group)
+    return torch_collectives.broadcast(x, group)

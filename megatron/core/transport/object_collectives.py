@@ -1,7 +1,7 @@
 """Collectives on Python values, and errors that all ranks of a group raise together.
 
-A lone raise is a hang: where a check can fail on one rank only, `raise_on_all_ranks` comes before
-the next collective.
+A lone raise is a hang: if a check can fail on one rank only, call `raise_on_all_ranks` before the
+next collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.foundation.flight_recorder import recorded
 from megatron.core.topology.group import Group, SingleRank
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 # Functions ----------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def all_gather_object(value: object, group: Group) -> list[Any]:
     Communication:
         one all-gather of pickles; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
@@ -41,10 +41,12 @@ def broadcast_object(value: object, source: int, group: Group) -> Any:
     Communication:
         one broadcast of its pickle; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return value
-    slot, where = [value], backend.tensor_device(group)
-    dist.broadcast_object_list(slot, backend.global_rank(group, source), group, device=where)
+    slot, where = [value], torch_collectives.tensor_device(group)
+    dist.broadcast_object_list(
+        slot, torch_collectives.global_rank(group, source), group, device=where
+    )
     return slot[0]
 
 
@@ -54,10 +56,10 @@ def any_across_ranks(claim: bool, group: Group) -> bool:
     Communication:
         one all-reduce of one number; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return claim
-    flag = torch.tensor([float(claim)], device=backend.tensor_device(group))
-    return bool(backend.all_reduce(flag, group, dist.ReduceOp.MAX).item())
+    flag = torch.tensor([float(claim)], device=torch_collectives.tensor_device(group))
+    return bool(torch_collectives.all_reduce(flag, group, dist.ReduceOp.MAX).item())
 
 
 def max_across_ranks(value: int, group: Group) -> int:
@@ -75,10 +77,12 @@ def largest_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     Communication:
         one all-reduce; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return list(values)
-    numbers = torch.tensor(values, dtype=torch.float64, device=backend.tensor_device(group))
-    return backend.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
+    numbers = torch.tensor(
+        values, dtype=torch.float64, device=torch_collectives.tensor_device(group)
+    )
+    return torch_collectives.all_reduce(numbers, group, dist.ReduceOp.MAX).tolist()
 
 
 def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
@@ -87,10 +91,10 @@ def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
     Communication:
         one all-reduce; none in a group of one.
     """
-    if not backend.has_peers(group):
+    if not torch_collectives.has_peers(group):
         return list(values)
-    where = backend.tensor_device(group)
-    return backend.all_reduce(
+    where = torch_collectives.tensor_device(group)
+    return torch_collectives.all_reduce(
         torch.tensor(values, dtype=torch.float64, device=where), group
     ).tolist()
 
@@ -110,60 +114,49 @@ def union_across_ranks(names: Sequence[str], group: Group) -> list[str]:
 
 
 class ControlGroup(Protocol):
-    """The ranks that decide together. Every method is a collective.
+    """Ranks that decide together. Every method is a collective.
 
-    Mechanisms take it where they want a protocol that threads of one process can test.
+    A Protocol, so that tests can replace the ranks by threads of one process.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank's position; 0 is the coordinator."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all processes of the run, for messages."""
-        ...
+    rank: int
+    """This rank's position; 0 is the coordinator."""
+    size: int
+    """Number of ranks."""
+    global_rank: int
+    """This rank among all processes of the run, for messages."""
 
     def gather(self, value: object) -> list[Any] | None:
         """Collect one value per rank on the coordinator; None elsewhere."""
         ...
 
     def scatter(self, values: Sequence[object] | None) -> Any:
-        """Give each rank its entry of the coordinator's list."""
+        """Send each rank its entry of the coordinator's list."""
         ...
 
     def broadcast(self, value: object) -> Any:
-        """Give every rank the coordinator's value."""
+        """Send every rank the coordinator's value."""
         ...
 
 
-class SingleProcess:
+class SingleProcess(ControlGroup):
     """One rank, no communication."""
 
     size = 1
     rank = global_rank = 0
 
     def gather(self, value: object) -> list[Any] | None:
-        """See `ControlGroup`."""
         return [value]
 
     def scatter(self, values: Sequence[object] | None) -> Any:
-        """See `ControlGroup`."""
         assert values is not None
         return values[0]
 
     def broadcast(self, value: object) -> Any:
-        """See `ControlGroup`."""
         return value
 
 
-class TorchControlGroup:
+class TorchControlGroup(ControlGroup):
     """The ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -175,14 +168,12 @@ class TorchControlGroup:
 
     @recorded("gather_object")
     def gather(self, value: object) -> list[Any] | None:
-        """See `ControlGroup`."""
         into: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, into, dst=self._coordinator, group=self.group)
         return into
 
     @recorded("scatter_object")
     def scatter(self, values: Sequence[object] | None) -> Any:
-        """See `ControlGroup`."""
         mine: list[Any] = [None]
         dist.scatter_object_list(
             mine, None if values is None else list(values), src=self._coordinator, group=self.group
@@ -191,14 +182,13 @@ class TorchControlGroup:
 
     @recorded("broadcast_object")
     def broadcast(self, value: object) -> Any:
-        """See `ControlGroup`."""
         box = [value]
         dist.broadcast_object_list(box, src=self._coordinator, group=self.group)
         return box[0]
 
 
 def control_group(group: Group | ControlGroup) -> ControlGroup:
-    """Return the ranks of a process group as a `ControlGroup`; all processes: `backend.world()`."""
+    """Return the ranks of a process group as a `ControlGroup`."""
     if isinstance(group, SingleRank):
         return SingleProcess()
     if isinstance(group, dist.ProcessGroup):
@@ -207,15 +197,14 @@ def control_group(group: Group | ControlGroup) -> ControlGroup:
 
 
 def raise_on_all_ranks(problem: MegatronError | None, group: Group | ControlGroup) -> None:
-    """Raise on every rank of `group` if any rank brings a problem; return otherwise.
+    """Raise on every rank of `group` if any rank has a problem; return otherwise.
 
-    All raise the same: the problem of the lowest rank that has one, with the global rank that
-    found it in the message, so that all may decide the same. A rank whose own
-    problem was another, or the same unnamed, has it as the cause.
+    All ranks raise the same error: the problem of the lowest rank that has one, with that global
+    rank in the message. A rank's own problem is the cause of its error.
 
     Args:
-        problem: what this rank found, or None.
-        group: who must agree. A rank alone just raises its problem.
+        problem: the problem of this rank, or None.
+        group: a group of one rank just raises its problem.
     Communication:
         one gather and one broadcast of a small Python object on `group`.
     """

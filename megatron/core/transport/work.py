@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, overload
 
 from torch import Tensor
 
 from megatron.core.foundation.flight_recorder import PROGRESS
 
 Result = TypeVar("Result")
+Next = TypeVar("Next")
 
 
 class Handle(Protocol):
@@ -25,19 +26,20 @@ class Handle(Protocol):
 
 
 Steps = Generator[Sequence[Handle], None, Result]
-"""Starts operations, yields their handles, goes on when they are complete, returns the result. What
-waiting for a handle raises is raised at the `yield`."""
+"""Start operations, yield their handles, continue when they are complete, return the result. An
+error of a handle is raised at the `yield`. Only transports and compression write steps; others
+chain `Work` by `then`."""
 
 
 class Work(Generic[Result]):
-    """Communication in flight. Nothing else may touch its tensors until `wait` has returned."""
+    """Communication in flight. Do not touch its tensors until `wait` has returned."""
 
     __slots__ = ("_handles", "_place", "_result", "_steps", "destination", "num_steps_done")
 
     def __init__(self, steps: Steps[Result], destination: Result | None = None) -> None:
         self._steps = steps
         self.destination = destination
-        """Where the result will be, if that is known: until `wait` its values mean nothing."""
+        """The tensor of the result, if it is known; its values are undefined until `wait`."""
         self._result: Result
         self._handles: Sequence[Handle] | None
         self.num_steps_done = 0
@@ -59,18 +61,33 @@ class Work(Generic[Result]):
         """Return work that is done."""
         return Work(_no_steps(result))
 
+    @overload
+    def then(self, step: Callable[[Result], Work[Next]]) -> Work[Next]: ...
+
+    @overload
+    def then(self, step: Callable[[Result], Next]) -> Work[Next]: ...
+
+    def then(self, step: Callable[[Result], Work[Next] | Next]) -> Work[Next]:
+        """Return the work that continues with `step(result)`, which may be other work."""
+
+        def steps() -> Steps[Next]:
+            following = step((yield from self))
+            return (yield from following) if isinstance(following, Work) else following
+
+        return Work(steps())
+
     def is_completed(self) -> bool:
-        """Return whether the result is there."""
+        """Return whether the result is available."""
         return self._handles is None
 
     def wait(self) -> Result:
-        """Return the result, as often as asked; on an accelerator only the stream waits for it."""
+        """Return the result; may be called again. On an accelerator only the stream waits."""
         while self._handles is not None:
             self.advance()
         return self._result
 
     def poll(self) -> None:
-        """Take the next step if that needs no waiting. Some backends cannot tell: then do not."""
+        """Take the next step if it does not wait. Without effect if the backend cannot tell."""
         if self._handles is not None and all(handle.is_completed() for handle in self._handles):
             self.advance()
 
@@ -123,15 +140,15 @@ def _no_steps(result: Result) -> Steps[Result]:
 
 
 AnyWork = Work[Tensor] | Work[None]
-"""Work whose result does not matter."""
+"""Work whose result is not used."""
 
 
 def wait_all(works: Sequence[AnyWork]) -> None:
     """Wait for several works, keeping all of them moving.
 
-    Always advances the one with the fewest steps, and of these the first. Polling has brought them
-    to different steps on each rank: a rank that waited for a late step of one, while the others
-    wait for an early step of another one, would wait for ever.
+    Always advances the first of the works with the fewest steps. Polling leaves them at different
+    steps on each rank: if one rank waited for a late step of one work while the others wait for an
+    early step of another work, all would wait for ever.
     """
     num_done = 0
     while not all(work.is_completed() for work in works):

@@ -29,7 +29,7 @@ from megatron.core.distributed.adapter_parameters import set_magnitudes
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import ControlGroup, control_group
 from megatron.training.checkpointing.hugging_face import (
     load_adapters_collectively,
@@ -96,7 +96,7 @@ class Checkpointer:
         self.settings = settings
         self.context = context
         self.peers = AgreeingGroup(
-            control_group(backend.world() if process_group is None else process_group)
+            control_group(torch_collectives.world() if process_group is None else process_group)
         )
         self.non_persistent = open_non_persistent(settings, describe_layout(context), self.peers)
         self.memory = (

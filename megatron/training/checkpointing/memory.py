@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.collective import print_once, run_collecti
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.memory_copies import MemoryCopies
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import ControlGroup
 from megatron.training.checkpointing.non_persistent_local import own_group
 from megatron.training.checkpointing.restore import NOT_FOR_OWN_STATE, Restored, Restorer
@@ -38,8 +38,8 @@ class MemoryCheckpoints:
         self._context, self._peers = context, peers
         own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
         self._restorer = Restorer(own, context, peers)
-        world = backend.world()
-        group = own_group(world).group if backend.has_peers(world) else SINGLE_RANK
+        world = torch_collectives.world()
+        group = own_group(world).group if torch_collectives.has_peers(world) else SINGLE_RANK
         self._copies = copies.open(group, node)
         self._newest = self._copies.newest()
         self._layout = describe_layout(context)

@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.shard_file import as_bytes
 from megatron.core.dist_checkpointing.verify import verify_checkpoint
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
     ControlGroup,
     SingleProcess,
@@ -104,7 +104,7 @@ class LocalCheckpoints:
         self._group: TorchControlGroup | None = None
         if peers.size > 1:
             _check_replicas(settings, peers.size)
-            world = backend.world()
+            world = torch_collectives.world()
             assert isinstance(world, dist.ProcessGroup), "there are peers"
             self._group = own_group(world)
 
@@ -334,7 +334,7 @@ def sendrecv_directories(
         handles: list[Handle] = []
         if index < len(incoming):
             part = received[: incoming[index][2]]
-            handles.append(backend.irecv(part, receive_from, peers.group))
+            handles.append(torch_collectives.irecv(part, receive_from, peers.group))
         if index < len(outgoing):
             name, begin, count = outgoing[index]
             try:
@@ -343,7 +343,7 @@ def sendrecv_directories(
                     file.read_into(as_bytes(to_send[:count]), begin)
             except Exception as error:
                 problem = problem or error
-            handles.append(backend.isend(to_send[:count], send_to, peers.group))
+            handles.append(torch_collectives.isend(to_send[:count], send_to, peers.group))
         for handle in handles:
             handle.wait()
         if index < len(incoming) and problem is None:

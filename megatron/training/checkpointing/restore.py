@@ -159,7 +159,7 @@ class Restorer:
         state, info = loaded.state, contents.manifest.info
         for chunk in self.context.model:
             for buffer in getattr(chunk, "gradient_buffers", ()):
-                buffer.wait_for_readers()
+                buffer.params.prepare_update()
         apply_model(self.context, state, strict=not loaded.unexpected)
         apply_optimizer(self.context, state, was_loaded=with_optimizer)
         if with_rng:

@@ -50,7 +50,6 @@ _WITHOUT_FILES: Mapping[str, object] = {
     "data_audit_path": None,
     "param_offload_path": None,
     "optimizer_offload_path": None,
-    "activation_offload_path": None,
 }
 """Settings under which building a run writes no file: Megatron's order is kept in arrays."""
 

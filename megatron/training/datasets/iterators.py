@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import build_num_microbatches_cal
 from megatron.core.pipeline_parallel.schedule import StepPlan as SchedulePlan
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import max_across_ranks
 from megatron.training.config.resolved import ResolvedRun, phase_of
 from megatron.training.datasets.audit import record_samples
@@ -97,13 +97,15 @@ def build_data(
         for chunk in range(num_chunks)
     ]
     # Only ranks that read data have the number of sets and their lengths.
-    num_sets = max_across_ranks(max(len(chunk.valid) for chunk in per_chunk), backend.world())
+    num_sets = max_across_ranks(
+        max(len(chunk.valid) for chunk in per_chunk), torch_collectives.world()
+    )
     sets = [
         _set_of_chunks([chunk.valid[n] for chunk in per_chunk if n < len(chunk.valid)], num_chunks)
         for n in range(num_sets)
     ]
     for each in sets:
-        each.num_rows = max_across_ranks(each.num_rows, backend.world())
+        each.num_rows = max_across_ranks(each.num_rows, torch_collectives.world())
     return DataIterators(
         train=_one_or_list([chunk.train for chunk in per_chunk]),
         train_packing=per_chunk[0].train_packing,
@@ -113,7 +115,7 @@ def build_data(
         test=_one_or_list([chunk.test for chunk in per_chunk]),
         test_packing=per_chunk[0].test_packing,
         num_test_rows=max_across_ranks(
-            max(chunk.num_test_rows for chunk in per_chunk), backend.world()
+            max(chunk.num_test_rows for chunk in per_chunk), torch_collectives.world()
         ),
     )
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron.core.foundation import device
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group, union_across_ranks
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.base import Hook
@@ -206,7 +206,7 @@ class LogLine(Hook):
             print_rank_0(f" peak memory after {state.iteration} iterations on rank 0:"
                          f" {gibibytes(device.peak_memory_bytes())}")  # fmt: skip
         if context.run.logging.timing_log_level > 0:
-            names = union_across_ranks(context.timers.names, backend.world())
+            names = union_across_ranks(context.timers.names, torch_collectives.world())
             context.timers.log(names, normalizer=means.num_steps)
         self._means = IntervalMeans()
 
@@ -280,7 +280,7 @@ class LinesForFirstRank(Hook):
         return state
 
     def _pass_on(self) -> None:
-        everyone = control_group(backend.world()).gather(self._lines)
+        everyone = control_group(torch_collectives.world()).gather(self._lines)
         self._lines = []
         for line in (everyone or [[]])[-1]:
             print(line, flush=True)

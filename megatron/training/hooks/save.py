@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing import Checkpointer
@@ -147,7 +147,7 @@ class CopyState(Hook):
             RanksChange: on all ranks.
         """
         is_left = self.waits_to_grow is not None and any_across_ranks(
-            self.waits_to_grow(), backend.world()
+            self.waits_to_grow(), torch_collectives.world()
         )
         if is_left or state.iteration % self.interval == 0:
             with self.status.doing("copying the state"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core.foundation import device
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import union_across_ranks
 from megatron.training.hooks.base import Hook
 from megatron.training.hooks.times import MeasureTimes
@@ -138,7 +138,7 @@ class Scalars(Hook):
         run = self.context.run
         if run.logging.log_timers_to_tensorboard:
             # A collective: all ranks come here.
-            names = union_across_ranks(self.context.timers.names, backend.world())
+            names = union_across_ranks(self.context.timers.names, torch_collectives.world())
             timers = self.context.timers.seconds_of_all_ranks(names, reset=False)
         loads = (
             collect_loads(self.context.model, self.context.groups)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.object_store import is_url
 from megatron.core.foundation import device, optional_imports
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.resilience.replica_check import CompareReplicas, ReplicaCheck
 from megatron.resilience.signals import SignalFlag
@@ -93,7 +93,9 @@ def standard_hooks(
         status=status,
         scalars=scalars,
         write=write,
-        should_exit=lambda: signal is not None and any_across_ranks(signal.is_set, backend.world()),
+        should_exit=lambda: (
+            signal is not None and any_across_ranks(signal.is_set, torch_collectives.world())
+        ),
     )
     hooks: list[Hook] = _guards(context, write)
     hooks += [SyncStepResults(reading_intervals(run)), PublishCounters(status), times]

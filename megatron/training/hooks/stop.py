@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import any_across_ranks
 from megatron.resilience.signals import SignalFlag
 from megatron.training.hooks.base import Hook
@@ -78,7 +78,7 @@ class ExitDuration(Hook):
         """Return EXIT_DURATION on all ranks once it has passed on any."""
         return (
             StopReason.EXIT_DURATION
-            if any_across_ranks(time.monotonic() > self._deadline, backend.world())
+            if any_across_ranks(time.monotonic() > self._deadline, torch_collectives.world())
             else None
         )
 
@@ -92,7 +92,9 @@ class ExitOnSignal(Hook):
     def should_stop(self, state: TrainState) -> StopReason | None:
         """Return EXIT_SIGNAL on all ranks once any of them was signalled."""
         return (
-            StopReason.EXIT_SIGNAL if any_across_ranks(self._flag.is_set, backend.world()) else None
+            StopReason.EXIT_SIGNAL
+            if any_across_ranks(self._flag.is_set, torch_collectives.world())
+            else None
         )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.foundation.flight_recorder import PROGRESS
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.training.hooks.base import Hook
 from megatron.training.metrics.time_account import (
@@ -62,5 +62,5 @@ class MeasureTimes(Hook):
         return state
 
     def _end_interval(self) -> None:
-        self.shares = shares_of(sum_across_ranks(self._sums.seconds(), backend.world()))
+        self.shares = shares_of(sum_across_ranks(self._sums.seconds(), torch_collectives.world()))
         self._sums = IntervalTimes(PROGRESS.waits)

@@ -125,7 +125,6 @@ def directories_can_be_written_to(run: ResolvedRun) -> Iterator[MegatronError]:
     for flag, path in (
         ("--optimizer-offload-path", run.optimizer.optimizer_offload_path),
         ("--param-offload-path", run.ddp.param_offload_path),
-        ("--activation-offload-path", run.precision.activation_offload_path),
     ):
         if path is not None and not _is_writable(Path(path)):
             yield MissingInputError(

@@ -20,7 +20,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, shown
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import Group
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import sum_across_ranks
 from megatron.core.utils import as_list
 
@@ -152,8 +152,8 @@ def with_loss_tokens(
             counted += torch.stack((mask.sum(dtype=torch.float64).cpu(), torch.ones(()))) / sharing
     counted = counted.to(device.current_device())
     for group in (groups.pp, groups.tp):  # a stage, or a rank, may read no data
-        backend.all_reduce(counted, group, dist.ReduceOp.MAX)
-    backend.all_reduce(counted, groups.dp_cp)
+        torch_collectives.all_reduce(counted, group, dist.ReduceOp.MAX)
+    torch_collectives.all_reduce(counted, groups.dp_cp)
     known: list[Any] = [
         None if it is None else itertools.chain(batches, it)
         for it, batches in zip(iterators, read, strict=True)

@@ -22,7 +22,7 @@ from megatron.core.foundation.errors import NumericsError
 from megatron.core.optimizer.update import StepOutcome
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel.layout import loss_rank
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import (
     any_across_ranks,
     broadcast_object,
@@ -219,7 +219,7 @@ def _refusal(context: TrainingContext, losses: DeferredLosses) -> Tensor | None:
         is_bad = torch.zeros((), device=device.current_device())
     else:
         is_bad = losses.flat.isfinite().all().logical_not().float().to(device.current_device())
-    return backend.all_reduce(is_bad, backend.world(), dist.ReduceOp.MAX)
+    return torch_collectives.all_reduce(is_bad, torch_collectives.world(), dist.ReduceOp.MAX)
 
 
 def _check_losses(
@@ -243,7 +243,7 @@ def _check_losses(
     if not _raises_on_nonfinite(context):
         return found is not None
     if is_any_bad is None:
-        is_any_bad = any_across_ranks(found is not None, backend.world())
+        is_any_bad = any_across_ranks(found is not None, torch_collectives.world())
     if not is_any_bad:
         return False
     problem, routers = None, ""
@@ -263,7 +263,7 @@ def _check_losses(
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"
             " samples are at fault",
         )
-    raise_on_all_ranks(problem, backend.world())
+    raise_on_all_ranks(problem, torch_collectives.world())
     return True
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import broadcast_object
 from megatron.training.config.resolved import ResolvedRun, phase_of, transitions_of
 from megatron.training.launch.printing import print_rank_0
@@ -38,7 +38,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
     Communication:
         one broadcast from rank 0.
     """
-    order = broadcast_object(order, 0, backend.world())
+    order = broadcast_object(order, 0, torch_collectives.world())
     before = state.data_order
     if order is None:
         return state

@@ -15,7 +15,7 @@ from megatron.core.foundation.rendezvous import START_TIMEOUT
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import control_group
 from megatron.resilience.failure import end_by_verdict, set_earlier_failure_aside
 from megatron.resilience.heartbeat import start_heartbeat
@@ -169,7 +169,7 @@ def connect_ranks(
     start_processes(run, info, status.store)
     if claims_save_directory and run.checkpoint.save is not None and not run.schedule.skip_train:
         status.activity = "claiming the save directory"
-        claim_directory(storage_path(run.checkpoint.save), control_group(backend.world()))
+        claim_directory(storage_path(run.checkpoint.save), control_group(torch_collectives.world()))
         status.has_claimed = True
         if info.rank == 0 and status.save_directory is not None:
             set_earlier_failure_aside(status.save_directory)

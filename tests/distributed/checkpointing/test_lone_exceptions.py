@@ -31,7 +31,7 @@ COMMUNICATION = (f"{ROOT}/core/transport/", f"{ROOT}/core/foundation/flight_reco
 GUARDED = {"SaveInProgress.assign", "SaveInProgress.write", "MemoryReader.__enter__"}
 """Functions that consist of a `try` or `return` statement: they fail nowhere but inside of it."""
 WAITS = {"DistributedDataParallel.summon_full_params", "DistributedDataParallel.finish_param_sync"}
-WAITS |= {"Zero3Buffer.finish_gathers", "CopiesOfGroup._exchange"}
+WAITS |= {"ShardedParams.finish_gathers", "CopiesOfGroup._exchange"}
 """Functions that communicate and do nothing else, if there is anything to send."""
 Actions = dict[str, Callable[[], object]]
 

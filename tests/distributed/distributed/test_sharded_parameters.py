@@ -26,12 +26,8 @@ from megatron.core.step_context.deferred_wgrad import (
     enable_wgrad_deferral,
 )
 from megatron.core.step_context.overlap import overlap_forward_backward, yield_to_peer
-from megatron.core.transport import unit_memory
-from megatron.core.transport.shm.mapped_gather import MappedTensor
-from megatron.core.transport.shm.page_pool import PooledTensor
 from megatron.training.metrics.params_norm import params_norm
 from tests.harness.distributed import distributed
-from tests.harness.machine import no_shared_memory
 from tests.harness.tolerances import EXACT, FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.parity.layouts import LayoutCase, ModelCase
 from tests.parity.training_case import build_chunks, global_batch, transformer_config
@@ -96,10 +92,10 @@ def whole_layers(ddp):
 
 def bytes_of_whole_units(ddp):
     return sum(
-        section.unsharded.tensor.nbytes
+        unit.values.nbytes
         for buffer in ddp.gradient_buffers
-        for section in buffer.params.units
-        if section.unsharded.is_allocated
+        for unit in buffer.params.units
+        if unit.values.untyped_storage().nbytes() > 0
     )
 
 
@@ -107,8 +103,8 @@ def bytes_of_whole_units(ddp):
 def test_one_layer_computes_while_one_more_is_on_its_way(groups):
     ddp = build(groups)
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(s.unsharded.tensor.numel() for s in buffer.params.units[1:-2]) * 4
-    rest_bytes = sum(s.unsharded.tensor.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.values.numel() for s in buffer.params.units[1:-2]) * 4
+    rest_bytes = sum(s.values.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
     seen = []
 
     def note(name):
@@ -193,8 +189,8 @@ def test_a_forward_and_a_backward_that_take_turns_leave_each_other_what_they_use
 
     ddp, seen = build(groups), []
     (buffer,) = ddp.gradient_buffers
-    layer_bytes = max(s.unsharded.tensor.numel() for s in buffer.params.units[1:-2]) * 4
-    rest_bytes = sum(s.unsharded.tensor.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
+    layer_bytes = max(s.values.numel() for s in buffer.params.units[1:-2]) * 4
+    rest_bytes = sum(s.values.numel() for s in buffer.params.units) * 4 - 12 * layer_bytes
 
     def wait(*_):
         yield_to_peer()
@@ -238,13 +234,13 @@ def test_weight_gradients_that_wait_keep_neither_weights_nor_buckets(groups):
         for loss, calls in zip(losses, waiting, strict=True):
             with capture_wgrads(calls):
                 loss.backward()
-            assert bytes_of_whole_units(ddp) == 0 and not buffer.grads.full
+            assert bytes_of_whole_units(ddp) == 0 and not buffer.full
         for calls in waiting:
             with torch.no_grad():
                 for call in calls:
                     call()
-                    num_buckets.append(len(buffer.grads.full))
-            assert not buffer.grads.full
+                    num_buckets.append(len(buffer.full))
+            assert not buffer.full
     assert num_whole == [1] * 24
     # The rest, the tied embedding, and one layer.
     assert max(num_buckets) <= 3
@@ -283,21 +279,6 @@ def train_alike(groups, found, expected, tolerance=EXACT):
     return (ours.keys() | theirs.keys()) - alike
 
 
-@pytest.mark.parametrize("way", ["copied", "sent"])
-@distributed(world_size=2)
-def test_units_that_are_looked_at_copied_or_sent_give_the_same_bits(groups, way):
-    joined = build(groups)
-    if way == "copied":
-        with patch.object(unit_memory, "map_gather", lambda *_: None):
-            other = build(groups)
-    else:
-        with no_shared_memory():
-            other = build(groups)
-    for ddp, kind in ((joined, MappedTensor), (other, PooledTensor)):
-        assert {type(s.unsharded) for b in ddp.gradient_buffers for s in b.params.units} == {kind}
-    assert not train_alike(groups, joined, other)
-
-
 @pytest.mark.parametrize("is_tied", [False, True])
 @distributed(world_size=2)
 def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups, is_tied):
@@ -308,9 +289,11 @@ def test_a_table_whose_gradient_goes_out_in_buckets_has_the_same_gradient(groups
     assert 1 in lengths and max(lengths) > 1
     in_layers = {id(p) for p in cut.module.decoder.layers.parameters()}
     numbers = [
-        buffer.unit_of(i) for i, p in enumerate(buffer.flat.parameters) if id(p) in in_layers
+        buffer.params.unit_of[i] for i, p in enumerate(buffer.flat.parameters) if id(p) in in_layers
     ]
-    assert numbers and not any(buffer.params.units[number].is_sharded for number in numbers)
+    assert numbers and not any(
+        buffer.params.units[number].has_several_buckets for number in numbers
+    )
     # The two uses of a tied table meet in `.grad`, before they are added to the main gradient.
     apart = train_alike(groups, cut, whole, FP32_AFTER_OPTIMIZER if is_tied else EXACT)
     assert apart and not any("layers" in name for name, _ in apart)

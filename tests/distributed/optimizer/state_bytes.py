@@ -18,13 +18,11 @@ from torch import nn
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.settings.command_line import NoFlags, read_command_line
-from megatron.core.transport.shm.mapped_gather import MappedTensor
-from megatron.core.transport.shm.shared_buffer import PeerBuffers
 from tests.distributed.distributed.replicas import wrap
 from tests.harness.distributed import run_distributed
 
 TOLERANCE = 0.02
-"""Padding of slots to 128 elements, and of shards to those or (stage 3) to pages."""
+"""Padding of slots and shards to 128 elements."""
 
 
 class Wide(nn.Module):
@@ -58,10 +56,7 @@ def expected_bytes(stage, dtype, num_ranks, num_layers):
 def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000):
     """Train one step and return (parameters, bytes sent by this rank, bytes of state it holds).
 
-    What a rank reads of the others' memory, or looks at there, counts as sent: each reads as much
-    as is read of it.
-    Where that is off, two replicas at stage 0 use gloo's own all-reduce, whose messages cannot be
-    counted: -1.
+    Two replicas at stage 0 use gloo's own all-reduce, whose messages cannot be counted: -1.
     """
     ddp = wrap(
         groups,
@@ -80,16 +75,7 @@ def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000
         sent[0] += tensor.numel() * tensor.element_size()
         return send(tensor, *arguments)
 
-    def counted_read(peers, rank, index, begin, like):
-        sent[0] += like.nbytes
-        return read(peers, rank, index, begin, like)
-
-    def counted_fill(joined):
-        sent[0] += joined.tensor.nbytes * (ddp.mesh().shard_size - 1) // ddp.mesh().shard_size
-        fill(joined)
-
-    read, fill = PeerBuffers.read, MappedTensor.allocate
-    dist.isend, PeerBuffers.read, MappedTensor.allocate = counted, counted_read, counted_fill
+    dist.isend = counted
     try:
         ddp.zero_grad_buffer()
         ddp(torch.ones(3, width, dtype=dtype)).float().sum().backward()
@@ -97,7 +83,7 @@ def one_step(groups, dtype, stage, width=1024, num_layers=4, bucket_size=800_000
         optimizer.step()
         ddp.finish_param_sync()
     finally:
-        dist.isend, PeerBuffers.read, MappedTensor.allocate = send, read, fill
+        dist.isend = send
     held = [p.data for p in ddp.module.parameters()]
     held += [shard for shards in ddp.sharded_values().values() for shard in shards]
     held += [owned for buffer in ddp.gradient_buffers for owned in buffer.owned_gradients()]

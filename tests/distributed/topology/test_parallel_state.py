@@ -8,7 +8,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.foundation.errors import DataError, TopologyError
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import SingleProcess, raise_on_all_ranks
 from tests.harness.distributed import distributed
 
@@ -60,10 +60,10 @@ def test_a_problem_on_one_rank_is_raised_on_all(groups):
     rank = dist.get_rank()
     problems = {2: DataError("line 7 is broken.", fix="repair it"), 3: TopologyError("no peer.")}
     with pytest.raises(DataError) as caught:
-        raise_on_all_ranks(problems.get(rank), backend.world())
+        raise_on_all_ranks(problems.get(rank), torch_collectives.world())
     assert str(caught.value) == "rank 2: line 7 is broken.\n  fix:   repair it"
     assert caught.value.__cause__ is problems.get(rank)
-    raise_on_all_ranks(None, backend.world())
+    raise_on_all_ranks(None, torch_collectives.world())
 
 
 @distributed(world_size=4, tp=2)

@@ -5,7 +5,7 @@ import time
 import torch
 
 from megatron.core.foundation.flight_recorder import PROGRESS
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.transport.collectives import all_reduce
 from megatron.training.metrics.time_account import StepClock
 from tests.harness.distributed import distributed
@@ -18,8 +18,8 @@ def test_a_late_rank_computes_and_the_others_wait_for_it(groups):
     pipeline = groups.ranks["pp"]
     clock = StepClock(PROGRESS.waits, pipeline)
     all_reduce(torch.ones(8), groups.tp)  # opens the connections
-    backend.barrier(groups.pp)
-    backend.barrier(backend.world())
+    torch_collectives.barrier(groups.pp)
+    torch_collectives.barrier(torch_collectives.world())
     clock.start()
     if groups.tp.rank() == 1:
         time.sleep(LATE_S)
@@ -28,7 +28,7 @@ def test_a_late_rank_computes_and_the_others_wait_for_it(groups):
     clock.start()
     if groups.pp.rank() == 1:
         time.sleep(LATE_S)
-    backend.barrier(groups.pp)
+    torch_collectives.barrier(groups.pp)
     between = clock.stop()
     is_late = groups.tp.rank() == 1
     assert (within.compute_s if is_late else within.communication_s) > 0.9 * LATE_S

@@ -3,42 +3,29 @@
 import pytest
 import torch
 
-from megatron.core.distributed import communication
-from megatron.core.distributed.communication import Mesh, reduce_gradients
+from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.zero import stage
+from megatron.core.distributed.zero.stage import ReductionPolicy, reduce_bucket
 from megatron.core.transport import transport as selection
-from megatron.core.transport.shm.shared_buffer import SharedBuffer
-from megatron.core.transport.shm.shm_bucket_transport import BucketSlot, ShmBucketTransport
-from megatron.core.transport.shm.shm_collectives import open_shm_group
-from megatron.core.transport.shm.shm_transport import ShmTransport
-from megatron.core.transport.torch_transport import (
+from megatron.core.transport.transport import (
     GlooTransport,
     MessageTransport,
     NativeTransport,
 )
-from megatron.core.transport.work import Work
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import EXACT, FP32_REORDERED_SUM, assert_close
 
 ROWS, COLUMNS, SCALE = 12, 64, 0.5
-TRANSPORTS = ("native", "blocking", "gloo", "messages", "unordered", "slots", "in place")
+TRANSPORTS = ("native", "blocking", "gloo", "messages", "unordered")
 
 
-def transport_and_memory(name, group):
-    """Return a transport, and [ROWS, COLUMNS] that it can use as its buffer."""
-    memory = torch.empty(ROWS, COLUMNS)
+def transport(name, group):
     match name:
         case "native" | "blocking":
-            return NativeTransport(group, blocks=name == "blocking"), memory
+            return NativeTransport(group, blocks=name == "blocking")
         case "gloo":
-            return GlooTransport(group), memory
-        case "messages" | "unordered":
-            return MessageTransport(group, 3, is_in_order=name == "messages"), memory
-        case "slots":
-            return ShmTransport(group, open_shm_group(group)), memory
-    shared = SharedBuffer(memory.nbytes, num_counters=1)
-    values = shared.tensor(torch.float32, 0, memory.numel()).view(ROWS, COLUMNS)
-    slot = BucketSlot(shared, 0, keeps_pages=False)
-    return ShmBucketTransport(slot, shared.peers(group), group), values
+            return GlooTransport(group)
+    return MessageTransport(group, 3, is_in_order=name == "messages")
 
 
 def check_protocol(group, name):
@@ -48,21 +35,19 @@ def check_protocol(group, name):
     inputs = torch.randn(size, ROWS, COLUMNS, generator=generator)
     total = inputs.sum(0) * SCALE
     for is_in_place in (False, True):
-        transport, x = transport_and_memory(name, group)
-        x.copy_(inputs[rank])
+        x = inputs[rank].clone()
         out = x[own] if is_in_place else None
-        sums = transport.reduce_scatter(x, SCALE, out=out).wait()
+        sums = transport(name, group).reduce_scatter(x, SCALE, out=out).wait()
         assert_close(sums, total[own], FP32_REORDERED_SUM, f"reduce-scatter {is_in_place}")
         assert not is_in_place or sums.data_ptr() == out.data_ptr()
 
-        transport, x = transport_and_memory(name, group)
+        x = torch.empty(ROWS, COLUMNS)
         x[own] = inputs[0][own]
-        gathered = transport.all_gather(x[own], out=x if is_in_place else None).wait()
+        gathered = transport(name, group).all_gather(x[own], out=x if is_in_place else None).wait()
         assert_close(gathered, inputs[0], EXACT, f"all-gather {is_in_place}")
         assert not is_in_place or gathered.data_ptr() == x.data_ptr()
-    transport, x = transport_and_memory(name, group)
-    x.copy_(inputs[rank])
-    summed = transport.all_reduce(x, SCALE).wait()
+    x = inputs[rank].clone()
+    summed = transport(name, group).all_reduce(x, SCALE).wait()
     assert summed.data_ptr() == x.data_ptr()
     assert_close(x, total, FP32_REORDERED_SUM, "all-reduce")
 
@@ -79,15 +64,26 @@ def test_three_ranks_exchange_by_the_protocol(groups, name):
     check_protocol(groups.dp, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@distributed(world_size=3)
+def test_sums_of_activations_are_computed_in_rank_order(groups, dtype):
+    """Every partial sum is rounded to the dtype; 35 elements are no multiple of the ranks."""
+    generator = torch.Generator().manual_seed(5)
+    first, second, third = torch.randn(3, 5, 7, generator=generator).to(dtype)
+    x = [first, second, third][groups.dp.rank()].clone()
+    GlooTransport(groups.dp).all_reduce(x).wait()
+    assert torch.equal(x, (first + second) + third)
+
+
 @distributed(world_size=4, num_distributed_optimizer_instances=2)
 def test_a_backend_without_tags_keeps_the_steps_of_two_axes_in_order(groups):
     """Its operations have no tags: a second step may not start at the ranks' leisure."""
     mesh = Mesh(shard=groups.intra_dp_cp, replicate=groups.inter_dist_opt)
     buckets = [torch.full((16,), float(number)) for number in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (selection, communication):
+        for module in (selection, stage):
             patch.setattr(module, "has_tags", lambda group: False)
-        works = [Work(reduce_gradients(b, mesh, scale=0.25, tag=0)) for b in buckets]
+        works = [reduce_bucket(b, mesh, ReductionPolicy(0.25), tag=0) for b in buckets]
     assert all(work.is_completed() for work in works)
     for number, bucket in enumerate(buckets):
         assert_close(mesh.own(bucket), torch.full((8,), float(number)), EXACT, f"bucket {number}")

@@ -16,14 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.distributed.zero import shard_storage, sharded_gradients
+from megatron.core.distributed.zero import shard_storage, stage2
 from megatron.core.foundation import device
-from megatron.core.offload import (
-    arriving_values,
-    device_copies,
-    parked_tensors,
-    saved_activations,
-)
+from megatron.core.offload import device_copies, saved_activations
 from megatron.core.step_context.overlap import Overlap
 from tests.gpu_without_gpu.process_group_calls import GroupCall, caller, observed, ways_of_nccl
 from tests.gpu_without_gpu.races.clocks import COMPUTE, HOST, Clocks
@@ -357,7 +352,7 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
     def record_stream(tensor: Tensor, stream: Any) -> None:
         detector.keep_for(tensor, stream.number)
 
-    streams = functools.cache(parked_tensors.StreamParking)
+    streams = functools.cache(saved_activations.StreamOffloader)
     patches: list[tuple[Any, str, Any]] = [
         (Overlap, "run_half", run_half_watched),
         (torch.UntypedStorage, "resize_", resized),
@@ -365,16 +360,15 @@ def watched(without: Sequence[str] = ()) -> Iterator[RaceDetector]:
         (torch, "Stream", stream_of),
         (device_copies, "is_host_memory", lambda _: False),
         (shard_storage, "is_host_memory", lambda _: False),
-        (sharded_gradients, "is_host_memory", lambda _: False),
-        (arriving_values, "is_host_memory", lambda _: False),
-        (saved_activations, "parking", lambda device, _directory: streams(device)),
+        (stage2, "is_host_memory", lambda _: False),
+        (saved_activations, "offloader", streams),
     ]
     for module in (device, device_copies):
         patches += [
             (module, "current_stream", current),
             (module, "set_current_stream", set_current),
         ]
-    patches += [(parked_tensors, "current_stream", current)]
+    patches += [(saved_activations, "current_stream", current)]
     with ExitStack() as stack:
         stack.enter_context(ways_of_nccl())
         for target, name, value in patches:

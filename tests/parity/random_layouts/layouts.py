@@ -215,7 +215,6 @@ EXECUTION = (
            lambda s: "fine-grained-activation-offloading" not in s
            and s.get("recompute-granularity") != "selective"),
     Option("min-offloaded-tensor-size", {1: 2, 100: 1}, given(*ACTIVATIONS)),
-    Option("activation-offload-path", {None: 1, SCRATCH: 1}, given(*ACTIVATIONS)),
     Option("mlp-chunks-for-training", {None: 6, 3: 1},
            lambda s: not {"num-experts", "fp8-format", "fp4-format"} & set(s)),
     switch("cross-entropy-loss-fusion", 0.15, lambda s: "final-logit-softcapping" not in s),

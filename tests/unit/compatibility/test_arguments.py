@@ -25,10 +25,12 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.data import broadcast_data
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.tensor_parallel.rng_tracker import CudaRNGStatesTracker
+from megatron.core.tensor_parallel.random import (
+    CheckpointWithoutOutput,
+    CudaRNGStatesTracker,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import divide

@@ -13,7 +13,8 @@ class Buffer:
 
     def __init__(self, name, address, seen):
         self.name, self.address, self.seen = name, address, seen
-        self.params = SimpleNamespace(allocate=lambda section: None)
+        self.params = self
+        self.units = [SimpleNamespace(allocate=lambda: None)]
         self.flat = SimpleNamespace(mesh=SimpleNamespace(agreed=lambda problem: problem))
 
     def __hash__(self):
@@ -25,7 +26,7 @@ class Buffer:
     def gather(self, number, user):
         pass
 
-    def wait_for_readers(self):
+    def prepare_update(self):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory: the same numbers, device memory that is free, one fetch."""
+"""Activations in host memory: the same numbers, free device memory, one fetch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import saved_activations
-from megatron.core.offload.parked_tensors import ThreadParking
+from megatron.core.offload.saved_activations import ThreadOffloader
 from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import EXACT, assert_close
@@ -18,55 +18,53 @@ ON = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1
 S, B, H, LAYERS = 8, 2, 32, 2
 
 
-@pytest.mark.parametrize("is_in_file", [False, True], ids=["memory", "file"])
 @pytest.mark.parametrize("options", [ON | {"offload_modules": list(OFFLOAD_MODULES)},
                                      {"cpu_offloading_num_layers": LAYERS,
                                       "min_offloaded_tensor_size": 1}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_number_changes(kind, options, is_in_file, tmp_path):
-    where = {"activation_offload_path": str(tmp_path)} if is_in_file else {}
-    expected, found = step(build(kind)), step(build(kind, **options, **where))
+def test_no_number_changes(kind, options):
+    expected, found = step(build(kind)), step(build(kind, **options))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert_close(found[name], value, EXACT, name)
 
 
 class Recorded:
-    """A parked tensor that notes when it is fetched and taken."""
+    """An offloaded tensor that records when it is fetched and taken."""
 
-    def __init__(self, parked, events, storage):
-        self.parked, self.events, self.storage, self.is_fetched = parked, events, storage, False
+    def __init__(self, inner, events, storage):
+        self.inner, self.events, self.storage, self.is_fetched = inner, events, storage, False
 
     def fetch(self):
         if not self.is_fetched:
             self.events.append(("fetch", self))
         self.is_fetched = True
-        self.parked.fetch()
+        self.inner.fetch()
 
     def take(self):
         self.events.append(("take", self))
         self.is_fetched = False
-        return self.parked.take()
+        return self.inner.take()
 
 
-class RecordedParking(ThreadParking):
+class RecordedOffloader(ThreadOffloader):
     def __init__(self):
         super().__init__()
         self.tensors, self.events = [], []
 
-    def park(self, tensor):
-        parked = super().park(tensor)
-        parked._parked.result()
+    def offload(self, tensor):
+        offloaded = super().offload(tensor)
+        offloaded.copied.result()
         storage = StorageWeakRef(tensor.untyped_storage())
-        self.tensors.append(Recorded(parked, self.events, storage))
+        self.tensors.append(Recorded(offloaded, self.events, storage))
         return self.tensors[-1]
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    parking = RecordedParking()
-    monkeypatch.setattr(saved_activations, "parking", lambda *place: parking)
-    return parking
+    offloader = RecordedOffloader()
+    monkeypatch.setattr(saved_activations, "offloader", lambda device: offloader)
+    return offloader
 
 
 def forward(**options):
@@ -77,7 +75,7 @@ def forward(**options):
 
 def test_memory_of_the_device_is_free_after_forward(recorded):
     _, loss = forward(**ON, offload_modules=["qkv_linear", "core_attn", "attn_proj"])
-    held = [parked for parked in recorded.tensors if not parked.storage.expired()]
+    held = [offloaded for offloaded in recorded.tensors if not offloaded.storage.expired()]
     # Of each layer the norm of its input, query, key, value and output; a rotation of 8 positions,
     # which all layers read, stays.
     assert len(recorded.tensors) >= 5 * LAYERS
@@ -96,23 +94,21 @@ def test_all_but_the_first_is_on_its_way_when_backward_reads_it(recorded, monkey
     read = saved_activations._Saved.read
 
     def noted_read(saved):
-        recorded.events.append(("read", saved.parked))
+        recorded.events.append(("read", saved.offloaded))
         return read(saved)
 
     monkeypatch.setattr(saved_activations._Saved, "read", noted_read)
     _, loss = forward(**ON, offload_modules=["attn_norm", "core_attn", "attn_proj", "mlp_norm"])
     loss.backward()
     events = recorded.events
-    taken = [parked for what, parked in events if what == "take"]
+    taken = [offloaded for what, offloaded in events if what == "take"]
     late = [p for p in taken if events.index(("fetch", p)) > events.index(("read", p))]
     assert late == taken[:1]
     assert len(taken) == len(recorded.tensors), "once, however many operations saved it"
 
 
-@pytest.mark.parametrize("is_in_file", [False, True], ids=["memory", "file"])
-def test_a_second_backward_fetches_again(is_in_file, tmp_path):
-    where = {"activation_offload_path": str(tmp_path)} if is_in_file else {}
-    model = build("llama", **ON, **where, offload_modules=list(OFFLOAD_MODULES))
+def test_a_second_backward_fetches_again():
+    model = build("llama", **ON, offload_modules=list(OFFLOAD_MODULES))
     loss = model(torch.arange(S)[None], None, None).square().mean()
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters()]
@@ -128,7 +124,6 @@ def test_a_second_backward_fetches_again(is_in_file, tmp_path):
         (ON | {"offload_modules": ["mlp"]}, "offload_modules=\\['mlp'\\]"),
         (ON | {"offload_modules": ["attn_norm"], "cpu_offloading_num_layers": 1},
          "cpu_offloading_num_layers=1"),
-        ({"activation_offload_path": "/tmp"}, "activation_offload_path='/tmp' without offload"),
         ({"cpu_offloading_num_layers": 1, "recompute_granularity": "selective",
           "recompute_modules": ["layernorm"]}, "with recomputation of layernorm"),
     ],

@@ -134,11 +134,6 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--param-cpu-offload"], 2, "--param-cpu-offload with no_shard"),
         (["--param-offload-path", "."], 2, "with --data-parallel-sharding-strategy no_shard"),
         (["--param-offload-path", "/no/where"], 2, "mkdir -p /no/where"),
-        (
-            ["--activation-offload-path", "/no/where", "--cpu-offloading-num-layers", "1"],
-            1,
-            "mkdir -p /no/where",
-        ),
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
         (["--loss-scale", "8"], 1, "--loss-scale 8 without --fp16"),
         (["--fp16", "--loss-scale", "-8"], 1, "a loss scale is positive"),

@@ -1,4 +1,1 @@
-"""The stages of ZeRO, one file each, and what they are made of.
-
-`stage.py` is what all have in common, `build_stages.py` builds them for a model chunk.
-"""
+"""The ZeRO stages, one file each. `stage.py` is their base class; `build_stages.py` builds them."""

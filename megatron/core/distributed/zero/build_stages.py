@@ -1,4 +1,4 @@
-"""Choose the ZeRO stage of each set of parameters, and lay them out."""
+"""Choose the ZeRO stage of each set of parameters, and lay out its buffer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
     bucket_numel,
 )
-from megatron.core.distributed.flat_params import LayoutOptions
-from megatron.core.distributed.grad_reducer import ReductionPolicy
+from megatron.core.distributed.flat_params import FlatParams, LayoutOptions
 from megatron.core.distributed.model_parameters import Unit, names_in_model
-from megatron.core.distributed.zero.stage import ZeroStage
+from megatron.core.distributed.zero.gathered_params import gathered_params
+from megatron.core.distributed.zero.sharded_params import ShardedParams
+from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.distributed.zero.stage1 import ParamAndGradBuffer
 from megatron.core.distributed.zero.stage2 import Zero2Buffer
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
@@ -44,9 +45,9 @@ def build_stages(
     """Return one buffer for each dtype, and for dense and expert parameters.
 
     Args:
-        units: that stage 3 gathers; none with other stages.
-        mesh_of: is_expert -> ranks that hold copies.
-        policy_of: how they sum gradients.
+        units: gathered by stage 3; empty with other stages.
+        mesh_of: is_expert -> the ranks that hold copies.
+        policy_of: mesh -> how its ranks sum gradients.
         separate: parameters with buckets of their own.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
@@ -117,23 +118,12 @@ def _stage(
     is_unsharded = options.mesh.shard_size == 1 and not (config.offloads_parameters or on_host)
     if is_unsharded or not config.shards_gradients:
         fill_deferred_weights(module, [p for _, p in parameters])
-        options = _without_units(options)
-        return ParamAndGradBuffer(parameters, options, grad_dtype=grad_dtype, policy=policy)
+        flat = FlatParams(parameters, replace(options, units=None, single_bucket_units=()))
+        return ParamAndGradBuffer(flat, policy, grad_dtype=grad_dtype)
+    flat = FlatParams(parameters, options)
     if options.units is None:
-        return Zero2Buffer(
-            parameters, options, grad_dtype=grad_dtype, policy=policy, is_updated_on_host=on_host
-        )
-    return Zero3Buffer(
-        parameters,
-        options,
-        grad_dtype=grad_dtype,
-        policy=policy,
-        model=module,
-        offload_path=config.param_offload_path,
-        is_on_host=config.param_cpu_offload,
-        sums_on_host=on_host,
-    )
-
-
-def _without_units(options: LayoutOptions) -> LayoutOptions:
-    return replace(options, units=None, single_bucket_units=())
+        gathered = gathered_params(flat, is_updated_on_host=on_host)
+        return Zero2Buffer(flat, gathered, policy, grad_dtype=grad_dtype, sums_on_host=on_host)
+    path, is_on_host = config.param_offload_path, config.param_cpu_offload
+    sharded = ShardedParams(flat, module, path, is_on_host)
+    return Zero3Buffer(flat, sharded, policy, grad_dtype=grad_dtype, sums_on_host=on_host)

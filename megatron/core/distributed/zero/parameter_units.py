@@ -3,23 +3,22 @@
     forward    gather unit k, start unit k+1 | compute | free unit k
     backward   gather unit k, start unit k-1 | compute | gradients complete: reduce, free unit k
 
-One unit beyond the computing one is on its way, never more; the shards of those after it are
-brought near where they are not in the device's memory, in the order in which they will be gathered:
-those of the backward pass at the end of a forward pass, those of the next micro batch's forward
-pass at the end of a backward pass, and those of the next step after the update.
+At most one unit is gathered while another one computes. Shards of later units that are offloaded
+are prefetched to the device, in the order of their gathers: at the end of a forward pass for the
+backward pass, at the end of a backward pass for the next micro batch's forward pass, and after the
+update for the next step.
 
-What the end of a pass and the beginning of the next one need stays unsharded between them: the last
-unit of a chunk, what belongs to the chunk itself, and a tied weight that the head has read, from
-forward to backward; the first units from backward to the forward pass of another micro batch.
-Inside backward (activation recompute) a forward pass frees nothing: the unit's backward pass
-follows and does it.
+Units that one pass uses last and the next pass uses first stay unsharded in between. From forward
+to backward: the last unit of a chunk, the parameters of the chunk itself, and a tied weight that
+the head has read. From backward to the forward pass of another micro batch: the first units. A
+forward pass inside backward (activation recompute) frees nothing; the unit's backward pass does.
 
 The forward pass of one micro batch and the backward pass of another may overlap
-(`core.step_context.overlap`). A unit is whole while *either* is in it or has it on its way:
-each releases what it has asked for itself, and the last one to do so frees the unit. So neither
-takes weights from the other, both have at most two units each, and where they meet a unit is
-gathered once for both. Turns change at given places, not by the clock, so all ranks start the same
-gathers in the same order; gradients belong to the one backward pass.
+(`core.step_context.overlap`). A unit is unsharded while *either* pass uses or gathers it: each pass
+releases the units that it has gathered, and the last release frees the unit. So no pass frees
+weights that the other one uses, each pass has at most two units, and a unit that both use is
+gathered once. The two passes switch at fixed points in the program, not by timing, so all ranks
+start the same gathers in the same order. Only the backward pass writes gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error
 from megatron.core.distributed.model_parameters import Unit
-from megatron.core.distributed.zero.flat_param import Pass
+from megatron.core.distributed.zero.sharded_params import Pass
+from megatron.core.distributed.zero.stage import ZeroStage
 from megatron.core.distributed.zero.stage3 import Zero3Buffer
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.kernels.cpu.malloc import return_free_pages
@@ -52,18 +52,19 @@ _Location = tuple[Zero3Buffer, int]
 class ParameterUnits:
     """Gathers and frees the parameters of a model chunk around its computation.
 
-    A parameter that is passed to a module as an argument (a tied weight) is unsharded there, too.
+    A parameter that is passed to a module as an argument (a tied weight) is unsharded for that
+    module, too.
     """
 
     def __init__(self, units: Sequence[Unit], locations: dict[nn.Parameter, _Location]) -> None:
         """
         Args:
             units: as `units_of` returns them: the rest first, then in forward order.
-            locations: where each sharded parameter is.
+            locations: buffer and unit number of each sharded parameter.
         """
         self._unit_of: dict[nn.Parameter, int] = {}
         self._locations: list[list[_Location]] = []
-        """Sections of each unit: one per dtype, and one of each weight that is tied."""
+        """Sections of each unit: one per dtype, and one per tied weight."""
         for number, unit in enumerate(units):
             sharded = [p for p in unit.parameters if p in locations]
             # In the order of the parameters, not of a set: ranks start their gathers in one order.
@@ -73,11 +74,11 @@ class ParameterUnits:
         self._buffers = list(dict.fromkeys(b for b, _ in chain.from_iterable(self._locations)))
         self._last = len(units) - 1
         self._read_late: set[int] = set()
-        """Units with a weight that a module after them has read, too: a tied one."""
+        """Units with a weight that a later module has read, too: a tied weight."""
         self._has_backward = False
-        """The forward pass that has begun last is followed by a backward pass."""
+        """A backward pass follows the forward pass that has begun last."""
         self._has_next_forward = False
-        """The backward passes that run are followed by another micro batch."""
+        """Another micro batch follows the running backward passes."""
         self._install_hooks(units)
 
     def _install_hooks(self, units: Sequence[Unit]) -> None:
@@ -94,11 +95,11 @@ class ParameterUnits:
                 self._hook(module, (), tied=tuple(sorted(own - {0})))
 
     def _hook(self, module: nn.Module, used: tuple[int, ...], tied: tuple[int, ...] = ()) -> None:
-        """Let a module find its units unsharded.
+        """Unshard the units of a module before it computes.
 
         Args:
             used: its own units.
-            tied: units of others, a weight of which it has as well.
+            tied: units of other modules that share a weight with it.
         """
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -132,8 +133,8 @@ class ParameterUnits:
     def _after_forward(self, numbers: tuple[int, ...], used: tuple[int, ...], output: Any) -> None:
         """
         Args:
-            numbers: units whose weights a module has computed with.
-            used: those of them that are its own.
+            numbers: units whose weights a module has used.
+            used: the module's own units among them.
         """
         if not numbers:
             return
@@ -145,14 +146,14 @@ class ParameterUnits:
         if _is_in_backward():
             return
         for number in numbers:
-            # What is read late is read early by the backward pass.
+            # The backward pass reads first what forward has read last.
             is_late = number not in used
             self._release(number, Pass.FORWARD, is_late=is_late)
             if is_late:
                 self._read_late.add(number)
 
     def _before_backward(self, numbers: tuple[int, ...], unit: int | None) -> None:
-        """Gather units, give them places for gradients, and start the gather of another one."""
+        """Gather units, allocate their gradients, and start to gather the next unit."""
         self._gather(numbers, Pass.BACKWARD)
         for number in numbers:
             for buffer, section in self._locations[number]:
@@ -161,7 +162,7 @@ class ParameterUnits:
                 else:
                     buffer.prepare_gradients(section)
         if numbers[0] == 1:
-            # The gradient of a large table comes next, when nearly all activations are gone.
+            # The gradient of a large table is next; nearly all activations have been freed.
             return_free_pages()
         if unit is not None:
             if unit > 1:
@@ -177,9 +178,10 @@ class ParameterUnits:
         return [*range(number - 1, 0, -1), *forward]
 
     def expect_forward(self, is_expected: bool) -> None:
-        """Say whether another micro batch follows the backward passes that begin now.
+        """Note whether another micro batch follows the backward passes that begin now.
 
-        What its forward pass begins with stays unsharded then: a backward pass ends with it.
+        If so, the first units stay unsharded: the backward pass ends with them, and the next
+        forward pass begins with them.
         """
         self._has_next_forward = is_expected
         sections: dict[Zero3Buffer, set[int]] = {b: set() for b in self._buffers}
@@ -190,16 +192,18 @@ class ParameterUnits:
 
     def _start_gather(self, number: int, user: Pass) -> None:
         for buffer, section in self._locations[number]:
-            buffer.start_gather(section, user)
+            buffer.params.start_gather(section, user)
 
     def prefetch_first(self) -> None:
-        """Bring near what a forward pass begins with."""
+        """Prefetch the shards of the first units of a forward pass."""
         self._prefetch(range(self._last + 1))
 
     def _prefetch(self, numbers: Iterable[int]) -> None:
-        """Bring the shards of units near, of the first ones as many as may be."""
+        """Prefetch the shards of units, in order, as long as memory allows."""
         for number in numbers:
-            takes_more = [buffer.prefetch(section) for buffer, section in self._locations[number]]
+            takes_more = [
+                buffer.params.prefetch(section) for buffer, section in self._locations[number]
+            ]
             if not all(takes_more):
                 return
 
@@ -208,7 +212,7 @@ class ParameterUnits:
             self._start_gather(number, user)
         for number in numbers:
             for buffer, section in self._locations[number]:
-                buffer.gather(section, user)
+                buffer.params.gather(section, user)
 
     def _release(self, number: int, user: Pass, *, is_late: bool = False) -> None:
         is_first = number in (0, self._last) or is_late
@@ -217,20 +221,20 @@ class ParameterUnits:
             buffer.release(section, user, keep=keep)
 
     def _end(self, user: Pass) -> None:
-        """Release what a pass has asked for without coming to it, or after it had done with it."""
+        """Release units that a pass has gathered and not used, or gathered again after use."""
         for number in range(len(self._locations)):
             self._release(number, user)
 
     def end_backward(self) -> None:
-        """Release what the backward pass that ends has not; a forward pass may be running."""
+        """Release the remaining units of a backward pass; a forward pass may be running."""
         self._end(Pass.BACKWARD)
 
     @contextmanager
     def summon(self) -> Iterator[None]:
-        """Inside, all parameters are unsharded; what is written to them is lost.
+        """Inside, all parameters are unsharded; changes to them are lost.
 
         Raises:
-            CheckpointError: on all ranks, if one of them fails, for example for want of memory.
+            CheckpointError: on all ranks, if one of them fails, for example out of memory.
         """
         try:
             self._all_ranks(self._allocate)
@@ -238,7 +242,7 @@ class ParameterUnits:
             yield
         finally:
             for buffer in self._buffers:
-                buffer.wait_for_readers()
+                buffer.params.prepare_update()
 
     def _all_ranks(self, step: Callable[[], None]) -> None:
         problem: MegatronError | None = None
@@ -253,10 +257,10 @@ class ParameterUnits:
 
     def _allocate(self) -> None:
         for buffer, section in chain.from_iterable(self._locations):
-            buffer.params.allocate(section)
+            buffer.params.units[section].allocate()
 
     def _gather_all(self) -> None:
-        """Gather all units, also those after one that this rank fails to unshard."""
+        """Gather all units, also after a unit that this rank fails to unshard."""
         problems: list[Exception] = []
         for number in range(len(self._locations)):
             try:
@@ -267,6 +271,16 @@ class ParameterUnits:
             raise problems[0]
 
 
+def parameter_units(units: Sequence[Unit], stages: Sequence[ZeroStage]) -> ParameterUnits | None:
+    """Return what gathers the sharded parameters of `stages`; None if all parameters are whole."""
+    locations: dict[nn.Parameter, _Location] = {}
+    for stage in stages:
+        if isinstance(stage, Zero3Buffer):
+            for index, parameter in enumerate(stage.flat.parameters):
+                locations[parameter] = stage, stage.params.unit_of[index]
+    return ParameterUnits(units, locations) if locations else None
+
+
 def _is_in_backward() -> bool:
-    """Return whether a backward pass is running: this is a recomputation then."""
+    """Return whether a backward pass is running: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,20 +1,19 @@
 """Shards of parameters, and the units that are gathered from them: ZeRO stage 3.
 
-A unit (`FlatParam`, the parameters of a transformer layer) is gathered before it computes and freed
-afterwards; `parameter_units` decides when.
+A unit (the parameters of a transformer layer) is gathered before it computes and freed afterwards;
+`parameter_units` decides when.
 
-A unit's values are gathered into one flat tensor whose *memory* is freed and allocated again
-(`transport.unit_memory`). Views of a weight that autograd has saved (its transpose, for example)
-become valid again before backward reads them, and never keep the memory alive. While a unit is
-sharded its parameters show a NaN without memory of its own (`initialization.without_memory`): a
-read by mistake does not crash.
+A unit's values are gathered into one flat tensor whose *memory* is freed and allocated again. Views
+of a weight that autograd has saved (its transpose, for example) become valid again before backward
+reads them, and never keep the memory alive. While a unit is sharded its parameters show a NaN
+without memory of its own (`initialization.without_memory`): a read by mistake does not crash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from enum import Enum
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,59 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import gather_parameters
 from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.sharding_arithmetic import Piece
-from megatron.core.distributed.zero.flat_param import FlatParam, Pass
+from megatron.core.distributed.zero.gathered_params import start_after
 from megatron.core.distributed.zero.shard_storage import shard_storage
 from megatron.core.parameters.initialization import fill_deferred_weights, without_memory
-from megatron.core.transport.transport import has_tags
-from megatron.core.transport.unit_memory import UnitMemory
-from megatron.core.transport.work import Steps, Work
+from megatron.core.transport.work import AnyWork, Work
 
 _GATHER_TAGS = 1 << 15
 """Added to a bucket's tag: gathers overlap with reductions."""
+
+
+class Pass(Enum):
+    """The pass that uses a unit. One of each may run in a model chunk, overlapped."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """With the forward passes inside it that recompute activations."""
+
+
+class FlatParam:
+    """Buckets whose parameters are gathered and freed together."""
+
+    def __init__(self, buckets: list[Bucket], values: Tensor) -> None:
+        """
+        Args:
+            values: [n], all values of the buckets.
+        """
+        self.buckets = buckets
+        self.param_indices = sorted({index for bucket in buckets for index in bucket.param_indices})
+        """Numbers of the parameters; none is in another unit."""
+        self.values = values
+        """[n]; has memory from `allocate` to `free` only."""
+        self.views: list[tuple[nn.Parameter, Tensor]] = []
+        """The parameters and their values in `values`."""
+        self.is_unsharded = False
+        self.users: set[Pass] = set()
+        """Passes that have gathered the unit and have not released it."""
+        self.gathers: list[AnyWork] = []
+        """In flight."""
+
+    def allocate(self) -> None:
+        """Allocate memory for the values, which are then undefined."""
+        if (storage := self.values.untyped_storage()).nbytes() == 0:
+            storage.resize_(self.values.nbytes)
+
+    def free(self) -> None:
+        """Free the memory of the values."""
+        storage = self.values.untyped_storage()
+        if storage.resizable():  # not if numpy shares the memory
+            storage.resize_(0)
+
+    @property
+    def has_several_buckets(self) -> bool:
+        """Whether the gradients are sent in several buckets."""
+        return len(self.buckets) > 1
 
 
 class ShardedParams:
@@ -41,7 +84,7 @@ class ShardedParams:
     ) -> None:
         """
         Args:
-            model: asked for initial values of parameters that have no memory yet.
+            model: initializes parameters that have no memory yet.
             offload_path, is_on_host: see `shard_storage`.
         Raises:
             ConfigError: on all ranks, if one of them cannot have the file.
@@ -51,14 +94,14 @@ class ShardedParams:
         lengths = [end - begin for begin, end in self._ranges]
         self._storage = shard_storage(flat, lengths, path=offload_path, is_on_host=is_on_host)
         self.shards = self._storage.shards
-        ends = list(accumulate(lengths))
-        ranges = list(zip([0, *ends], ends, strict=False))
-        in_units = [[ranges[number] for number in numbers] for numbers in flat.plan.sections]
-        self._memory = UnitMemory(self._storage.buffer, flat.mesh.shard, flat.device, in_units)
-        self.units = [
-            FlatParam([flat.buckets[number] for number in numbers], tensor)
-            for numbers, tensor in zip(flat.plan.sections, self._memory.tensors, strict=True)
-        ]
+        self.fetches = [None] * len(flat.buckets)  # no optimizer updates them in host memory
+        self.units: list[FlatParam] = []
+        for numbers in flat.plan.sections:
+            buckets = [flat.buckets[number] for number in numbers]
+            numel = buckets[-1].end - buckets[0].begin
+            values = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+            self.units.append(FlatParam(buckets, values))
+            self.units[-1].free()
         self.unit_of = {
             i: number for number, unit in enumerate(self.units) for i in unit.param_indices
         }
@@ -81,17 +124,13 @@ class ShardedParams:
                 view = shard[piece.offset - begin :][: piece.end - piece.begin]
                 view.copy_(values[piece.begin : piece.end])
         first, last = unit.buckets[0].begin, unit.buckets[-1].end
-        unit.unsharded.allocate()  # no view can be made of an emptied storage
+        unit.allocate()  # an empty storage has no views
         for piece in flat.plan.pieces(first, last):
             parameter = flat.parameters[piece.index]
-            view = unit.unsharded.tensor[piece.offset - first :][: parameter.numel()]
+            view = unit.values[piece.offset - first :][: parameter.numel()]
             unit.views.append((parameter, view.view(parameter.shape)))
             parameter.data = self.absent[piece.index]
-        unit.unsharded.free()
-
-    def allocate(self, number: int) -> None:
-        """Take the memory of a unit before its gather, which then cannot fail for want of it."""
-        self.units[number].unsharded.allocate()
+        unit.free()
 
     def start_gather(self, number: int, user: Pass) -> None:
         """Start to gather a unit, if it is neither unsharded nor in flight.
@@ -102,48 +141,31 @@ class ShardedParams:
         """
         unit = self.units[number]
         unit.users.add(user)
-        if unit.is_unsharded or unit.gathers:
-            return
-        with torch.no_grad():
-            unit.unsharded.allocate()
-            if (mapped := self._memory.start_mapped_gather()) is not None:
-                unit.gathers = [mapped]
-            else:
+        if not unit.is_unsharded and not unit.gathers:
+            with torch.no_grad():
+                unit.allocate()
                 unit.gathers = [self._gather_bucket(unit, bucket) for bucket in unit.buckets]
 
     def _gather_bucket(self, unit: FlatParam, bucket: Bucket) -> Work[Tensor]:
-        return Work(self._gather_steps(unit, bucket))
-
-    def _gather_steps(self, unit: FlatParam, bucket: Bucket) -> Steps[Tensor]:
-        """Gather a bucket, when its shard is near: a copy on its way delays nothing else."""
-        storage, mesh = self._storage, self._flat.mesh
-        copy, copies = storage.take_copy(bucket.number), storage.copies
-        shard = storage.shards[bucket.number] if copy is None else copy.target
+        """Gather a bucket when its shard is on the device."""
+        storage, mesh, begin = self._storage, self._flat.mesh, unit.buckets[0].begin
+        copy = storage.take_copy(bucket.number)
         start = partial(
             gather_parameters,
-            unit.part_of(bucket),
+            unit.values[bucket.begin - begin : bucket.end - begin],
             mesh,
             tag=self._flat.tag + _GATHER_TAGS + bucket.number,
-            shard=shard,
-            slot=storage.slot(bucket.number),
+            shard=storage.shards[bucket.number] if copy is None else copy.target,
         )
-        if copy is None or copies is None:
-            return (yield from start())
-        if mesh.shard_size > 1 and not has_tags(mesh.shard):
-            # Without tags collectives must start in one order on all ranks: here.
-            with copies.after([copy]):
-                gather = start()
-            return (yield from gather)
-        if not copy.is_completed():
-            yield [copy]
-        copy.wait()
-        return (yield from start())
+        if copy is None or storage.copies is None:
+            return start()
+        return start_after([copy], storage.copies, mesh.shard, start)
 
     def prefetch(self, number: int) -> bool:
-        """Bring a unit's shards near, from their file or to the device, if it is still sharded.
+        """Read a unit's shards from their file, or copy them to the device, if it is sharded.
 
         Returns:
-            whether more may follow.
+            whether more units may follow.
         """
         unit = self.units[number]
         if unit.is_unsharded or unit.gathers:
@@ -151,7 +173,7 @@ class ShardedParams:
         return self._storage.prefetch([bucket.number for bucket in unit.buckets])
 
     def page_out(self, buckets: Iterable[Bucket]) -> None:
-        """Leave own shards to their file, if they have one."""
+        """Unmap own shards that are stored in a file."""
         self._storage.page_out(bucket.number for bucket in buckets)
 
     def gather(self, number: int, user: Pass) -> None:
@@ -173,53 +195,49 @@ class ShardedParams:
         unit.gathers = []
 
     def release(self, number: int, user: Pass, *, keep: bool = False) -> None:
-        """Free a unit's values, if `user` has asked for them and was the last one to use them.
+        """Free a unit's values, if `user` has gathered them and is the last pass to release them.
 
         Args:
-            keep: leave them even so, until another pass has used and released them.
+            keep: keep the values all the same, until another pass has used and released them.
         """
         unit = self.units[number]
         if user in unit.users:
             unit.users.remove(user)
-            if not unit.users and keep:
-                # Logits come next, which need more than the layer that backward gathers after them.
-                self._memory.trim()
-            elif not unit.users:
+            if not unit.users and not keep:
                 self._free(unit)
 
     def _free(self, unit: FlatParam) -> None:
         if unit.gathers:
             self._wait_for(unit)
         elif not unit.is_unsharded:
-            unit.unsharded.free()
+            unit.free()
             return
         unit.is_unsharded = False
         for index in unit.param_indices:
             self._flat.parameters[index].data = self.absent[index]
-        unit.unsharded.free()
+        unit.free()
 
     def release_all(self) -> None:
-        """Free the values of all units, whoever has asked for them: no pass runs."""
+        """Free the values of all units, whichever pass has gathered them: no pass runs."""
         for unit in self.units:
             unit.users.clear()
             self._free(unit)
 
-    def wait_for_readers(self) -> None:
-        """Free the values of all units, and wait until no rank reads the shards any more."""
-        try:
-            self.release_all()
-            self._storage.forget_copies()
-        finally:  # other ranks wait for this one
-            if not self._memory.wait_for_mapped_readers():
-                self._storage.wait_for_readers()
+    def start_gathers(self) -> None:
+        """Unmap updated shards that are stored in a file; units are gathered when they compute."""
+        self.page_out(self._flat.buckets)
+
+    def finish_gathers(self, indices: Collection[int] | None = None) -> None:
+        """Return at once: units are gathered when they compute."""
+
+    def prepare_update(self) -> None:
+        """Free the values of all units and the copies of shards: the shards may change."""
+        self.release_all()
+        self.forget_copies()
 
     def forget_copies(self) -> None:
         """Drop copies of shards, which may change."""
         self._storage.forget_copies()
-
-    def trim(self) -> None:
-        """Return spare pages to the system."""
-        self._memory.trim()
 
     def values_of(self, piece: Piece) -> Tensor:
         """Return a piece of the own shard, in the parameter's shape if that is all of it."""

@@ -6,53 +6,42 @@ rank updates its shard of each bucket, and the parameters are gathered afterward
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.distributed.flat_params import Bucket, FlatParams, LayoutOptions
-from megatron.core.distributed.grad_reducer import MAX_IN_FLIGHT, GradReducer, ReductionPolicy
+from megatron.core.distributed.flat_params import Bucket, FlatParams
 from megatron.core.distributed.parameter_shard import ShardSpan
-from megatron.core.distributed.zero.quantized_params import gathered_params
+from megatron.core.distributed.zero.gathered_params import gathered_params
+from megatron.core.distributed.zero.stage import ReductionPolicy, ZeroStage
 from megatron.core.foundation.errors import ScheduleError
 from megatron.core.parameters.param_meta import accumulate_main_grad
 from megatron.core.transport.work import Work
 
 
-class ParamAndGradBuffer:
-    """Gradients of all parameters in one flat tensor; see `ZeroStage`.
+class ParamAndGradBuffer(ZeroStage):
+    """Gradients of all parameters in one flat tensor.
 
     `parameter.main_grad` is a view into the buffer, written under the main-gradient protocol of
     `megatron.core.parameters.param_meta`: the first writer of a step overwrites.
     """
 
-    flat: FlatParams
-    reducer: GradReducer
-
     def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        options: LayoutOptions,
-        *,
-        grad_dtype: torch.dtype,
-        policy: ReductionPolicy,
+        self, flat: FlatParams, policy: ReductionPolicy, *, grad_dtype: torch.dtype
     ) -> None:
-        self.flat = flat = FlatParams(parameters, options)
-        self._values = gathered_params(flat)
-        self.reducer = GradReducer(flat, policy, self._reduce, max_in_flight=self._max_in_flight)
-        self._buffer = flat.zeros(flat.plan.numel, grad_dtype)
-        self.gradients = self._buffer.values
-        parameter: Any  # of which Parameter's type does not know the main gradient
+        super().__init__(flat, policy)
+        self.params = gathered_params(flat)
+        self.gradients = torch.zeros(flat.plan.numel, dtype=grad_dtype, device=flat.device)
+        parameter: Any  # Parameter's type has no main gradient
         for slot in flat.plan.slots:
             parameter = flat.parameters[slot.index]
             parameter.main_grad = self.gradients[slot.begin : slot.end].view(parameter.shape)
             parameter.main_grad_is_fresh = True
 
     def begin_step(self) -> None:
-        """See `ZeroStage`."""
-        self.reducer.begin_step()
+        """Let the first writer of each gradient overwrite it."""
+        super().begin_step()
         parameter: Any
         for parameter in self.flat.parameters:
             parameter.main_grad_is_fresh = True
@@ -75,35 +64,24 @@ class ParamAndGradBuffer:
                 " zero_grad_buffer()",
             )
         for bucket in buckets:
-            self.reducer.mark_grad_ready(bucket)
-
-    def end_backward(self) -> None:
-        """Nothing: the schedule says which micro batch is the last one."""
+            self._mark_grad_ready(bucket)
 
     def finish_reductions(self) -> None:
-        """See `ZeroStage`."""
-        self.wait_for_readers()
-        self.reducer.launch_remaining()
-        self.reducer.wait()
+        """Reduce the remaining buckets, and wait."""
+        self.params.prepare_update()
+        self.launch_remaining()
+        self._wait_for_reductions()
 
-    def _max_in_flight(self) -> int:
-        # Where nothing is received no bucket needs memory of its own.
-        return len(self.flat.buckets) if self._buffer.is_read_in_place else MAX_IN_FLIGHT
-
-    def _reduce(self, bucket: Bucket) -> Work[Tensor]:
+    def _start_reduction(self, bucket: Bucket) -> Work[Tensor]:
         for index in bucket.param_indices:
             parameter: Any = self.flat.parameters[index]
             if parameter.main_grad_is_fresh:
                 parameter.main_grad.zero_()
                 parameter.main_grad_is_fresh = False
-        gradients = self.gradients[bucket.begin : bucket.end]
-        self.reducer.note_nonfinite(bucket, gradients)
-        # Whoever shards state wants little in memory; the others want speed.
-        slot = self._buffer.slot(bucket.number, keeps_pages=self.flat.mesh.shard_size == 1)
-        return Work(self.reducer.steps(bucket, gradients, slot))
+        return self._reduce(bucket, self.gradients[bucket.begin : bucket.end])
 
     def owned_gradients(self) -> list[Tensor]:
-        """See `ZeroStage`."""
+        """Return everything, or the shard of each bucket."""
         mesh = self.flat.mesh
         if mesh.shard_size == 1:
             return [self.gradients]
@@ -115,15 +93,3 @@ class ParamAndGradBuffer:
             return [self.flat.span(0, self.flat.plan.numel, self.gradients)]
         ranges = self.flat.shard_ranges()
         return [self.flat.span(begin, end, self.gradients[begin:end]) for begin, end in ranges]
-
-    def start_gathers(self) -> None:
-        """See `ZeroStage`."""
-        self._values.start()
-
-    def finish_gathers(self, indices: Collection[int] | None = None) -> None:
-        """See `ZeroStage`."""
-        self._values.finish(indices)
-
-    def wait_for_readers(self) -> None:
-        """See `ZeroStage`."""
-        self._values.wait_for_readers()

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import os
 import platform
 
 from megatron.core.foundation.device import device_type
 
-HUGE_PAGE_BYTES = 2 << 20
 RETURNED_BLOCK_BYTES = 2 << 20
 KEPT_HEAP_BYTES = 32 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Names of settings in glibc's malloc.h."""
-
-
-def advise_huge_pages(memory: mmap.mmap) -> None:
-    """Ask for huge pages for anonymous memory; without effect where the system has none."""
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):  # another system, or a kernel without them
-        return
 
 
 def return_freed_blocks() -> None:

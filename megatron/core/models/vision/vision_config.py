@@ -290,7 +290,6 @@ _OF_LANGUAGE = frozenset({
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers",
-    "activation_offload_path",
     "cp_comm_type", "hierarchical_context_parallel_sizes",
 })  # fmt: skip
 """Fields that are of the language model alone: the encoder's layers have the defaults."""

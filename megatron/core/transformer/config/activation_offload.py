@@ -45,9 +45,6 @@ class ActivationOffloadConfig:
     cpu_offloading_num_layers: int = 0
     """Layers of each chunk, from its first, of which all activations are offloaded; none with
     --overlap-moe-expert-parallel-comm, where layers of two micro batches run in turns."""
-    activation_offload_path: str | None = None
-    """Directory on a local disk: what is offloaded of activations waits in a file there, through at
-    most 256 MiB of host memory."""
 
     @property
     def modules_to_offload(self) -> Collection[str]:
@@ -80,13 +77,6 @@ def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronE
             rule="whole layers are offloaded, or parts of all",
             flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
             fix="drop one of the two",
-        )
-    if config.activation_offload_path is not None and not config.offloads_activations:
-        yield ConfigError(
-            f"activation_offload_path={config.activation_offload_path!r} without offload.",
-            rule="it is where activations wait that are offloaded",
-            flags=["--activation-offload-path", "--fine-grained-activation-offloading"],
-            fix="add --fine-grained-activation-offloading --offload-modules core_attn",
         )
     dropped = {"layernorm", "moe_act", "mla_up_proj"} & set(recomputed)
     if config.cpu_offloading_num_layers and granularity == "selective" and dropped:

@@ -21,7 +21,7 @@ from megatron.core.kernels.grouped_products import fill_tiles
 from megatron.core.kernels.row_counts import join_rows, split_rows
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.tensor_parallel.activation_recompute import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, gated
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear, rows_with_bias

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.step_context.context import current_step
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 
 AUX_LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -281,7 +281,7 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     names = [router.loss_names() for router in routers]
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
-    backend.all_reduce(everything, groups.tp_dp_cp)
+    torch_collectives.all_reduce(everything, groups.tp_dp_cp)
     # One wait for the device, not several for each router, and only when somebody asks.
     sizes = [part.numel() for part in packed]
     on_host = functools.cache(lambda: everything.cpu().split(sizes))

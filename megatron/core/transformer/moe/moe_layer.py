@@ -22,12 +22,11 @@ from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.tensor_parallel.random import checkpoint, is_recomputing
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import build_dispatcher

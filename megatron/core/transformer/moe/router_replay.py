@@ -32,9 +32,9 @@ from megatron.core.foundation.errors import ConfigError, DataError
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
-from megatron.core.tensor_parallel.activation_recompute import is_recomputing
+from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.moe.load_balancing import routers_of
-from megatron.core.transport import backend
+from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config
 
 NOT_GIVEN = -1
@@ -209,12 +209,14 @@ class RoutingRecord:
             for layer, replay in self.replays.items()
             for number, indices in replay.recorded.items()
         ]
-        where = next((indices.device for _, _, indices in found), backend.tensor_device(groups.tp))
+        where = next(
+            (indices.device for _, _, indices in found), torch_collectives.tensor_device(groups.tp)
+        )
         sizes = torch.zeros(4, dtype=torch.long, device=where)
         for _, number, indices in found:
             sizes = torch.maximum(sizes, sizes.new_tensor((number + 1, *indices.shape)))
         for group in sharing:
-            backend.all_reduce(sizes, group, torch.distributed.ReduceOp.MAX)
+            torch_collectives.all_reduce(sizes, group, torch.distributed.ReduceOp.MAX)
         count, length, b, k = sizes.tolist()
         s = length * groups.tp.size() * groups.cp.size()
         # A choice is held as one more than its number, and by one rank.
@@ -223,7 +225,7 @@ class RoutingRecord:
             positions = rows_of_rank(indices.shape[0], groups).positions(where)
             table[number, positions, :, layer] = indices + 1
         for group in sharing:
-            backend.all_reduce(table, group)
+            torch_collectives.all_reduce(table, group)
         return list((table - 1).transpose(1, 2))
 
 

@@ -1,8 +1,7 @@
 """Collectives of a group's own backend (NCCL, gloo): numbers, small tensors, messages.
 
-For activations and weights see `collectives`, which chooses the fastest way; this module is what is
-left of torch.distributed where there is nothing to choose. A group of one rank sends nothing.
-The group of all processes is `world()`.
+For activations and weights use `collectives`, which chooses a transport. A group of one rank sends
+nothing. The group of all processes is `world()`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def has_peers(group: Group) -> TypeGuard[dist.ProcessGroup]:
 
 
 def tensor_device(group: Group) -> torch.device:
-    """Return where tensors of a collective live: NCCL takes device memory only."""
+    """Return the device of a collective's tensors: NCCL accepts device memory only."""
     is_cpu = isinstance(group, SingleRank) or dist.get_backend(group) == dist.Backend.GLOO
     return torch.device("cpu") if is_cpu else device.current_device()
 
@@ -73,14 +72,14 @@ def all_gather(x: Tensor, group: Group) -> list[Tensor]:
 
 @recorded("barrier", group_at=0)
 def barrier(group: Group) -> None:
-    """Wait until all ranks of `group` have got here."""
+    """Wait until all ranks of `group` have called this."""
     if has_peers(group):
         dist.barrier(group)
 
 
 def isend(x: Tensor, target: int, group: Group, tag: int = 0) -> Handle:
     """Start to send contiguous `x` [...] to rank `target` of `group`."""
-    assert has_peers(group), "one rank has nobody to send to"
+    assert has_peers(group), "a group of one rank has no peer"
     work = dist.isend(x, global_rank(group, target), group, tag)
     assert work is not None, "both ranks belong to the group"
     return work
@@ -88,7 +87,7 @@ def isend(x: Tensor, target: int, group: Group, tag: int = 0) -> Handle:
 
 def irecv(x: Tensor, source: int, group: Group, tag: int = 0) -> Handle:
     """Start to receive into contiguous `x` [...] from rank `source` of `group`."""
-    assert has_peers(group), "one rank has nobody to receive from"
+    assert has_peers(group), "a group of one rank has no peer"
     work = dist.irecv(x, global_rank(group, source), group, tag)
     assert work is not None, "both ranks belong to the group"
     return work

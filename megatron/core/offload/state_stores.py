@@ -1,9 +1,12 @@
-"""Columns in a file: read ahead, changed in memory, written back after the computation.
+"""Optimizer state outside of the device: columns of bytes in host memory or in a file.
 
-S. Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep
-Learning", section 6.3, arXiv 2104.07857. A few buffers of one chunk each are all the memory this
-takes, whatever the size of the file. The file has no name once it is open: it is gone when the
-process is, however it ends.
+A store has several columns with the same number of blocks. Its user sweeps over all chunks of
+blocks in order and changes the bytes in place; the store decides where they are and moves them.
+
+Columns in a file are read ahead, changed in memory and written back after the computation (S.
+Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
+section 6.3, arXiv 2104.07857). They take a few buffers of one chunk each in memory, whatever the
+size of the file. The file has no name once it is open, so it is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -15,21 +18,87 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.offload.host_state_store import chunk_ranges
 
 NUM_BUFFERS = 4
-"""Chunks in memory: one computed on, and reads before it and writes after it."""
+"""Chunks in memory: one being computed, and chunks being read and written."""
 PAGE_BYTES = 4096
 
 
-class FileStateStore:
-    """See `StateStore`. One reader and one writer thread; both release the interpreter lock."""
+def chunk_ranges(num_blocks: int, chunk_blocks: int) -> list[tuple[int, int]]:
+    """Cut [0, num_blocks) into chunks of at most `chunk_blocks`."""
+    return [
+        (begin, min(begin + chunk_blocks, num_blocks))
+        for begin in range(0, num_blocks, chunk_blocks)
+    ]
+
+
+class StateStore(Protocol):
+    """Columns of bytes, visited chunk by chunk."""
+
+    chunks: list[tuple[int, int]]
+    """[begin, end) of each chunk, in blocks."""
+    device: torch.device
+    """The device of the chunks that `sweep` yields."""
+
+    def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield (number of the chunk, its part of each column), uint8 [blocks, block_bytes].
+
+        Changes in place are kept. A part is invalid once the next one has been requested.
+        """
+        ...
+
+    def column(self, number: int) -> Tensor:
+        """Return a column, uint8 [num_blocks, block_bytes]; changes in place are kept."""
+        ...
+
+    def close(self) -> None:
+        """Free all memory and disk space."""
+        ...
+
+
+class HostStateStore(StateStore):
+    """Columns in the memory of a device or of the host."""
+
+    def __init__(
+        self,
+        block_bytes: Sequence[int],
+        num_blocks: int,
+        *,
+        chunk_blocks: int,
+        device: torch.device,
+        is_pinned: bool = False,
+    ) -> None:
+        """
+        Args:
+            block_bytes: bytes of a block in each column.
+            is_pinned: pinned host memory, which a device copies asynchronously.
+        """
+        self.device = device
+        self.chunks = chunk_ranges(num_blocks, chunk_blocks)
+        self._columns = [
+            torch.zeros(num_blocks, size, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+            for size in block_bytes
+        ]
+
+    def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
+        for number, (begin, end) in enumerate(self.chunks):
+            yield number, [column[begin:end] for column in self._columns]
+
+    def column(self, number: int) -> Tensor:
+        return self._columns[number]
+
+    def close(self) -> None:
+        self._columns = []
+
+
+class FileStateStore(StateStore):
+    """Columns in a file. Two threads read and write; both release the interpreter lock."""
 
     device = torch.device("cpu")
 
@@ -45,7 +114,7 @@ class FileStateStore:
         """
         Args:
             directory: on the disk to be used; the space is reserved at once.
-            is_pinned: let the buffers be memory that a device copies from and to by itself.
+            is_pinned: the buffers are pinned memory, which a device copies asynchronously.
         Raises:
             ConfigError: the directory is missing or not writable, or the disk is too full.
         """
@@ -74,10 +143,10 @@ class FileStateStore:
         return sum(part.nbytes for buffer in self._buffers for part in buffer)
 
     def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """See `StateStore.sweep`.
+        """Yield each chunk; the next ones are read and the last ones written meanwhile.
 
         Raises:
-            OSError: reading or writing failed; the store is then of no use.
+            OSError: reading or writing failed; the store is then unusable.
         """
         idle: deque[tuple[list[Tensor], Future[None] | None]] = deque(
             (buffer, None) for buffer in self._buffers
@@ -87,7 +156,7 @@ class FileStateStore:
         upcoming = iter(range(len(self.chunks)))
 
         def read_ahead() -> None:
-            """Start reads into all buffers whose last write is over, at least into one."""
+            """Start reads into all buffers whose last write has ended, at least into one."""
             while idle and (not reading or idle[0][1] is None or idle[0][1].done()):
                 number = next(upcoming, None)
                 if number is None:
@@ -106,7 +175,7 @@ class FileStateStore:
                 idle.append((buffer, self._threads.submit(self._write, number, buffer)))
                 read_ahead()
         finally:
-            # Also when the caller stops half-way: nobody may touch the buffers afterwards.
+            # Also when the caller stops half-way: no thread may touch the buffers afterwards.
             for _, _, arrived in reading:
                 arrived.exception()
             for _, written in idle:
@@ -114,7 +183,7 @@ class FileStateStore:
                     written.result()
 
     def column(self, number: int) -> Tensor:
-        """See `StateStore.column`: a view of the mapped file, of which pages come and go."""
+        """Return a view of the mapped file; the system loads and drops its pages."""
         if self._map is None:
             self._map = mmap.mmap(self._file, self.num_bytes)
         size = self._block_bytes[number]
@@ -152,78 +221,43 @@ class FileStateStore:
 
 
 def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str) -> int:
-    """Open a nameless file with `num_bytes` reserved on the disk of `directory`.
+    """Open a nameless file of `num_bytes` zeros in `directory`, with the disk space reserved.
 
+    Args:
+        flag: named the directory.
     Raises:
         ConfigError: the directory is missing or not writable, or the disk is too full.
-    """
-    file = nameless_file(directory, flag=flag)
-    try:
-        reserve_space(
-            file, directory, 0, max(num_bytes, 1), flag=flag,
-            rule="the space for all state is reserved before training starts",
-            fix="free space, name another disk, lower --optimizer-offload-fraction, or shard"
-            " with --use-distributed-optimizer",
-        )  # fmt: skip
-    except ConfigError:
-        os.close(file)
-        raise
-    return file
-
-
-def nameless_file(directory: str | os.PathLike[str], *, flag: str) -> int:
-    """Open a file of `directory` that is gone when this process is.
-
-    Raises:
-        ConfigError: the directory is missing or not writable.
     """
     try:
         file, name = tempfile.mkstemp(dir=directory, prefix="offload-")
         os.unlink(name)
     except OSError as error:
         raise ConfigError(
-            f"what is offloaded cannot be kept in {directory}: {error.strerror or error}.",
-            rule="the directory exists on every node and can be written to",
+            f"offloaded state cannot be stored in {directory}: {error.strerror or error}.",
+            rule="the directory exists on every node and is writable",
             flags=[flag],
             fix="create it, or name a directory on a local disk",
         ) from None
-    return file
-
-
-def reserve_space(
-    file: int,
-    directory: str | os.PathLike[str],
-    begin: int,
-    num_bytes: int,
-    *,
-    flag: str,
-    rule: str,
-    fix: str,
-) -> None:
-    """Reserve `num_bytes` from `begin` on in a file of `directory`.
-
-    Raises:
-        ConfigError: the disk is too full; with this rule and fix.
-    """
-    directory = Path(directory)
+    num_bytes = max(num_bytes, 1)
     try:
         # First: where a file system cannot reserve, the C library writes until the disk is full.
         if num_bytes > _free_bytes(directory):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file, begin, num_bytes)
+            os.posix_fallocate(file, 0, num_bytes)
         else:
-            os.ftruncate(file, begin + num_bytes)
+            os.ftruncate(file, num_bytes)
     except OSError as error:
-        more = " more" if begin else ""
+        os.close(file)
         raise ConfigError(
-            f"what is offloaded needs {num_bytes / 2**20:,.0f} MiB{more} for this rank in"
-            f" {directory}, which has {_free_bytes(directory) / 2**20:,.0f} MiB free"
-            f" ({error.strerror or error}).",
-            rule=rule,
+            f"offloading needs {num_bytes / 2**20:,.0f} MiB for this rank in {directory}, which"
+            f" has {_free_bytes(directory) / 2**20:,.0f} MiB free ({error.strerror or error}).",
+            rule="the space for all state is reserved before training starts",
             flags=[flag],
-            fix=fix,
+            fix="free space, name another disk, lower --optimizer-offload-fraction, or shard"
+            " with --use-distributed-optimizer",
         ) from None
+    return file
 
 
 def read_exactly(file: int, view: memoryview, offset: int) -> None:
@@ -235,7 +269,7 @@ def read_exactly(file: int, view: memoryview, offset: int) -> None:
     while view:
         count = os.preadv(file, [view], offset)
         if count == 0:
-            raise OSError(errno.EIO, "the file of what is offloaded is shorter than it was")
+            raise OSError(errno.EIO, "the file of offloaded state has become shorter")
         view, offset = view[count:], offset + count
 
 
@@ -250,6 +284,6 @@ def write_exactly(file: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def _free_bytes(directory: Path) -> int:
+def _free_bytes(directory: str | os.PathLike[str]) -> int:
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize

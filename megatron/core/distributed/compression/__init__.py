@@ -1,1 +1,0 @@
-"""Compression of gradients between ranks: wire formats and low rank."""
