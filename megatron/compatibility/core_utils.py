@@ -392,7 +392,7 @@ def local_multi_tensor_l2_norm(
     noop_flag: Tensor,
     tensor_lists: list[list[Tensor]],
     per_tensor: bool,
-    *_: Any,
+    *_: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm of all tensors of the first list, fp32 [1], and that of each if asked."""
     norms = torch.stack([torch.linalg.vector_norm(each.float()) for each in tensor_lists[0]])

@@ -26,6 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
 from megatron.core.dist_checkpointing.save_lock import SaveLock
 from megatron.core.foundation import errors, standard_output
 from megatron.core.foundation.errors import MegatronError
@@ -208,7 +210,7 @@ _ONE_AT_A_TIME = threading.Lock()
 """The two threads of a rank may fail at the same time."""
 
 
-def report(error: BaseException, status: RunStatus, store: object) -> int:
+def report(error: BaseException, status: RunStatus, store: Store) -> int:
     """Write the message of a failed run once, and return this rank's exit code."""
     if status.heartbeat is not None and classify(error)[0] in (
         "CRASH", "PEER_LOST", "COLLECTIVE_MISMATCH",
@@ -225,7 +227,7 @@ def report(error: BaseException, status: RunStatus, store: object) -> int:
     return classify(error)[1]
 
 
-def _report(error: BaseException, status: RunStatus, store: Any) -> None:
+def _report(error: BaseException, status: RunStatus, store: Store) -> None:
     is_orphan = isinstance(error, LauncherLostError)
     if is_orphan and launcher_is_store_host():
         # The store has ended with it: a question would only make torch print its stack.
@@ -288,7 +290,7 @@ def write_launcher_error_file(text: str) -> None:
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def _let_others_report(status: RunStatus, store: Any) -> None:
+def _let_others_report(status: RunStatus, store: Store) -> None:
     """Keep a store that lives in this process until all ranks have used it, at most WAIT_S.
 
     Without it they would repeat the report, with torch's own lines about a lost store.
@@ -336,7 +338,7 @@ def failures_reported(status: RunStatus) -> Iterator[None]:
                 watch.close()
 
 
-def end_by_verdict(code: int, text: str, store: Any) -> None:
+def end_by_verdict(code: int, text: str, store: Store) -> None:
     """End this process as the watchdog of the machine demands, and pass the reason to the launcher
     and to the ranks of other machines. Called beside the training thread."""
     _within(WAIT_S, lambda: os._exit(code))
@@ -357,7 +359,7 @@ def _launcher_lost() -> LauncherLostError:
     )
 
 
-def _end_orphaned(status: RunStatus, store: Any) -> None:
+def _end_orphaned(status: RunStatus, store: Store) -> None:
     """End a rank whose launcher has ended. Called beside the training thread."""
     error = _launcher_lost()
     code = classify(error)[1]
@@ -368,7 +370,7 @@ def _end_orphaned(status: RunStatus, store: Any) -> None:
         os._exit(code)
 
 
-def _report_lost_peer(status: RunStatus, store: Any) -> None:
+def _report_lost_peer(status: RunStatus, store: Store) -> None:
     """Report why torchrun sends SIGTERM, if a rank of this node was killed."""
     if status.peers is not None and status.peers.any_was_lost():
         error = errors.PeerLostError(

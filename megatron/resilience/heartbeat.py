@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.core.foundation.flight_recorder import PROGRESS, Field
 from megatron.core.foundation.process_identity import ProcessIdentity
@@ -72,7 +73,7 @@ class Heartbeat:
 
 
 def start_heartbeat(
-    store: Any,
+    store: Store,
     info: RankInfo,
     *,
     timeout_s: float,
@@ -125,7 +126,7 @@ def start_heartbeat(
     return Heartbeat(on_verdict)
 
 
-def _hosts(store: Any, info: RankInfo) -> dict[int, str]:
+def _hosts(store: Store, info: RankInfo) -> dict[int, str]:
     """Return first global rank -> host of each machine; {} if a machine is missing."""
     firsts = range(0, info.world_size, info.local_world_size)
     if info.world_size % info.local_world_size or len(firsts) > _MOST_MACHINES:

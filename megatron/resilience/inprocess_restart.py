@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.foundation.exit_status import tool
@@ -114,7 +114,7 @@ class Launcher:
         self.processes: list[_Process] = []
         self.due = [0.0] * (flags.nproc_per_node + flags.spares)
         """Times at which to start a process."""
-        self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        self.store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             flags.master_addr,
             flags.master_port,
             is_master=flags.node_rank == 0,
@@ -195,7 +195,7 @@ class Launcher:
 class StoreCoordinator:
     """Connects the coordinator of node 0 to the store: reports in, decisions out."""
 
-    def __init__(self, store: Any, limits: ElasticLimits) -> None:
+    def __init__(self, store: Store, limits: ElasticLimits) -> None:
         self._store, self._coordinator = store, Coordinator(limits)
         self._read: dict[str, int] = {}
         self._joined: dict[str, int] = {}

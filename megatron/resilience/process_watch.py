@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.core.foundation.process_identity import ProcessIdentity, stat_of
 from megatron.core.foundation.processes import describe_exit, num_killed_for_memory
@@ -79,7 +80,7 @@ class LocalPeers:
         self._killed_before = num_killed_for_memory()
 
     @classmethod
-    def meet(cls, store: Any, info: RankInfo) -> LocalPeers:
+    def meet(cls, store: Store, info: RankInfo) -> LocalPeers:
         """Exchange process identities with the other ranks of this node.
 
         The result is empty if the launcher does not set which ranks share a node, or if the other

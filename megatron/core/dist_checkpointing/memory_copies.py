@@ -127,7 +127,7 @@ class CopiesOfGroup:
     # Making ---------------------------------------------------------------------------------
 
     def save(
-        self, state: Callable[[], ShardedStateDict], iteration: int, info: Mapping[str, Any]
+        self, state: Callable[[], ShardedStateDict], iteration: int, info: Mapping[str, object]
     ) -> None:
         """Copy the state as it is now, and send the neighbour the shards that no other place has.
 

@@ -245,7 +245,7 @@ class RankProgress:
         self._num_records = fields[_RECORDS] = number + 1
         return number + 1
 
-    def count(self, group: Any, tag: int = 0) -> int:
+    def count(self, group: object, tag: int = 0) -> int:
         """Return how many operations of a channel this rank has entered."""
         return self._channels.get((id(group), tag), (0, 0))[1]
 

@@ -415,7 +415,7 @@ def _flag_specs(group_class: Any, group: str) -> tuple[FlagSpec, ...]:
     return tuple(specs)
 
 
-def default_of(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[object]) -> Any:
     """Return the default of a field, `dataclasses.MISSING` if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
