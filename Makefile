@@ -15,7 +15,8 @@ GPU_ARGS ?=
 # No target calls make again: `make -n` would run that line.
 LINT = (status=0; \
 	for check in "ruff format --check --quiet ." "ruff check --quiet ." "mypy" \
-	             "lint-imports --no-logo"; do \
+	             "lint-imports --no-logo" "codespell" \
+	             "python -m tests.architecture.prose --check"; do \
 	    echo "== $$check"; $$check || status=1; \
 	done; exit $$status)
 export PATH := $(abspath $(VENV))/bin:$(PATH)

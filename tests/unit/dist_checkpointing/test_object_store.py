@@ -115,7 +115,7 @@ class DyingStore(MemoryFileSystem):
     """Refuses every write after the first few."""
 
     protocol = "dying"
-    cachable = False
+    cacheable = False
     writes_left = 0
 
     def _spend(self) -> None:
