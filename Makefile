@@ -23,7 +23,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test lint checks parity bench lowest engine bridge triton like-the-gpu-machine gpu \
-	gpu-wheels schemas venv clean
+	gpu-wheels schemas docs venv clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 22
@@ -79,6 +79,10 @@ gpu-wheels: ## what travels to a GPU machine without a network, into .whl/
 schemas: ## files for clusters, read by the packages that publish their schemas
 	@tools/test_schemas.sh
 
+docs: venv ## build the pages of docs/ as a site, into site/; fails on a broken link
+	@$(PYTHON_OF_VENV) -m pip install --quiet -e '.[docs]' -c constraints.txt
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_OF_VENV) -m mkdocs build --quiet --strict
+
 venv: ## make or refresh the virtual environment .venv
 	@tools/make_venv.sh "$(VENV)" dev
 
@@ -91,6 +95,6 @@ clean: ## remove environments, outputs and caches
 	tools/make_venv.sh --remove .venv-like-gpu
 	tools/make_venv.sh --remove .venv-gpu
 	tools/make_venv.sh --remove .venv-schemas
-	rm -rf quickstart gpu_report .whl build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf quickstart gpu_report site .whl build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -125,7 +125,7 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         ),
         Feature("activation recomputation", "tests/parity/test_features.py", ("recomputation",)),
         Feature(
-            "[activations in host memory](training.md)",
+            "[activations in host memory](memory.md)",
             "tests/parity/test_features.py",
             ("activations in host memory",),
         ),
@@ -151,13 +151,14 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             "tests/distributed/checkpointing/test_interop_run.py",
         ),
         Feature(
-            "[signals, lost ranks, hangs](training.md)",
+            "[signals, lost ranks, hangs](failures.md)",
             "tests/faults/test_faults.py",
             ("a rank killed",),
             NAMESPACES,
         ),
         Feature(
-            "[in-process restart](training.md): a hot spare replaces a failed rank",
+            "[in-process restart](restarts.md#restart-inside-the-job): a hot spare replaces a"
+            " failed rank",
             "tests/faults/inprocess.py",
         ),
         Feature(

@@ -3,9 +3,9 @@
 #
 #   tools/test_lowest.sh [options of pytest]
 #
-# The environment is .venv-lowest. All extras but dev and gpu are installed together; triton, the
-# only one of gpu, is what a CUDA build of torch brings. PYTHON chooses the interpreter, TORCH what
-# is installed as torch; by default the one of constraints.txt.
+# The environment is .venv-lowest. All extras except dev, docs and gpu are installed together; a CUDA
+# build of torch brings triton, the only package of gpu. PYTHON chooses the interpreter, TORCH the
+# torch; by default the torch of constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,4 +1,4 @@
-"""What is promised for each signal: `docs/training.md`, "How a run ends", as data."""
+"""What is promised for each signal: `docs/failures.md`, "Signals and deaths", as data."""
 
 from __future__ import annotations
 

@@ -89,6 +89,15 @@ def test_links_and_named_files_exist(document):
     assert not missing
 
 
+def test_every_page_is_in_the_list_of_pages_and_in_the_navigation():
+    docs = REPOSITORY / "docs"
+    pages = {page.name for page in docs.glob("*.md")} - {"README.md"}
+    listed = set(LINK.findall((docs / "README.md").read_text()))
+    navigation = set(re.findall(r": (\w+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M))
+    assert pages <= listed
+    assert pages == navigation - {"README.md"}
+
+
 def test_make_targets_named_in_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     named = {
