@@ -1,4 +1,4 @@
-"""The sequence split over ranks everywhere, attention included."""
+"""Context parallelism: every layer, including attention, works on a shard of the sequence."""
 
 from megatron.core.context_parallel.attention import (
     CP_COMM_TYPES,

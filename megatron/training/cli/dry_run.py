@@ -293,7 +293,7 @@ def _chunks(size: ModelSize, layout: PipelineLayout, rank: int) -> list[ChunkSiz
             [size.layer_kinds[layer] for layer in layout.layers(rank, chunk)],
             layout.has_embedding(rank, chunk),
             layout.has_loss(rank, chunk),
-            predicts=layout.stage(rank, chunk) == layout.prediction_stage,
+            predicts=layout.stage(rank, chunk) == layout.mtp_stage,
         )
         for chunk in range(layout.num_chunks)
     ]

@@ -90,7 +90,7 @@ def _embedding_ranks(run: ResolvedRun) -> Callable[[list[int]], list[int]] | Non
     """Return what picks, from the ranks of a pipeline, those with a copy of the embedding; None
     where they are the first and the last."""
     layout = explicit_layout(run.transformer_config)
-    if layout is None or not layout.predicts_early:
+    if layout is None or not layout.mtp_on_earlier_stage:
         return None
     is_tied = not run.model.untie_embeddings_and_output_weights
     holders = sorted(set(layout.embedding_holders(is_tied=is_tied)))

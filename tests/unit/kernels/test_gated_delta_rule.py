@@ -8,7 +8,7 @@ import torch
 from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.gated_delta_rule import delta_chunks
 from megatron.core.kernels.kimi_delta_rule import decayed_products, kimi_delta_chunks
-from megatron.core.ssm.short_convolution import causal_convolution
+from megatron.core.ssm.recurrent_mixer import causal_convolution
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP64_REORDERED_SUM, assert_close
 
 B, G, R, D, E = 2, 2, 3, 5, 7

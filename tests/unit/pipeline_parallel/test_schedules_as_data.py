@@ -267,7 +267,7 @@ BROKEN = [
     (
         "a backward before its forward",
         swapped(BASE, 2, Step(F, 1, 0), Step(B, 1, 0)),
-        "comes before",
+        "is before",
     ),
     ("a missing backward", without(BASE, 0, Step(B, 3, 0)), "B3 is missing"),
     ("a forward twice", with_rank(BASE, 0, [*BASE.ranks[0], Step(F, 0, 0)]), "appears twice"),
