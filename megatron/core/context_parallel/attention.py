@@ -269,7 +269,7 @@ def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
     u = group.size()
     s, b = parts[0].shape[:2]
     by_rank = [part.reshape(s, b, u, -1) for part in parts]
-    joined = _HeadsToSequence.apply(torch.cat(by_rank, 3), group)
+    joined = _AllToAll.apply(torch.cat(by_rank, 3), group, True)
     pieces = joined.split([part.shape[3] for part in by_rank], 2)
     return [
         piece.reshape(*piece.shape[:2], -1, part.shape[3])
@@ -279,7 +279,7 @@ def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
 
 def sequence_to_heads(x: Tensor, group: Group) -> Tensor:
     """Undo `heads_to_sequence`: [s, b, n/u, d] -> [s/u, b, u, n/u * d], heads in rank order."""
-    return _SequenceToHeads.apply(x.flatten(2), group)
+    return _AllToAll.apply(x.flatten(2), group, False)
 
 
 def _to_sequence(x: Tensor, group: Group) -> Tensor:
@@ -295,23 +295,14 @@ def _to_heads(x: Tensor, group: Group) -> Tensor:
     return received.movedim(0, 2).contiguous()
 
 
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_sequence(x, group)
+class _AllToAll(torch.autograd.Function):
+    """`_to_sequence` or `_to_heads`; each is the backward of the other."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.group), None
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
+        ctx.group, ctx.to_sequence = group, to_sequence
+        return (_to_sequence if to_sequence else _to_heads)(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_sequence(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (_to_heads if ctx.to_sequence else _to_sequence)(grad, ctx.group), None, None

@@ -20,11 +20,7 @@ from megatron.core.foundation.heartbeat.place import PLACE
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
-from megatron.core.pipeline_parallel.p2p_communication import (
-    Message,
-    P2PCommunicator,
-    Shape,
-)
+from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator, Shape
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.step_context.overlap import overlap_forward_backward

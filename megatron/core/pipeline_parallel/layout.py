@@ -16,7 +16,7 @@ Layers are numbered from 0 over the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -82,10 +82,6 @@ class PipelineLayout:
     def layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
         """Return the global 0-based ids of the transformer layers of a chunk."""
         return self._ids("t", self.stage(pp_rank, vp_stage))
-
-    def mtp_layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
-        """Return the global 0-based ids of the multi-token-prediction layers of a chunk."""
-        return self._ids("m", self.stage(pp_rank, vp_stage))
 
     def has_embedding(self, pp_rank: int, vp_stage: int | None = None) -> bool:
         """Return whether the chunk holds the input embedding."""
@@ -336,10 +332,15 @@ class PipelineParallelLayerLayout:
         pipeline_model_parallel_size: p; the number of stages must be a multiple of it.
     """
 
-    def __init__(self, layout: str | Sequence[object], pipeline_model_parallel_size: int) -> None:
+    def __init__(
+        self, layout: str | Sequence[Iterable[object]], pipeline_model_parallel_size: int
+    ) -> None:
         self.input_data = layout
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
-        stages = parse_layout(layout) if isinstance(layout, str) else _stages_of_list(layout)
+        if isinstance(layout, str):
+            stages = parse_layout(layout)
+        else:
+            stages = ["".join(_letter(entry) for entry in stage) for stage in layout]
         if len(stages) % pipeline_model_parallel_size:
             raise ConfigError(
                 f"the pipeline layout {layout!r} has {len(stages)} stages for "
@@ -419,7 +420,3 @@ def _letter(layer_type: Any) -> str:
         flags=[_FLAG_LAYOUT],
         fix="use one of these names",
     )
-
-
-def _stages_of_list(layout: Sequence[Any]) -> list[str]:
-    return ["".join(_letter(entry) for entry in stage) for stage in layout]

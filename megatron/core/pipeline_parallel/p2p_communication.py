@@ -37,6 +37,8 @@ from megatron.core.transport import backend
 from megatron.core.transport.work import Handle, Steps, Work
 
 Shape = tuple[int, ...]
+_Shapes = Sequence[Sequence[int]] | Sequence[int] | None
+_Tensors = Tensor | Sequence[Tensor | None] | None
 
 MAX_DIMS = 7
 """Largest number of dimensions of a tensor whose shape is sent (variable sequence lengths)."""
@@ -215,41 +217,30 @@ class P2PCommunicator:
 
     # Megatron's blocking calls between neighbours, for code that has its own schedule.
 
-    def recv_forward(
-        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_first_stage: bool
-    ) -> Any:
+    def recv_forward(self, tensor_shapes: _Shapes, is_first_stage: bool) -> Any:
         """Receive the activations of the previous stage, ready for autograd; None on the first."""
         if is_first_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank - 1, requires_grad=True)
 
-    def recv_backward(
-        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_last_stage: bool
-    ) -> Any:
+    def recv_backward(self, tensor_shapes: _Shapes, is_last_stage: bool) -> Any:
         """Receive the output gradients of the next stage; None on the last."""
         if is_last_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank + 1, requires_grad=False)
 
-    def send_forward(
-        self, output_tensors: Tensor | Sequence[Tensor | None] | None, is_last_stage: bool
-    ) -> None:
+    def send_forward(self, output_tensors: _Tensors, is_last_stage: bool) -> None:
         """Send activations to the next stage; nothing on the last."""
         if not is_last_stage:
             self._send_now(output_tensors, self.rank + 1)
 
-    def send_backward(
-        self, input_tensor_grads: Tensor | Sequence[Tensor | None] | None, is_first_stage: bool
-    ) -> None:
+    def send_backward(self, input_tensor_grads: _Tensors, is_first_stage: bool) -> None:
         """Send input gradients to the previous stage; nothing on the first."""
         if not is_first_stage:
             self._send_now(input_tensor_grads, self.rank - 1)
 
     def send_forward_recv_backward(
-        self,
-        output_tensors: Tensor | Sequence[Tensor | None] | None,
-        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
-        is_last_stage: bool,
+        self, output_tensors: _Tensors, tensor_shapes: _Shapes, is_last_stage: bool
     ) -> Any:
         """Send activations to the next stage and receive gradients from it."""
         if is_last_stage:
@@ -260,10 +251,7 @@ class P2PCommunicator:
         return received
 
     def send_backward_recv_forward(
-        self,
-        input_tensor_grads: Tensor | Sequence[Tensor | None] | None,
-        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
-        is_first_stage: bool,
+        self, input_tensor_grads: _Tensors, tensor_shapes: _Shapes, is_first_stage: bool
     ) -> Any:
         """Send gradients to the previous stage and receive activations from it."""
         if is_first_stage:

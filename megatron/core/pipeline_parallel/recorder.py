@@ -51,27 +51,15 @@ class PipelineRecorder:
         mine = (socket.gethostname(), time.perf_counter(), self.spans)
         everyone = all_gather_object(mine, pp_group)
         share_clock = len({host for host, _, _ in everyone}) == 1
-        shifts = [0.0 if share_clock else clock for _, clock, _ in everyone]
-        recorded = [spans for _, _, spans in everyone]
-        origin = min(
-            (
-                span.start - shift
-                for shift, spans in zip(shifts, recorded, strict=True)
-                for span in spans
-            ),
-            default=0.0,
-        )
-        return Trace(
-            title,
-            self.placement,
-            self.num_microbatches,
-            "s",
-            [
-                span._replace(start=span.start - shift - origin, end=span.end - shift - origin)
-                for shift, spans in zip(shifts, recorded, strict=True)
-                for span in spans
-            ],
-        )
+        shifted = [
+            (span, 0.0 if share_clock else clock) for _, clock, spans in everyone for span in spans
+        ]
+        origin = min((span.start - shift for span, shift in shifted), default=0.0)
+        spans = [
+            span._replace(start=span.start - shift - origin, end=span.end - shift - origin)
+            for span, shift in shifted
+        ]
+        return Trace(title, self.placement, self.num_microbatches, "s", spans)
 
 
 class MeasuredStage:

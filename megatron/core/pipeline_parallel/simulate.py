@@ -143,39 +143,28 @@ def simulate(program: Program, costs: Costs | None = None, **cost_fields: Any) -
             rule="a program must finish before it can be timed",
             fix="call validate(program), which shows the step that blocks",
         )
-    return report(walked.spans, program.placement.num_ranks, peak_live_activations(program))
+    return report(walked.spans, program.placement.num_ranks)
 
 
-def report(spans: list[Span], num_ranks: int, peak: list[int]) -> Report:
+def report(spans: list[Span], num_ranks: int) -> Report:
     """Summarise a timeline, planned or measured, of `num_ranks` ranks."""
-    busy = [0.0] * num_ranks
-    end = [-math.inf] * num_ranks
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.end > end[span.rank]:
-            busy[span.rank] += span.end - max(span.start, end[span.rank])
-            end[span.rank] = span.end
+    busy, end = [0.0] * num_ranks, [-math.inf] * num_ranks
+    live, peak = [0] * num_ranks, [0] * num_ranks
+    trains = any(span.step.op is not FORWARD for span in spans)
+    for rank, (op, _, _), start, stop in sorted(spans, key=lambda span: span.start):
+        if stop > end[rank]:
+            busy[rank] += stop - max(start, end[rank])
+            end[rank] = stop
+        if op is FORWARD:
+            live[rank] = live[rank] + 1 if trains else 1
+            peak[rank] = max(peak[rank], live[rank])
+        elif op is not INPUT_GRAD:
+            live[rank] -= 1
     start = min((span.start for span in spans), default=0.0)
     makespan = max((span.end for span in spans), default=0.0) - start
     idle = num_ranks * makespan - sum(busy)
     bubble = idle / (num_ranks * makespan) if makespan else 0.0
     return Report(makespan, busy, bubble, peak, spans)
-
-
-def peak_live_activations(program: Program) -> list[int]:
-    """Return, per rank, the largest number of forwards that wait for their backward."""
-    if program.forward_only:
-        return [1] * program.placement.num_ranks
-    peaks = []
-    for steps in program.ranks:
-        live = peak = 0
-        for op, _, _ in steps:
-            if op is FORWARD:
-                live += 1
-                peak = max(peak, live)
-            elif op is BACKWARD or op is WEIGHT_GRAD:
-                live -= 1
-        peaks.append(peak)
-    return peaks
 
 
 def walk(program: Program, costs: Costs, channels: ChannelModel = ChannelModel.BUFFERED) -> Walk:

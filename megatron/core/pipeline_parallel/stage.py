@@ -113,7 +113,7 @@ class Stage:
         self,
         model: Any,
         forward_step: Callable[..., Any],
-        data_iterator: Any,
+        data_iterator: object,
         *,
         is_last: bool,
         loss: LossSettings,
@@ -333,7 +333,7 @@ def call_forward_step(
 
 
 def loss_parts(
-    result: Any, output: Any, *, per_token: bool, trains: bool
+    result: object, output: object, *, per_token: bool, trains: bool
 ) -> tuple[Tensor, Tensor | None, Any]:
     """Split the result of a loss function into (loss [], number of tokens [] or None, report).
 

@@ -1,7 +1,7 @@
 """A timeline of a pipeline, planned or measured: its file formats, and pictures of it.
 
 No torch; SVG and PNG need matplotlib. Planned and measured timelines hold the same spans, so
-pictures and `simulate.report` treat them alike. In pictures each line is a pipeline rank, and time
+pictures and `simulate.report` work for both. In pictures each line is a pipeline rank, and time
 runs to the right. `F3` is the forward of micro batch 3, `B` its backward, `I` and `W` the halves of
 a split backward; with several chunks per rank, `F3.1` is the forward of chunk 1.
 """
@@ -25,13 +25,7 @@ from megatron.core.pipeline_parallel.instructions import (
     Program,
     Step,
 )
-from megatron.core.pipeline_parallel.simulate import (
-    Costs,
-    Report,
-    Span,
-    report,
-    simulate,
-)
+from megatron.core.pipeline_parallel.simulate import Costs, Report, Span, report, simulate
 
 FORMAT = "lattice-pipeline-trace-1"
 _OP_OF_NAME = {name: op for op, name in SHORT_NAME.items()}
@@ -70,19 +64,8 @@ class Trace:
     spans: list[Span]
 
     def report(self) -> Report:
-        """Return makespan, bubble and peak live activations, counted from the spans alone."""
-        return report(self.spans, self.placement.num_ranks, self._peak_live())
-
-    def _peak_live(self) -> list[int]:
-        live = [0] * self.placement.num_ranks
-        peak = [0] * self.placement.num_ranks
-        for span in sorted(self.spans, key=lambda span: span.start):
-            if span.step.op is Op.FORWARD:
-                live[span.rank] += 1
-                peak[span.rank] = max(peak[span.rank], live[span.rank])
-            elif span.step.op is not Op.INPUT_GRAD:
-                live[span.rank] -= 1
-        return peak
+        """Return makespan, bubble and peak live activations."""
+        return report(self.spans, self.placement.num_ranks)
 
     def to_json(self) -> str:
         """Return the trace as JSON text."""

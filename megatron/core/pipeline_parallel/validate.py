@@ -107,11 +107,8 @@ class _RankCheck:
 
     def run(self) -> None:
         """Check every step in order, then that nothing is missing."""
-        num_chunks, num_microbatches, done = (
-            self.num_chunks,
-            self.program.num_microbatches,
-            self.done,
-        )
+        num_chunks, num_microbatches = self.num_chunks, self.program.num_microbatches
+        done = self.done
         steps = self.program.ranks[self.rank]
         for position, step in enumerate(steps):
             op, microbatch, chunk = step

@@ -53,7 +53,6 @@ class GatedDeltaNet(RecurrentMixer):
 
     @staticmethod
     def sizes_of(config: Any) -> MixerSizes:
-        """Return the sizes."""
         g, n = config.linear_num_key_heads, config.linear_num_value_heads
         d, e, r = config.linear_key_head_dim, config.linear_value_head_dim, n // g
         # fp32 copies of the inputs of the rule, and in each chunk scores, decays, the solved

@@ -39,7 +39,6 @@ class MambaMixer(RecurrentMixer):
 
     @staticmethod
     def sizes_of(config: Any) -> MixerSizes:
-        """Return the sizes."""
         g, n = config.mamba_num_groups, config.mamba_num_heads
         d, e = config.mamba_state_dim, config.mamba_head_dim
         r = n // g

@@ -34,10 +34,7 @@ from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.sharded_state import declare_tensor
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 POSITION_EMBEDDING_TYPES = ("relative", "learned_absolute", "rope", "none")

@@ -13,11 +13,7 @@ from megatron.core.kernels.grouped_products import GROUPED_PRODUCTS
 from megatron.core.kernels.norms import TRAINING, WEIGHT_DTYPE
 from megatron.core.kernels.registry import Choice, Request, dtype_name
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
-from megatron.core.models.common.language_module.language_module import (
-    LOSS,
-    asked_loss,
-    loss_needs,
-)
+from megatron.core.models.common.language_module.language_module import LOSS, asked_loss, loss_needs
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
 from megatron.core.transformer.dot_product_attention import asked_backend

@@ -36,10 +36,7 @@ from megatron.core.transformer.sparse_attention import SparseAttention, SparseLa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",

@@ -55,7 +55,7 @@ class _Rank:
         for chunk in (0, 1):
             if self.has_gradient(chunk, now):
                 return Step(INPUT_GRAD, self.input_grads[chunk], chunk)
-        # Prefer chunk 1, which leads to gradients; chunk 0 leaves room for one of its forwards.
+        # Prefer chunk 1, which leads to gradients; chunk 0 leaves memory for one of its forwards.
         if self.has_activation(1, now) and self.num_live < self.most_live:
             return Step(FORWARD, self.forwards[1], 1)
         if self.has_activation(0, now) and self.num_live < self.most_live - 1:

@@ -131,24 +131,18 @@ class LanguageModule(MegatronModule):
             set_param_meta(weight, meta)
             if self.pre_process and (is_tied or self.config.mtp_num_layers):
                 weight.shared_embedding = True
-        if self.post_process and self.output_layer.weight is not None:
-            weight = self.output_layer.weight
+        if not self.post_process:
+            return
+        num_rows = self.config.unpadded_vocab_size
+        for parameter in (self.output_layer.weight, self.output_layer.bias):
+            if parameter is None:
+                continue
             meta = replace(
-                get_param_meta(weight),
-                is_embedding_or_output=True,
-                num_rows=self.config.unpadded_vocab_size,
+                get_param_meta(parameter), is_embedding_or_output=True, num_rows=num_rows
             )
-            set_param_meta(
-                weight, replace(meta, tied_to=WORD_EMBEDDING if is_tied else meta.tied_to)
-            )
-        if self.post_process and self.output_layer.bias is not None:
-            bias = self.output_layer.bias
-            meta = replace(
-                get_param_meta(bias),
-                is_embedding_or_output=True,
-                num_rows=self.config.unpadded_vocab_size,
-            )
-            set_param_meta(bias, meta)
+            if is_tied and parameter is self.output_layer.weight:
+                meta = replace(meta, tied_to=WORD_EMBEDDING)
+            set_param_meta(parameter, meta)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Return the embedding on the first stage and the head's weight on the last one.
