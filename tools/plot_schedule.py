@@ -18,12 +18,17 @@ from pathlib import Path
 from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.pipeline_parallel.instructions import FORWARD, WEIGHT_GRAD
 from megatron.core.pipeline_parallel.lower import lower
-from megatron.core.pipeline_parallel.plot import save, timeline_text
 from megatron.core.pipeline_parallel.schedule import StepPlan
 from megatron.core.pipeline_parallel.schedule_definitions import SCHEDULES
 from megatron.core.pipeline_parallel.simulate import Costs
 from megatron.core.pipeline_parallel.step_plan import compute_orders
-from megatron.core.pipeline_parallel.trace import Trace, load_trace, planned_trace
+from megatron.core.pipeline_parallel.timeline import (
+    Trace,
+    load_trace,
+    planned_trace,
+    save,
+    timeline_text,
+)
 from megatron.core.pipeline_parallel.validate import validate
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import flag

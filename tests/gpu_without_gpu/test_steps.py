@@ -45,8 +45,8 @@ WAITS = {
     ],
     f"{STAGE} optim_grads_params --context-parallel-size 2 --param-cpu-offload {HOST}": [
         "sharded_params.py:_wait_for",
-        "kv_exchange.py:_ring",
-        "kv_exchange.py:blocks_backward",
+        "attention.py:_ring",
+        "attention.py:blocks_backward",
         "device_copies.py:wait:wait",
         "device_copies.py:wait:record_stream",
     ],

@@ -1,9 +1,6 @@
-"""The sequence split over ranks everywhere, attention included."""
+"""Context parallelism: every layer, including attention, works on a shard of the sequence."""
 
-from megatron.core.context_parallel.attention import (
-    CP_COMM_TYPES,
-    context_parallel_attention,
-)
+from megatron.core.context_parallel.attention import CP_COMM_TYPES, context_parallel_attention
 from megatron.core.context_parallel.partition import (
     get_batch_on_this_cp_rank,
     sequence_shard_of_rank,

@@ -1,36 +1,40 @@
-"""Attention of a sequence that is split over ranks, by one of four kinds of communication.
+"""Attention of a sequence that is split over ranks, with one of four kinds of communication.
 
-- `p2p`: keys and values go round a ring (`RingExchange`).
-- `all_gather`: keys and values are gathered (`AllGatherExchange`).
-- `a2a`: heads are split instead of positions while attention lasts (`ulysses`).
-- `a2a+p2p`: heads inside a group of near ranks, a ring between such groups.
+- `p2p`: keys and values travel round a ring (`RingExchange`). H. Liu, M. Zaharia, P. Abbeel, "Ring
+  Attention with Blockwise Transformers for Near-Infinite Context", section 3, arXiv 2310.01889.
+- `all_gather`: keys and values are gathered (`AllGatherExchange`). "The Llama 3 Herd of Models",
+  section 3.3.2, arXiv 2407.21783.
+- `a2a`: an all-to-all exchanges the sequence shards for shards of the heads. S. A. Jacobs et al.,
+  "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
+  Transformer Models", section 3, arXiv 2309.14509. If there are too few key heads to split, each is
+  sent to every rank whose query heads use it.
+- `a2a+p2p`: heads are split inside a group of near ranks, with a ring between such groups.
 
-Keys that come in parts are attended to by the blockwise kernel; where heads are split, each rank
-holds the whole sequence for a while, and any kernel will do.
+The blockwise kernel attends to keys that arrive in blocks. With `a2a` each rank has the whole
+sequence during attention, so any kernel works.
 
 Legend: s sequence, b micro batch, n query heads, g key/value heads (both of this tensor-parallel
-rank), d and e widths of key and value heads.
+rank), d and e widths of key and value heads, cp ranks that share the sequence, u ranks of an
+all-to-all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.kv_exchange import AllGatherExchange, RingExchange
-from megatron.core.context_parallel.ulysses import (
-    heads_to_sequence,
-    join_heads,
-    key_heads_for_ranks,
-    sequence_to_heads,
-)
+from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
-from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
+from megatron.core.kernels.blockwise_attention import KVBlock, KVExchange, blockwise_attention
 from megatron.core.parameters.rng import SequenceShard
 from megatron.core.topology.group import SINGLE_RANK, Group
+from megatron.core.transport import collectives
+from megatron.core.transport.work import Work
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -40,7 +44,7 @@ class ContextParallelGroups:
     """Ranks that share a sequence.
 
     Attributes:
-        cp: all of them.
+        cp: all these ranks.
         hierarchical: the same ranks in nested groups, innermost first, for `a2a+p2p`.
     """
 
@@ -50,9 +54,12 @@ class ContextParallelGroups:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Heads are exchanged in `heads`, keys through `exchange`; `rows` are then this rank's.
+    """Communication of one attention.
 
-    `exchange` None: this rank then holds all positions.
+    Attributes:
+        heads: group of the all-to-all of heads.
+        exchange: exchange of keys after the all-to-all; None if this rank has all positions then.
+        rows: positions of this rank after the all-to-all.
     """
 
     heads: Group
@@ -70,7 +77,7 @@ def _plan(cp_comm_type: str, groups: ContextParallelGroups, num_local_rows: int)
         if len(groups.hierarchical) != 2:
             raise ConfigError(
                 f"a2a+p2p over {len(groups.hierarchical)} levels of context-parallel groups.",
-                rule="it exchanges heads inside one level and keys round a ring in the other",
+                rule="it exchanges heads in the inner level and keys in the outer level",
                 flags=["--hierarchical-context-parallel-sizes", "--cp-comm-type"],
                 fix="give two sizes whose product is the context-parallel size",
             )
@@ -93,19 +100,18 @@ def context_parallel_attention(
     groups: ContextParallelGroups,
     kernel: AttentionKernel = blockwise_attention,
 ) -> Tensor:
-    """Attend to the whole sequence, of which this rank holds its zigzag part.
+    """Attend to the whole sequence; this rank holds its zigzag shard.
 
     Args:
         query: [s/cp, b, n, d]; key: [s/cp, b, g, d]; value: [s/cp, b, g, e]; query head i uses
             key head i // (n/g).
-        options: of the whole sequence; heads are this tensor-parallel rank's.
+        options: for the whole sequence and the heads of this tensor-parallel rank.
         cp_comm_type: one of `CP_COMM_TYPES`.
-        kernel: attends to the whole sequence while ranks hold heads instead of positions ("a2a");
-            keys that come in parts are for the blockwise kernel alone.
+        kernel: attends to the whole sequence with `a2a`; the other kinds use the blockwise kernel.
     Returns:
         [s/cp, b, n*e], contiguous.
     Communication:
-        on `groups.cp` or its levels, as the kind says.
+        on `groups.cp`, or on its levels with `a2a+p2p`.
     Raises:
         ConfigError: heads cannot be split over the ranks of an all-to-all.
     """
@@ -130,5 +136,173 @@ def context_parallel_attention(
     else:
         out = blockwise_attention(query, key, value, options, plan.exchange, plan.rows)
     if ranks > 1:
-        return join_heads(sequence_to_heads(out, plan.heads))
+        return sequence_to_heads(out, plan.heads).flatten(2)
     return out
+
+
+@dataclass(frozen=True)
+class AllGatherExchange:
+    """One block with all keys: an all-gather in forward, a reduce-scatter of the gradient.
+
+    Between forward and backward a rank keeps only its own keys, [s/cp], as with the ring; backward
+    gathers again. Communication per rank, in units of (cp - 1) times the bytes of its own keys and
+    values: forward 1, backward 2 (the gradient has the dtype of the keys).
+    """
+
+    group: Group
+    total: int
+
+    def _gathered(self, local: KVBlock) -> KVBlock:
+        size = self.group.size()
+        pieces = collectives.all_gather(local.flat, self.group).view(size, -1)
+        cut = local.keys.numel()
+        keys = join_zigzag(pieces[:, :cut].view(size, *local.keys.shape), dim=2)
+        values = join_zigzag(pieces[:, cut:].reshape(size, *local.values.shape), dim=2)
+        return KVBlock(pieces, keys, values)
+
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
+        """Yield one block with the keys of all ranks."""
+        yield self._gathered(local), SequenceShard.full(self.total)
+
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
+        """Yield the block again; then sum the gradients and keep this rank's shard."""
+        size, block = self.group.size(), self._gathered(local)
+        grad_keys = torch.zeros_like(block.keys, dtype=torch.float32)
+        grad_values = torch.zeros_like(block.values, dtype=torch.float32)
+        buffer = KVBlock(block.flat, grad_keys, grad_values)
+        yield block, SequenceShard.full(self.total), buffer
+        parts = [
+            split_zigzag(g.to(local.flat.dtype), size, dim=1) for g in (grad_keys, grad_values)
+        ]
+        message = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
+        gradient.flat.copy_(collectives.reduce_scatter(message.flatten(), self.group))
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """The next block of keys is in flight while the current block is used.
+
+    Communication per rank, in units of (cp - 1) times the bytes of its own keys and values: forward
+    1; backward 2, for the keys and for their gradient, which travels one step later and is rounded
+    to the dtype of the keys at each step.
+    """
+
+    group: Group
+    total: int
+
+    def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
+        """Yield this rank's keys, then the keys of the previous ranks, nearest first."""
+        for block, source in self._ring(local):
+            yield block, SequenceShard.zigzag(self.total, source, self.group.size())
+
+    def blocks_backward(
+        self, local: KVBlock, gradient: KVBlock
+    ) -> Iterator[tuple[KVBlock, SequenceShard, KVBlock]]:
+        """Yield the blocks again; the gradient of a block follows it and ends at its owner."""
+        size = self.group.size()
+        coming: Work[Tensor] | None = None
+        for step, (block, source) in enumerate(self._ring(local)):
+            rows = SequenceShard.zigzag(self.total, source, size)
+            if step == 0:
+                yield block, rows, gradient
+                continue
+            buffer = local.zeros()
+            yield block, rows, buffer
+            if coming is not None:
+                # The gradient of this block from the previous ranks.
+                buffer.flat.add_(coming.wait())
+            coming = collectives.start_ring_shift(buffer.flat.to(local.flat.dtype), self.group)
+        if coming is not None:
+            gradient.flat.add_(coming.wait())
+
+    def _ring(self, local: KVBlock) -> Iterator[tuple[KVBlock, int]]:
+        """Yield (block, owner); start to receive the next block before each yield."""
+        size, rank = self.group.size(), self.group.rank()
+        block = local
+        for step in range(size):
+            is_last = step + 1 == size
+            coming = None if is_last else collectives.start_ring_shift(block.flat, self.group)
+            yield block, (rank - step) % size
+            if coming is not None:
+                block = local.like(coming.wait())
+
+
+def key_heads_for_ranks(num_heads: int, num_key_heads: int, num_ranks: int) -> list[int] | None:
+    """Return the key heads to send, in rank order with repeats; None sends each head once.
+
+    Rank i gets query heads i*n/u ... (i+1)*n/u - 1 and an equal share of the list. In this share,
+    too, consecutive query heads share a key head.
+
+    Raises:
+        ConfigError: the number of query heads is not a multiple of the number of ranks.
+    """
+    if num_heads % num_ranks:
+        raise ConfigError(
+            f"{num_heads} query heads cannot be exchanged between {num_ranks} ranks.",
+            rule="in an all-to-all each context-parallel rank attends with a whole number of the"
+            " query heads of its tensor-parallel rank",
+            flags=["--cp-comm-type", "--num-attention-heads", "--tensor-model-parallel-size"],
+            fix="use --cp-comm-type p2p, or a number of heads that divides by tensor- times"
+            " context-parallel size",
+        )
+    if num_key_heads % num_ranks == 0:
+        return None
+    per_key = num_heads // num_key_heads
+    if num_ranks % num_key_heads == 0:
+        return [rank * num_key_heads // num_ranks for rank in range(num_ranks)]
+    return [head // per_key for head in range(num_heads)]
+
+
+def heads_to_sequence(parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Exchange sequence shards for head shards: all positions of the group, 1/u of the heads.
+
+    Args:
+        parts: tensors [s/u, b, heads, width], each with its own number of heads (divisible by u)
+            and width; they are sent in one message.
+    Returns:
+        tensors [s, b, heads/u, width], positions ascending.
+    Communication:
+        one all-to-all forward and one backward on `group`.
+    """
+    u = group.size()
+    s, b = parts[0].shape[:2]
+    by_rank = [part.reshape(s, b, u, -1) for part in parts]
+    joined = _AllToAll.apply(torch.cat(by_rank, 3), group, True)
+    pieces = joined.split([part.shape[3] for part in by_rank], 2)
+    return [
+        piece.reshape(*piece.shape[:2], -1, part.shape[3])
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+
+
+def sequence_to_heads(x: Tensor, group: Group) -> Tensor:
+    """Undo `heads_to_sequence`: [s, b, n/u, d] -> [s/u, b, u, n/u * d], heads in rank order."""
+    return _AllToAll.apply(x.flatten(2), group, False)
+
+
+def _to_sequence(x: Tensor, group: Group) -> Tensor:
+    """[s/u, b, u, w] -> [s, b, w]."""
+    u = group.size()
+    received = collectives.all_to_all(x.movedim(2, 0).contiguous(), group)
+    return join_zigzag(received.view(u, *x.shape[:2], x.shape[3]))
+
+
+def _to_heads(x: Tensor, group: Group) -> Tensor:
+    """[s, b, w] -> [s/u, b, u, w]."""
+    received = collectives.all_to_all(split_zigzag(x, group.size()), group)
+    return received.movedim(0, 2).contiguous()
+
+
+class _AllToAll(torch.autograd.Function):
+    """`_to_sequence` or `_to_heads`; each is the backward of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, to_sequence: bool) -> Tensor:
+        ctx.group, ctx.to_sequence = group, to_sequence
+        return (_to_sequence if to_sequence else _to_heads)(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (_to_heads if ctx.to_sequence else _to_sequence)(grad, ctx.group), None, None

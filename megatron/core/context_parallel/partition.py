@@ -1,9 +1,9 @@
-"""Who holds which positions of a sequence: the zigzag partition.
+"""The zigzag partition: assign the positions of a sequence to context-parallel ranks.
 
-The sequence is cut into 2 * cp chunks and rank r holds chunks r and 2*cp-1-r. Under a causal mask
-a query sees what is before it: an early chunk is cheap and a late one expensive, and every pair
-costs the same (S. Brandon et al., "Striped Attention", section 3, arXiv 2311.09431, states the
-imbalance that this removes; the pairing is that of zigzag ring attention).
+The sequence is split into 2 * cp chunks, and rank r holds chunks r and 2*cp-1-r. Under a causal
+mask an early chunk attends to few keys and a late chunk to many: every such pair has the same cost.
+S. Brandon et al., "Striped Attention", section 3, arXiv 2311.09431, describe the imbalance that
+this removes; zigzag ring attention uses the same pairs.
 
 Legend: s whole sequence, b micro batch, cp size of the context-parallel group.
 """
@@ -25,18 +25,18 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 SEQUENCE_DIM = {"attention_mask": 2}
-"""Where the rows of a batch entry are if not in dimension 1."""
+"""Dimension of the positions to split, for batch entries where it is not dimension 1."""
 UNSHARDED_ENTRIES = frozenset({"document_starts"})
-"""Batch entries that every rank keeps whole: attention compares local rows with all others."""
+"""Batch entries that are not split: attention compares local positions with all others."""
 
 
 def sequence_shard_of_rank(num_local_rows: int, *, cp: Group, sp: Group) -> SequenceShard:
-    """Return which positions of the whole sequence this rank's activations hold.
+    """Return the positions of the whole sequence in this rank's activations.
 
     Args:
-        num_local_rows: rows of the local activation, s/cp, or s/cp/tp with `sp`.
+        num_local_rows: length of the local activation, s/cp, or s/cp/tp with `sp`.
         cp: context-parallel group.
-        sp: tensor-parallel group if sequence parallelism cuts the rows once more, else
+        sp: tensor-parallel group if sequence parallelism splits the sequence further, else
             `SINGLE_RANK`.
     """
     size, cuts = cp.size(), sp.size()
@@ -45,14 +45,14 @@ def sequence_shard_of_rank(num_local_rows: int, *, cp: Group, sp: Group) -> Sequ
 
 
 def share_microbatch(batch: Mapping[str, Any]) -> None:
-    """Let the ranks of its `local_cp_size` split the micro batch that is computed from now on.
+    """Set the context-parallel group of the current micro batch for dynamic context parallelism.
 
     Args:
-        batch: [1] or int `local_cp_size`, how many neighbours of the data- and context-parallel
-            ranks hold this row; without it those of `--context-parallel-size` do. With it
-            `joined_samples`, int64 [1, 4, s]: for each position the place of its sample in the row,
-            the number of the sample in the step, the position in the sample, and the sequences of
-            the sample.
+        batch: `local_cp_size`, [1] or int, is the number of neighbouring data- and context-parallel
+            ranks that split this micro batch; default `--context-parallel-size`. With it,
+            `joined_samples`, int64 [1, 4, s], has for each position the index of its sample in the
+            packed sequence, the number of the sample in the step, the position in the sample, and
+            the number of sequences of the sample.
     """
     size, step = batch.get("local_cp_size"), current_step()
     step.cp_group = None if size is None else resolve_groups(None).hybrid_cp[int(size)]
@@ -68,16 +68,16 @@ def share_microbatch(batch: Mapping[str, Any]) -> None:
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], cp_group: Group | None = None
 ) -> dict[str, Any]:
-    """Cut a micro batch to this rank's positions.
+    """Return this rank's positions of a micro batch.
 
     Args:
-        batch: tensors [b, s] (`attention_mask` [b, 1, s, s], of which the query rows are cut);
+        batch: tensors [b, s]; `attention_mask` is [b, 1, s, s] and its query dimension is split.
             None stays None, and `document_starts` stays unsharded.
-        cp_group: None: the ranks of the current collection that share the micro batch.
+        cp_group: default the ranks of the current collection that share the micro batch.
     Returns:
         the entries as [b, s/cp] ([b, 1, s/cp, s]), contiguous.
     Raises:
-        DataError: s is not a multiple of 2 * cp. All ranks see the same length and raise.
+        DataError: s is not a multiple of 2 * cp; all ranks raise, because s is equal on all ranks.
     """
     group = resolve_groups(None).microbatch_cp if cp_group is None else cp_group
     size = group.size()
@@ -92,7 +92,7 @@ def get_batch_on_this_cp_rank(
 
 
 def shard_sequence(x: Tensor, dim: int, rank: int, size: int, name: str = "tensor") -> Tensor:
-    """Return the rows of rank `rank`: [.., s, ..] -> [.., s/cp, ..], the sequence being `dim`."""
+    """Return the zigzag shard of rank `rank` in dimension `dim`: [.., s, ..] -> [.., s/cp, ..]."""
     length = x.shape[dim]
     if length % (2 * size):
         raise DataError(
@@ -107,13 +107,13 @@ def shard_sequence(x: Tensor, dim: int, rank: int, size: int, name: str = "tenso
 
 
 def join_zigzag(chunks: Tensor, dim: int = 1) -> Tensor:
-    """Put the pieces of consecutive ranks in ascending order of position.
+    """Join the shards of consecutive ranks in ascending order of position.
 
     Args:
-        chunks: [ranks, ...], the rows of each rank in dimension `dim` (counted with the first).
-            All ranks of the group, or a run of neighbours.
+        chunks: [ranks, ...], with the positions of each rank in dimension `dim` of this tensor, for
+            all ranks of the group or for consecutive ranks.
     Returns:
-        without the first dimension, with as many times the rows in dimension dim - 1.
+        [...], with the positions of all these ranks in dimension dim - 1.
     """
     early, late = chunks.chunk(2, dim)
     pieces = [*early.unbind(0), *late.flip(0).unbind(0)]
@@ -121,20 +121,21 @@ def join_zigzag(chunks: Tensor, dim: int = 1) -> Tensor:
 
 
 def split_zigzag(full: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Undo `join_zigzag`: rows in ascending order to [size, ...], one piece per rank."""
+    """Undo `join_zigzag`: split ascending positions into [size, ...], one shard per rank."""
     pieces = full.chunk(2 * size, dim)
     return torch.stack([torch.cat((pieces[i], pieces[2 * size - 1 - i]), dim) for i in range(size)])
 
 
 def shift_left(x: Tensor, distance: int, cp: Group) -> Tensor:
-    """Return at each position what `x` holds `distance` positions later.
+    """Shift the sequence left: position i gets the value of position i + `distance`.
 
     Args:
-        x: [b, s/cp], this rank's zigzag part; no gradient.
+        x: [b, s/cp], this rank's zigzag shard, for example token ids or loss weights. It gets no
+            gradient.
     Returns:
-        [b, s/cp], zeros where the sequence has ended.
+        [b, s/cp], zeros past the end of the sequence.
     Communication:
-        an all-gather on `cp`: for token ids and weights of tokens, not for activations.
+        an all-gather on `cp`.
     """
     size = cp.size()
     full = x

@@ -118,7 +118,7 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
         if tied:
             by_stage.append([g for parameter in tied for g in _reduced(chunk, parameter)])
     num_copies, layout = 2, explicit_layout(get_model_config(model[0]))
-    if layout is not None and layout.predicts_early:
+    if layout is not None and layout.mtp_on_earlier_stage:
         is_tied = getattr(unwrap_model(model[0]), "share_embeddings_and_output_weights", False)
         num_copies = len(layout.embedding_holders(is_tied=is_tied))
     _sum_copies(by_stage, groups.embd if len(by_stage) < num_copies else None)

@@ -1,8 +1,7 @@
 """Run one rank's program on real stages and channels.
 
-`PipelineExecutor.run` is the only loop there is, for every schedule: the program is compiled to
-calls of its bound methods and the loop makes them. Everything that can be decided before
-the loop is decided in the constructor.
+`PipelineExecutor.run` is the loop of every schedule. The constructor compiles the program to calls
+of bound methods and decides everything that does not depend on data; the loop makes the calls.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from megatron.core.foundation.flight_recorder import PROGRESS, instruction_code
 from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.grad_sync import GradSync
 from megatron.core.pipeline_parallel.instructions import Op, Placement, Step
-from megatron.core.pipeline_parallel.p2p_communication import (
-    Message,
-    P2PCommunicator,
-    Shape,
-)
+from megatron.core.pipeline_parallel.p2p_communication import Message, P2PCommunicator, Shape
 from megatron.core.pipeline_parallel.stage import PipelineStage
 from megatron.core.step_context.deferred_wgrad import enable_wgrad_deferral
 from megatron.core.step_context.overlap import overlap_forward_backward
@@ -36,11 +31,11 @@ class PipelineExecutor:
 
     Args:
         steps: this rank's program, as made by `lower_rank`.
-        placement: where stages live.
+        placement: rank and chunk of each stage.
         stages: this rank's model chunks, by chunk.
         communicator: channels to the other ranks.
-        receive_shapes, send_shapes: by chunk, of the tensors that enter and leave it.
-        grad_sync: opens gradient reductions, or None when there is no backward.
+        receive_shapes, send_shapes: by chunk, shapes of the tensors that enter and leave it.
+        grad_sync: enables gradient reductions; None if there is no backward.
         param_sync: (chunk) -> None, called for PARAM_GATHER steps, or None.
         trains: whether received activations are leaves of an autograd graph.
     """
@@ -75,7 +70,7 @@ class PipelineExecutor:
         self.previous_here = [
             n[1] if n is not None and n[0] == rank else None for n in self.previous
         ]
-        # By chunk, then by micro batch: data on their way in, data to go out, sends in flight.
+        # By chunk, then by micro batch: receives in flight, data to send, sends in flight.
         self.activations_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.gradients_in: list[dict[int, Any]] = [{} for _ in chunks]
         self.outputs: list[dict[int, list[Tensor]]] = [{} for _ in chunks]
@@ -122,7 +117,7 @@ class PipelineExecutor:
             PROGRESS.set_instruction(0)
 
     def forward(self, microbatch: int, chunk: int) -> None:
-        """Run a chunk forward; waits for its input."""
+        """Wait for the input of a chunk and run its forward."""
         incoming = self.activations_in[chunk].pop(microbatch, None)
         inputs = None if incoming is None else incoming.wait()
         self.rng.set_microbatch(microbatch)
@@ -137,15 +132,15 @@ class PipelineExecutor:
             self.activations_in[target][microbatch] = Work.completed(leaves)
 
     def backward(self, microbatch: int, chunk: int) -> None:
-        """Run a chunk backward; waits for the gradient of its output."""
+        """Wait for the gradient of a chunk's output and run its backward."""
         self._backpropagate(self.stages[chunk].backward, microbatch, chunk)
         if self.grad_sync_state is not None:
             self.grad_sync_state.after_backward()
 
     def await_inputs(self, *steps: Step) -> None:
-        """Wait for what steps need, ahead of them.
+        """Wait for the inputs of two overlapping steps before the first of them starts.
 
-        Of two that overlap, one that waits for its input would block the other.
+        Otherwise a step that waits for its input would block the other step.
         """
         for op, microbatch, chunk in steps:
             waiting = (self.activations_in if op is Op.FORWARD else self.gradients_in)[chunk]
@@ -153,11 +148,11 @@ class PipelineExecutor:
                 waiting[microbatch].wait()
 
     def input_grad(self, microbatch: int, chunk: int) -> None:
-        """Do the same, without the weight gradients."""
+        """Wait for the gradient of a chunk's output and compute its input gradient."""
         self._backpropagate(self.stages[chunk].input_grad, microbatch, chunk)
 
     def weight_grad(self, microbatch: int, chunk: int) -> None:
-        """Form the weight gradients that were left out; never waits."""
+        """Compute the weight gradients that `input_grad` deferred; never waits."""
         self.stages[chunk].weight_grad(microbatch)
 
     def _backpropagate(
@@ -214,40 +209,40 @@ class PipelineExecutor:
         self.grads_sent[chunk][microbatch] = self.communicator.send(grads, target[0], message)
 
     def free_output(self, microbatch: int, chunk: int) -> None:
-        """Wait for the send of an output and let its memory go."""
+        """Wait for the send of an output and release its memory."""
         self.outputs_sent[chunk].pop(microbatch).wait()
 
     def free_gradient(self, microbatch: int, chunk: int) -> None:
-        """Wait for the send of an input gradient and let its memory go."""
+        """Wait for the send of an input gradient and release its memory."""
         self.grads_sent[chunk].pop(microbatch).wait()
 
     def gather_parameters(self, _microbatch: int, chunk: int) -> None:
-        """Ask for a chunk's parameters ahead of their use."""
+        """Start to gather a chunk's parameters before their use."""
         if self.param_sync is not None:
             self.param_sync(chunk)
 
     def open_grad_sync(self, microbatch: int, chunk: int) -> None:
-        """Allow the reduction of a chunk's gradients."""
+        """Enable the reduction of a chunk's gradients."""
         if self.grad_sync_state is not None:
             self.grad_sync_state.open(microbatch, chunk)
 
     def _check_shapes(self, outputs: list[Tensor], shapes: list[Any], message: Message) -> None:
-        """Raise unless outputs may differ in shape; the receiver has posted fixed buffers."""
+        """Raise for outputs of another shape than the buffers that the receiver has allocated."""
         if self.communicator.announces_shapes and len(outputs) == len(shapes):
             return
         have = ", ".join(str(tuple(output.shape)) for output in outputs)
         want = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ConfigError(
-            f"pipeline rank {self.rank} made {have} as {message}, but the pipeline carries {want}.",
+            f"pipeline rank {self.rank} made {have} as {message}, but the pipeline sends {want}.",
             rule="stages exchange [s/cp, b, h], and [s/cp/tp, b, h] with sequence parallelism",
             flags=["--seq-length", "--micro-batch-size", "--sequence-parallel"],
             fix="pass the seq_length and micro_batch_size of the data, or set "
-            "config.variable_seq_lengths=True to announce every shape",
+            "config.variable_seq_lengths=True to send every shape with its tensor",
         )
 
 
 def _annotated(op: Op, action: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Return an action that a profiler's trace shows by name, micro batch and chunk."""
+    """Return an action that a profiler shows with its name, micro batch and chunk."""
 
     def annotated(microbatch: int, chunk: int) -> None:
         with torch.profiler.record_function(f"{op.name.lower()} m{microbatch} c{chunk}"):

@@ -1,9 +1,9 @@
-"""When data-parallel gradient reductions of each model chunk may start.
+"""Start the data-parallel gradient reductions of each model chunk.
 
-All backwards but the last of a chunk run inside `no_sync`, so gradients only accumulate. A
-GRAD_SYNC step before the last backward leaves `no_sync`: the replication wrapper then reduces
-each bucket as its gradients become final, under the rest of that backward. A GRAD_SYNC step after
-the last backward starts all reductions of the chunk at once with `grad_sync_func`.
+All backwards of a chunk except the last run inside `no_sync`, so gradients only accumulate. A
+GRAD_SYNC step before the last backward leaves `no_sync`: the DDP wrapper then reduces each bucket
+as soon as its gradients are final, and the reduction overlaps with the rest of that backward. A
+GRAD_SYNC step after the last backward starts all reductions of the chunk with `grad_sync_func`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Callbacks = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
 
 def of_chunk(callbacks: Callbacks, chunk: int) -> Callable[..., Any] | None:
-    """Return the callback of a chunk from one for all chunks or one per chunk."""
+    """Return the callback of a chunk; there is one for all chunks or one per chunk."""
     if callbacks is None:
         return None
     several: Sequence[Callable[..., Any]] = as_list(callbacks)
@@ -27,13 +27,13 @@ def of_chunk(callbacks: Callbacks, chunk: int) -> Callable[..., Any] | None:
 
 
 class GradSync:
-    """A context around one training step that opens the chunks' reductions one by one.
+    """A context around one training step that enables the reductions of one chunk at a time.
 
     Args:
         chunks: the model chunks of this rank.
-        no_sync: factory of the context without reductions; one per chunk or one for all; or None.
-        start: called with a chunk's parameters to start their reduction; one per chunk or one for
-            all; or None.
+        no_sync: makes the context without reductions; one per chunk, one for all chunks, or None.
+        start: starts the reduction of the parameters that it is given; one per chunk, one for all
+            chunks, or None.
     """
 
     def __init__(self, chunks: Sequence[Any], no_sync: Callbacks, start: Callbacks) -> None:
@@ -54,7 +54,7 @@ class GradSync:
             self._leave(index)
 
     def open(self, microbatch: int, chunk: int) -> None:
-        """Let the gradients of a chunk be reduced; see `Op.GRAD_SYNC` for `microbatch`."""
+        """Enable the reduction of a chunk's gradients; see `Op.GRAD_SYNC` for `microbatch`."""
         index = 0 if self._is_shared else chunk
         if self._factories:
             self._leave(index)
@@ -68,7 +68,7 @@ class GradSync:
             self._enter(0)
 
     def after_backward(self) -> None:
-        """Close a context that several chunks share: the next backward may be another chunk's."""
+        """Enter a `no_sync` context that chunks share again: other chunks still accumulate."""
         if self._close_again:
             self._close_again = False
             self._enter(0)

@@ -1,8 +1,8 @@
-"""The vocabulary of pipeline programs: steps, where stages live, and lists of both.
+"""The data types of pipeline programs: steps, the placement of stages, orders and programs.
 
-Pure integers, no torch. A schedule is written as compute steps only (`schedule_definitions/`),
-gets its communication from `lower.py`, is proved by `validate.py`, timed by `simulate.py`, drawn by
-`plot.py` and run by `executor.py`. All of them speak in the objects of this file.
+Pure integers, no torch. `schedule_definitions/` write the compute steps of a schedule, `lower.py`
+adds communication, `validate.py` proves the program, `simulate.py` times it, `timeline.py` draws it
+and `executor.py` runs it. All of them use the types of this file.
 
 Legend: `p` pipeline ranks, `v` model chunks per rank, `m` micro batches, `stage` a position in
 the whole model, 0 ... p*v - 1.
@@ -17,24 +17,24 @@ from typing import NamedTuple
 
 
 class Op(IntEnum):
-    """What one step of a rank does. The comment says when it may block the rank."""
+    """Kind of a step. Each comment gives the condition under which the step blocks its rank."""
 
     FORWARD = 0  # waits for the chunk's input activation
     BACKWARD = 1  # waits for the gradient of the chunk's output; input and weight gradient at once
-    INPUT_GRAD = 2  # waits like BACKWARD; only what the previous stage needs
-    WEIGHT_GRAD = 3  # never blocks: its data were there for INPUT_GRAD
+    INPUT_GRAD = 2  # waits like BACKWARD; computes the gradient of the input only
+    WEIGHT_GRAD = 3  # never blocks: INPUT_GRAD has waited for the same data
     RECV_ACTIVATION = 4  # posts the receive of a chunk's input, never blocks
     RECV_GRADIENT = 5  # posts the receive of the gradient of a chunk's output, never blocks
     SEND_ACTIVATION = 6  # posts the send of a chunk's output, never blocks
     SEND_GRADIENT = 7  # posts the send of the gradient of a chunk's input, never blocks
-    FREE_OUTPUT = 8  # waits for the send of an output, then gives its memory back
-    FREE_GRADIENT = 9  # waits for the send of a gradient, then gives its memory back
-    PARAM_GATHER = 10  # asks for the parameters of a chunk ahead of use
-    GRAD_SYNC = 11  # from here on, the gradients of a chunk may be reduced over replicas
-    OVERLAP_F_B = 12  # the forward and the backward that follow overlap
+    FREE_OUTPUT = 8  # waits for the send of an output, then releases its memory
+    FREE_GRADIENT = 9  # waits for the send of a gradient, then releases its memory
+    PARAM_GATHER = 10  # starts to gather the parameters of a chunk before their use
+    GRAD_SYNC = 11  # enables the reduction of a chunk's gradients over replicas
+    OVERLAP_F_B = 12  # the next two steps, a forward and a backward, overlap
 
 
-# Looking a member up in its enum costs more than making a step: loops over steps use these.
+# A lookup of an enum member costs more than making a step, so loops over steps use these names.
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = Op(0), Op(1), Op(2), Op(3)
 RECV_ACTIVATION, RECV_GRADIENT = Op.RECV_ACTIVATION, Op.RECV_GRADIENT
 SEND_ACTIVATION, SEND_GRADIENT = Op.SEND_ACTIVATION, Op.SEND_GRADIENT
@@ -65,9 +65,8 @@ NO_MICROBATCH = -1
 class Step(NamedTuple):
     """One instruction of one rank.
 
-    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER and OVERLAP_F_B, and for a GRAD_SYNC that comes
-    after the last backward of its chunk (one that comes before it carries that backward's micro
-    batch).
+    `microbatch` is `NO_MICROBATCH` for PARAM_GATHER and OVERLAP_F_B, and for a GRAD_SYNC after the
+    last backward of its chunk. A GRAD_SYNC before that backward has the backward's micro batch.
     """
 
     op: Op
@@ -82,14 +81,14 @@ class Step(NamedTuple):
 
 
 class PlacementShape(Enum):
-    """How the stages of the model are dealt to ranks."""
+    """How the stages of the model are assigned to ranks."""
 
-    LOOP = "loop"  # chunk c of rank r is stage c*p + r: every chunk walks the ranks upwards
-    V = "v"  # odd chunks walk back: the last rank holds two neighbouring stages
+    LOOP = "loop"  # chunk c of rank r is stage c*p + r: every chunk passes the ranks in order
+    V = "v"  # odd chunks pass the ranks in reverse order: the last rank has two adjacent stages
 
 
 class Placement(NamedTuple):
-    """Which stage lives where."""
+    """Rank and chunk of every stage."""
 
     num_ranks: int
     num_chunks: int = 1
@@ -124,7 +123,7 @@ class Placement(NamedTuple):
         return self.location(stage + 1) if stage + 1 < self.num_stages else None
 
     def neighbours(self, rank: int) -> set[int]:
-        """Return the other ranks with which a rank exchanges activations and gradients."""
+        """Return the other ranks that exchange activations and gradients with a rank."""
         locations = [self.previous(rank, chunk) for chunk in range(self.num_chunks)]
         locations += [self.next(rank, chunk) for chunk in range(self.num_chunks)]
         return {index[0] for index in locations if index is not None} - {rank}
@@ -132,22 +131,22 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Orders:
-    """The compute steps of every rank, and nothing else.
+    """The compute steps of every rank, without communication.
 
-    Ranks are computed when first asked for: a rank of a large job needs its own order and those
-    of its neighbours only.
+    The order of a rank is computed on first use: in a large job, a rank needs only its own order
+    and the orders of its neighbours.
 
     Attributes:
         schedule: name for messages and pictures.
-        placement: where each stage lives.
+        placement: rank and chunk of each stage.
         num_microbatches: m.
         forward_only: True if no backward is run.
         order: rank -> its compute steps.
-        send_window: how many sends a rank must be able to leave unfinished on one channel so that
-            no rank with equal stages ever waits for a receiver.
-        pairs: rank -> where in its order a forward begins a pair with the backward that follows,
-            which neither needs the other nor anything that waits for the other. The two are
-            computed in turns, and sent when both have ended. None: no pairs.
+        send_window: number of unfinished sends that a channel must hold so that, with stages of
+            equal duration, no rank waits for a receiver.
+        pairs: rank -> indices in its order of each forward that overlaps with the next step, an
+            independent backward. The two alternate, and their results are sent when both have
+            ended. With None no steps overlap.
     """
 
     schedule: str
@@ -178,13 +177,13 @@ class Program:
     """The full instruction list of every rank of a pipeline.
 
     Attributes:
-        schedule: name of the order it was made from.
-        placement: where each stage lives.
+        schedule: name of the schedule.
+        placement: rank and chunk of each stage.
         num_microbatches: m.
         forward_only: True if no backward is run.
-        ranks: steps of each rank, in the order in which that rank issues them.
-        prefetch: how many compute steps ahead of its use a receive is posted.
-        send_window: how many sends a rank may leave unfinished on one channel.
+        ranks: steps of each rank, in execution order.
+        prefetch: number of compute steps between the post of a receive and its use.
+        send_window: largest number of unfinished sends on one channel.
     """
 
     schedule: str

@@ -1,22 +1,22 @@
-"""Which layers of the model live on which pipeline stage.
+"""Assign the layers of the model to pipeline stages.
 
-Pure integers, no torch. A stage is one model chunk on one pipeline rank; with p ranks and v
-chunks per rank, chunk c of rank r is stage c*p + r, or in a V, where odd chunks walk back,
-(c+1)*p - 1 - r. Three ways to cut, from simple to free:
+Pure integers, no torch. A stage is one model chunk on one pipeline rank. With p ranks and v chunks
+per rank, chunk c of rank r is stage c*p + r; in the V shape, odd chunks c are stage
+(c+1)*p - 1 - r. There are three ways to split the model:
 
-- an even split;
-- the even split with a chosen number of layers on the first and last rank, or with the embedding
-  and the loss counted as one layer each;
-- a layout string such as `Et*3|(tt|)*29,m|L`: one letter per layer (`E` embedding, `t`
+- evenly;
+- evenly, with a chosen number of layers on the first and last rank, or with the embedding and the
+  loss counted as one layer each;
+- by a layout string such as `Et*3|(tt|)*29,m|L`: one letter per layer (`E` embedding, `t`
   transformer layer, `m` multi-token-prediction layer, `L` loss), `|` between stages, `x*3` or
-  `(...)*3` for repetition; commas and spaces mean nothing. Stages may be empty.
+  `(...)*3` for repetition; commas and spaces are skipped. Stages may be empty.
 
 Layers are numbered from 0 over the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class PipelineLayout:
         num_ranks: p.
         num_chunks: v.
         stages: p*v strings over `EtmL`, in model order.
-        shape: how stages are dealt to ranks.
+        shape: how stages are assigned to ranks.
     """
 
     num_ranks: int
@@ -69,11 +69,11 @@ class PipelineLayout:
 
     @property
     def placement(self) -> Placement:
-        """Return where each stage lives."""
+        """Return the map between stages and (rank, chunk)."""
         return Placement(self.num_ranks, self.num_chunks, self.shape)
 
     def stage(self, pp_rank: int, vp_stage: int | None = None) -> int:
-        """Return the position in the model of a chunk; `vp_stage` None means the first."""
+        """Return the stage of a chunk; `vp_stage` None is the first chunk."""
         chunk = 0 if vp_stage is None else vp_stage
         assert 0 <= pp_rank < self.num_ranks, f"pp_rank={pp_rank} of {self.num_ranks}"
         assert 0 <= chunk < self.num_chunks, f"vp_stage={chunk} of {self.num_chunks}"
@@ -82,10 +82,6 @@ class PipelineLayout:
     def layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
         """Return the global 0-based ids of the transformer layers of a chunk."""
         return self._ids("t", self.stage(pp_rank, vp_stage))
-
-    def mtp_layers(self, pp_rank: int, vp_stage: int | None = None) -> range:
-        """Return the global 0-based ids of the multi-token-prediction layers of a chunk."""
-        return self._ids("m", self.stage(pp_rank, vp_stage))
 
     def has_embedding(self, pp_rank: int, vp_stage: int | None = None) -> bool:
         """Return whether the chunk holds the input embedding."""
@@ -96,30 +92,32 @@ class PipelineLayout:
         return "L" in self.stages[self.stage(pp_rank, vp_stage)]
 
     @property
-    def predicts_early(self) -> bool:
-        """Whether a stage before that of the loss predicts the later tokens."""
+    def mtp_on_earlier_stage(self) -> bool:
+        """Whether the multi-token-prediction layers are on a stage before the last one."""
         return any("m" in content for content in self.stages[:-1])
 
     @property
-    def prediction_stage(self) -> int:
-        """Position of the stage that predicts later tokens; of the last stage if none is named."""
+    def mtp_stage(self) -> int:
+        """Stage of the multi-token-prediction layers; the last stage if the layout has none."""
         found = [number for number, content in enumerate(self.stages) if "m" in content]
         return found[0] if found else len(self.stages) - 1
 
     def reads_tokens(self, pp_rank: int, vp_stage: int | None = None) -> bool:
-        """Return whether the chunk needs micro batches: tokens, later tokens or labels."""
+        """Return whether the chunk reads micro batches: it embeds tokens or computes the loss."""
         return bool(set("EmL") & set(self.stages[self.stage(pp_rank, vp_stage)]))
 
-    def num_parts_received(self, stage: int) -> int:
-        """Return how many hidden states of a token a stage receives, in training: its own, and
-        after an early stage of prediction those of all later tokens."""
-        is_after = self.predicts_early and stage > self.prediction_stage
-        return 1 + is_after * self.stages[self.prediction_stage].count("m")
+    def num_stacked_hidden_states(self, stage: int) -> int:
+        """Return how many hidden states per token a stage receives in training.
+
+        A stage after the MTP stage receives one more for each multi-token-prediction layer.
+        """
+        is_after = self.mtp_on_earlier_stage and stage > self.mtp_stage
+        return 1 + is_after * self.stages[self.mtp_stage].count("m")
 
     def embedding_holders(self, *, is_tied: bool) -> list[int]:
         """Return the pipeline rank of each stage that holds the embedding or a copy of it."""
-        stages = {0, self.prediction_stage} if self.predicts_early else {0}
-        if is_tied or not self.predicts_early:
+        stages = {0, self.mtp_stage} if self.mtp_on_earlier_stage else {0}
+        if is_tied or not self.mtp_on_earlier_stage:
             stages.add(len(self.stages) - 1)
         return [self.placement.location(stage)[0] for stage in sorted(stages)]
 
@@ -138,10 +136,10 @@ class PipelineLayout:
 
 
 def pipeline_layout(config: StageSettings) -> PipelineLayout:
-    """Return the layout that a config asks for.
+    """Return the layout of a config.
 
     Raises:
-        ConfigError: the layers cannot be dealt out like that; the message says what would fit.
+        ConfigError: the stages cannot hold the layers; the message suggests a layout that works.
     """
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     schedule = schedule_named(config.pipeline_schedule)
@@ -170,22 +168,22 @@ def pipeline_layout(config: StageSettings) -> PipelineLayout:
 
 
 def explicit_layout(config: Any) -> PipelineLayout | None:
-    """Return the layout that a config gives stage by stage; None without one."""
+    """Return the layout of `pipeline_model_parallel_layout`; None if the config has none."""
     if getattr(config, "pipeline_model_parallel_layout", None) is None:
         return None
     return pipeline_layout(config)
 
 
 def loss_rank(config: StageSettings) -> int:
-    """Return the pipeline rank that computes the loss: the one of the last stage."""
+    """Return the pipeline rank that computes the loss: the rank of the last stage."""
     p, v = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     return Placement(p, v, schedule_named(config.pipeline_schedule).shape).location(p * v - 1)[0]
 
 
 def virtual_stages_of(chosen: object, pipeline_model_parallel_size: int) -> int | None:
-    """Return how many chunks per rank an explicit layout means; None for one.
+    """Return the number of chunks per rank in an explicit layout; None for one chunk.
 
-    Also None for a layout that cannot be: `pipeline_layout` says what is wrong with it.
+    An invalid layout also gives None: `pipeline_layout` raises the error.
     """
     try:
         num_chunks = _chosen_layout(chosen, pipeline_model_parallel_size).num_chunks
@@ -214,7 +212,7 @@ def _layers_per_stage(config: StageSettings, p: int, v: int) -> list[int]:
         raise ConfigError(
             "the embedding or loss is counted as a layer while the first or last stage has a "
             "chosen number of layers.",
-            rule="a pipeline is cut in one way",
+            rule="a pipeline is split in one way",
             flags=[_FLAG_EMBEDDING, _FLAG_LOSS, _FLAG_FIRST, _FLAG_LAST],
             fix="keep one of the two",
         )
@@ -241,7 +239,7 @@ def _even_split(num_layers: int, p: int, v: int, embedding: bool, loss: bool) ->
         raise ConfigError(
             f"{num_layers} layers over {p * v} stages are too many to count both the embedding "
             "and the loss as layers.",
-            rule="a stage that counts two extra layers needs two places",
+            rule="a stage holds at least the extra layers that it counts",
             flags=["--num-layers", _FLAG_PP, _FLAG_VP, _FLAG_EMBEDDING, _FLAG_LOSS],
             fix="use fewer stages or drop one of the two flags",
         )
@@ -310,10 +308,10 @@ def check_contents(layout: PipelineLayout, num_layers: int, mtp_num_layers: int 
     if sum("m" in stage for stage in layout.stages) > 1:
         raise ConfigError(
             f"the pipeline layout predicts later tokens in several stages:\n{layout.describe()}",
-            rule="one stage predicts all of them: each begins with the hidden states of the one"
-            " before",
+            rule="all multi-token-prediction layers are on one stage: each layer reads the hidden"
+            " states of the previous one",
             flags=[_FLAG_LAYOUT, "--mtp-num-layers"],
-            fix="put all letters m into one stage, of their own or with L",
+            fix="put all letters m into one stage, with or without L",
         )
     if "E" not in layout.stages[0] or "L" not in layout.stages[-1]:
         raise ConfigError(
@@ -334,10 +332,15 @@ class PipelineParallelLayerLayout:
         pipeline_model_parallel_size: p; the number of stages must be a multiple of it.
     """
 
-    def __init__(self, layout: str | Sequence[object], pipeline_model_parallel_size: int) -> None:
+    def __init__(
+        self, layout: str | Sequence[Iterable[object]], pipeline_model_parallel_size: int
+    ) -> None:
         self.input_data = layout
         self.pipeline_model_parallel_size = pipeline_model_parallel_size
-        stages = parse_layout(layout) if isinstance(layout, str) else _stages_of_list(layout)
+        if isinstance(layout, str):
+            stages = parse_layout(layout)
+        else:
+            stages = ["".join(_letter(entry) for entry in stage) for stage in layout]
         if len(stages) % pipeline_model_parallel_size:
             raise ConfigError(
                 f"the pipeline layout {layout!r} has {len(stages)} stages for "
@@ -417,7 +420,3 @@ def _letter(layer_type: Any) -> str:
         flags=[_FLAG_LAYOUT],
         fix="use one of these names",
     )
-
-
-def _stages_of_list(layout: Sequence[Any]) -> list[str]:
-    return ["".join(_letter(entry) for entry in stage) for stage in layout]

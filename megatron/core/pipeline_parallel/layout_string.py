@@ -13,14 +13,14 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 
 ALPHABET = "EtmL"
 _FLAGS = ["--pipeline-model-parallel-layout"]
-_MAX_LENGTH = 1_000_000  # a slip such as (t*9999)*9999 must not fill the memory
+_MAX_LENGTH = 1_000_000  # a typing error such as (t*9999)*9999 must not fill the memory
 
 
 def parse_layout(text: str) -> list[str]:
     """Return the letters of each stage; a layout with n `|` has n + 1 stages.
 
     Raises:
-        ConfigError: a mark below the text shows where it stops making sense.
+        ConfigError: the text is invalid; the message marks the position of the error.
     """
     parser = _Parser(text)
     expanded = parser.sequence(depth=0)
@@ -35,7 +35,7 @@ class _Parser:
         self.position = 0
 
     def peek(self) -> str:
-        """Return the next character that means something, "" at the end."""
+        """Return the next character that is not skipped, "" at the end."""
         while self.position < len(self.text) and self.text[self.position] in " ,\t\n":
             self.position += 1
         return self.text[self.position] if self.position < len(self.text) else ""

@@ -1,26 +1,25 @@
 """Add communication and bookkeeping to compute-only orders.
 
-Pure integers, no torch. What is added to each rank:
+Pure integers, no torch. Each rank gets these steps:
 
-- RECV_*: a posted receive, `prefetch` compute steps ahead of the step that uses it. Receives of
-  one channel (an ordered pair of ranks) are posted in the order in which the *sender* sends.
-  With two ranks and several chunks a channel carries both activations and gradients, and the
-  receiver may need them in another order than they come; following the sender keeps any FIFO
-  channel correct, with or without message tags.
-- SEND_*: a posted send right after the step that made the data.
-- FREE_*: wait for an earlier send and release its buffer: at the latest before the channel would
-  hold more than `send_window` unfinished sends, and before the backward of that micro batch
-  (whose gradient proves that the receiver has long had the data).
-- OVERLAP_F_B: before the two steps of a pair, where the order combines them. Neither is sent before
-  both have ended, and receives of both are posted before the first: what is proved of the two in
-  a row (both waits, then both sends) then holds for any turns they take.
-- PARAM_GATHER(chunk): one chunk ahead of the chunk's first forward.
+- RECV_*: post a receive, `prefetch` compute steps before the step that uses it. The receives of one
+  channel (an ordered pair of ranks) are posted in the order of the *sender's* sends. With two ranks
+  and several chunks a channel has both activations and gradients, and the receiver may use them in
+  another order. The sender's order is correct for any FIFO channel, with or without message tags.
+- SEND_*: post a send directly after the step that made the data.
+- FREE_*: wait for an earlier send and release its buffer, at the latest before the channel would
+  hold more than `send_window` unfinished sends, and before the backward of the micro batch (its
+  gradient proves that the receiver has the data).
+- OVERLAP_F_B: before the two steps of a pair. The results of both are sent when both have ended,
+  and the receives of both are posted before the first. A proof for the two steps in sequence (both
+  waits, then both sends) therefore holds for any interleaving.
+- PARAM_GATHER(chunk): one chunk before the chunk's first forward.
 - GRAD_SYNC(chunk): before the chunk's last backward, so that reductions overlap with it; or, with
-  `delayed_grad_sync`, after it and `rank` backwards later, so that the ranks of one pipeline start
-  their reductions at the same moment.
+  `delayed_grad_sync`, `rank` backwards after it, so that all ranks of a pipeline start their
+  reductions at the same moment.
 
-Every channel joins exactly two ranks in one direction. If sends and receives of both directions
-shared one in-order channel, each of two neighbours would wait for the other's send to be received.
+A channel connects two ranks in one direction. If the sends and receives of both directions shared
+an in-order channel, two neighbours would each wait for the other to receive.
 """
 
 from __future__ import annotations
@@ -59,10 +58,11 @@ def lower(
     """Turn compute-only orders into the full program of all ranks.
 
     Args:
-        orders: what each rank computes, in order.
-        prefetch: compute steps between posting a receive and using it; 0 posts at the last moment.
-        send_window: unfinished sends a rank may have on one channel; by default what the order
-            needs to run without stalls.
+        orders: compute steps of each rank, in order.
+        prefetch: compute steps between the post of a receive and its use; 0 posts it directly
+            before its use.
+        send_window: largest number of unfinished sends on one channel; default
+            `orders.send_window`.
         delayed_grad_sync: place GRAD_SYNC after, instead of before, a chunk's last backward.
     """
     send_window = orders.send_window if send_window is None else send_window
@@ -95,7 +95,7 @@ def lower_rank(
     send_window: int | None = None,
     delayed_grad_sync: bool = False,
 ) -> tuple[Step, ...]:
-    """Return the full program of one rank; reads its own order and those of its neighbours."""
+    """Return the full program of one rank, from its own order and the orders of its neighbours."""
     placement = orders.placement
     chunks = range(placement.num_chunks)
     compute = orders[rank]
@@ -142,12 +142,12 @@ def _units(num_steps: int, pairs: Collection[int]) -> Iterator[range]:
 
 
 def _rank_elsewhere(location: tuple[int, int] | None, rank: int) -> int | None:
-    """Return the rank of a location, None if there is none or if it is `rank` itself."""
+    """Return the rank of a location, None without a location or if it is `rank` itself."""
     return None if location is None or location[0] == rank else location[0]
 
 
 class _Receives:
-    """Posts receives on demand, in the order in which each neighbour sends them."""
+    """Posts receives when they are needed, in the order of each neighbour's sends."""
 
     def __init__(self, orders: Orders, rank: int) -> None:
         placement = orders.placement
@@ -164,7 +164,7 @@ class _Receives:
         self._posted: set[Step] = set()
 
     def post_for(self, step: Step, program: list[Step]) -> None:
-        """Append the receives still to be posted before `step` may run."""
+        """Append the missing receives up to the input of `step`."""
         op, microbatch, chunk = step
         if op is FORWARD:
             waiting, receive = self._activations[chunk], RECV_ACTIVATION
@@ -193,7 +193,7 @@ class _Sends:
         self._open: dict[int, list[Step]] = defaultdict(list)
 
     def send(self, target: int, step: Step, program: list[Step]) -> None:
-        """Append the frees that give memory back, then the send."""
+        """Append the frees that keep the channel within the window, then the send."""
         unfinished = self._open[target]
         while len(unfinished) >= self._window:
             program.append(_free(unfinished.pop(0)))
@@ -201,7 +201,7 @@ class _Sends:
         program.append(step)
 
     def free_output(self, target: int, microbatch: int, chunk: int, program: list[Step]) -> None:
-        """Append the free of an output, if it is still unfinished."""
+        """Append the free of an output, if its send is unfinished."""
         unfinished = self._open[target]
         sent = (SEND_ACTIVATION, microbatch, chunk)
         if sent in unfinished:
@@ -209,7 +209,7 @@ class _Sends:
             program.append(_free(unfinished.pop(index)))
 
     def free_all(self, program: list[Step]) -> None:
-        """Append the frees of everything unfinished."""
+        """Append the frees of all unfinished sends."""
         program.extend(_free(step) for steps in self._open.values() for step in steps)
 
 
@@ -219,7 +219,7 @@ def _free(sent: Step) -> Step:
 
 
 def _receives_in_sending_order(orders: Orders, source: int, rank: int) -> list[Step]:
-    """Return what `rank` must receive from `source`, in the order `source` produces it."""
+    """Return the receives of `rank` from `source`, in the order of the sends of `source`."""
     placement = orders.placement
     following = [placement.next(source, c) for c in range(placement.num_chunks)]
     preceding = [placement.previous(source, c) for c in range(placement.num_chunks)]
@@ -239,7 +239,7 @@ def _receives_in_sending_order(orders: Orders, source: int, rank: int) -> list[S
 def _sync_points(
     compute: tuple[Step, ...], rank: int, delayed: bool
 ) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
-    """Return the bookkeeping steps to emit before and after each compute step, by index."""
+    """Return the PARAM_GATHER and GRAD_SYNC steps before and after each compute step, by index."""
     before: dict[int, list[Step]] = defaultdict(list)
     after: dict[int, list[Step]] = defaultdict(list)
     first_forward: dict[int, int] = {}

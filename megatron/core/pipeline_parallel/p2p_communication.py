@@ -1,13 +1,13 @@
 """Move activations and gradients between neighbouring pipeline stages.
 
-Every ordered pair of ranks has a channel of its own. Backends with message tags (gloo) get all
-channels out of the one pipeline group, with a tag per message, so that no message waits for
-another. Backends that match by order only (NCCL) get a two-rank process group, hence a
-communicator and a stream, per channel: sends and receives of both directions on one in-order
-stream would wait for each other.
+Every ordered pair of ranks has its own channel. With a backend that has message tags (gloo), all
+channels use the pipeline group and each message has its own tag, so that no message waits for
+another. With a backend that matches messages by order only (NCCL), each channel has its own
+two-rank process group, and so its own communicator and stream: sends and receives of both
+directions on one in-order stream would wait for each other.
 
-All sends and receives are posted, never blocking; `Work.wait` returns the tensors. Outgoing ones
-must not change or be freed before.
+Sends and receives never block; `Work.wait` returns the tensors. A tensor that is being sent must
+not be changed or freed before `Work.wait`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from megatron.core.transport import torch_collectives
 from megatron.core.transport.work import Handle, Steps, Work
 
 Shape = tuple[int, ...]
+_Shapes = Sequence[Sequence[int]] | Sequence[int] | None
+_Tensors = Tensor | Sequence[Tensor | None] | None
 
 MAX_DIMS = 7
-"""Most dimensions of a tensor whose shape is announced (variable sequence lengths)."""
+"""Largest number of dimensions of a tensor whose shape is sent (variable sequence lengths)."""
 
 
 @dataclass
 class _Shared:
-    """What all communicators of one pipeline group have in common.
+    """State that all communicators of one pipeline group share.
 
     Attributes:
-        channels: (source, target) -> process group of that channel; None with tags.
-        agreed: what the ranks agreed on last, without tags.
+        channels: (source, target) -> process group of the channel; None with tags.
+        agreed: encoded settings of the last step that all ranks compared; unused with tags.
     """
 
     channels: dict[tuple[int, int], Any] | None = None
@@ -56,7 +58,7 @@ class _Shared:
 
 
 class Message(NamedTuple):
-    """What a transfer carries. `boundary` is the stage that follows the crossed boundary."""
+    """Identity of a transfer. `boundary` is the stage after the boundary that the data cross."""
 
     is_gradient: bool
     microbatch: int
@@ -64,9 +66,9 @@ class Message(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number that no other message in flight has on the same channel.
+        """A number that is unique among the messages in flight on a channel.
 
-        Tags are positive 32-bit integers: after 8192 micro batches the numbers come again.
+        Tags are positive 32-bit integers: the numbers repeat after 8192 micro batches.
         """
         number = (self.microbatch * _MAX_STAGES + self.boundary) * 2 + self.is_gradient
         return 1 + number % _MAX_MESSAGES
@@ -83,11 +85,11 @@ class P2PCommunicator:
     """Channels between this rank and the other ranks of its pipeline.
 
     Args:
-        pp_group: the pipeline group; anything but a process group is a pipeline of one rank.
+        pp_group: the pipeline group; an object that is not a process group is a single rank.
         config: supplies `pipeline_dtype` (params_dtype if None) and `variable_seq_lengths`.
     Communication:
-        none on construction with gloo. With NCCL the first communicator of a pipeline group
-        creates one process group per channel among neighbours, and passes one element over each.
+        with gloo, construction does not communicate. With NCCL, the first communicator of a
+        pipeline group creates one process group per channel and sends one element over each.
     """
 
     def __init__(self, pp_group: Group, config: ModelParallelConfig) -> None:
@@ -111,18 +113,19 @@ class P2PCommunicator:
         return self.device.type == "cpu" or "nccl" not in dist.get_backend(self.pp_group)
 
     def begin_step(self, settings: dict[str, object], neighbours: Iterable[int]) -> None:
-        """Start to compare what the ranks of the pipeline are about to run.
+        """Start to compare the settings of the step between the ranks of the pipeline.
 
-        With NCCL all ranks meet, and only when this rank's settings are not those of its last step:
-        waiting for a message in every step would empty the queue of the device.
+        With NCCL this is a collective, which a rank enters only if its settings have changed since
+        its last step: a wait for a message in every step would empty the queue of the device.
 
         Args:
-            settings: names and values, the same names on all ranks.
+            settings: names and values; the names are equal on all ranks.
             neighbours: pipeline ranks that this rank exchanges data with.
         Communication:
             see `StepHandshake`; with NCCL one all-gather on the pipeline group.
         Raises:
-            TopologyError: here, or before the first data of a rank with other settings.
+            TopologyError: settings differ. With tags, `receive` raises it instead, before the
+                first data of a rank with other settings.
         """
         if self.size == 1:
             return
@@ -159,7 +162,7 @@ class P2PCommunicator:
             sent.append(tensor)
         try:
             works = [group.send([t], peer, tag and tag + i) for i, t in enumerate(sent)]
-        except RuntimeError as problem:  # the connection is known to be lost
+        except RuntimeError as problem:  # the connection failed earlier
             raise self.lost(target, message, problem) from problem
         return Work(self._until_done(sent, works, target, message))
 
@@ -169,8 +172,8 @@ class P2PCommunicator:
         """Post a receive from pipeline rank `source`.
 
         Args:
-            shapes: of the tensors to come. With `variable_seq_lengths` only their number counts:
-                the call then waits until the sender has announced the real shapes.
+            shapes: shapes of the tensors. With `variable_seq_lengths` only their number is used:
+                the call then waits until the sender has sent the real shapes.
             requires_grad: whether the received tensors are leaves of an autograd graph.
         """
         group, peer, tag = self._channel(source, self.rank, source, message)
@@ -199,7 +202,7 @@ class P2PCommunicator:
         return Work(self._until_done(tensors, works, source, message))
 
     def _note(self, operation: str, source: int, target: int, tensors: Sequence[Tensor]) -> None:
-        """Note a message for the watchdog."""
+        """Record a message for the watchdog."""
         number = sum(tensor.numel() for tensor in tensors)
         PROGRESS.begin_op(operation, self.pp_group, number, -1 - source * self.size - target)
 
@@ -212,45 +215,34 @@ class P2PCommunicator:
             raise self.lost(peer, message, problem) from problem
         return tensors
 
-    # Megatron's blocking calls between neighbours, for code that drives stages by itself.
+    # Megatron's blocking calls between neighbours, for code that has its own schedule.
 
-    def recv_forward(
-        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_first_stage: bool
-    ) -> Any:
+    def recv_forward(self, tensor_shapes: _Shapes, is_first_stage: bool) -> Any:
         """Receive the activations of the previous stage, ready for autograd; None on the first."""
         if is_first_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank - 1, requires_grad=True)
 
-    def recv_backward(
-        self, tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None, is_last_stage: bool
-    ) -> Any:
+    def recv_backward(self, tensor_shapes: _Shapes, is_last_stage: bool) -> Any:
         """Receive the output gradients of the next stage; None on the last."""
         if is_last_stage:
             return None
         return self._receive_now(tensor_shapes, self.rank + 1, requires_grad=False)
 
-    def send_forward(
-        self, output_tensors: Tensor | Sequence[Tensor | None] | None, is_last_stage: bool
-    ) -> None:
+    def send_forward(self, output_tensors: _Tensors, is_last_stage: bool) -> None:
         """Send activations to the next stage; nothing on the last."""
         if not is_last_stage:
             self._send_now(output_tensors, self.rank + 1)
 
-    def send_backward(
-        self, input_tensor_grads: Tensor | Sequence[Tensor | None] | None, is_first_stage: bool
-    ) -> None:
+    def send_backward(self, input_tensor_grads: _Tensors, is_first_stage: bool) -> None:
         """Send input gradients to the previous stage; nothing on the first."""
         if not is_first_stage:
             self._send_now(input_tensor_grads, self.rank - 1)
 
     def send_forward_recv_backward(
-        self,
-        output_tensors: Tensor | Sequence[Tensor | None] | None,
-        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
-        is_last_stage: bool,
+        self, output_tensors: _Tensors, tensor_shapes: _Shapes, is_last_stage: bool
     ) -> Any:
-        """Exchange with the next stage: activations there, gradients back."""
+        """Send activations to the next stage and receive gradients from it."""
         if is_last_stage:
             return None
         sent = self._post_send(output_tensors, self.rank + 1)
@@ -259,12 +251,9 @@ class P2PCommunicator:
         return received
 
     def send_backward_recv_forward(
-        self,
-        input_tensor_grads: Tensor | Sequence[Tensor | None] | None,
-        tensor_shapes: Sequence[Sequence[int]] | Sequence[int] | None,
-        is_first_stage: bool,
+        self, input_tensor_grads: _Tensors, tensor_shapes: _Shapes, is_first_stage: bool
     ) -> Any:
-        """Exchange with the previous stage: gradients there, activations back."""
+        """Send gradients to the previous stage and receive activations from it."""
         if is_first_stage:
             return None
         sent = self._post_send(input_tensor_grads, self.rank - 1)
@@ -287,7 +276,7 @@ class P2PCommunicator:
         return tensors if is_list else tensors[0]
 
     def _blocking_message(self, peer: int) -> Message:
-        # Blocking calls match by order alone, which one tag per channel and direction keeps.
+        # Blocking calls are matched by order, so one tag per channel and direction is enough.
         return Message(False, 0, max(self.rank, peer))
 
     def _channel(
@@ -295,7 +284,7 @@ class P2PCommunicator:
     ) -> tuple[Any, int, int]:
         """Return the process group of a channel, the peer's rank in it, and the first tag.
 
-        The tag is 0 where the backend matches by order alone.
+        The tag is 0 if the backend matches messages by order only.
         """
         channels = self._shared.channels
         if channels is None:
@@ -306,14 +295,14 @@ class P2PCommunicator:
         return _Shared(None if self.has_tags else self._create_channel_groups())
 
     def _create_channel_groups(self) -> dict[tuple[int, int], Any]:
-        """Create a two-rank group for each channel of the ring that this rank is part of.
+        """Create a two-rank group for each channel of this rank in the ring.
 
-        Channels are taken in one order by all ranks, so that the first use of a communicator,
-        which blocks until both ends have come, finds the other end there in its turn.
+        The first use of a communicator blocks until both ends use it. All ranks therefore create
+        the channels in the same order, which prevents a deadlock.
 
-        The groups are made from the store of the pipeline group, not with `dist.new_group`: that
-        names a group after the number of groups that a process has made before, and stages make
-        different numbers of them.
+        The groups are made from the store of the pipeline group, not with `dist.new_group`:
+        `new_group` names a group after the number of groups that the process has made before, and
+        that number differs between stages.
         """
         assert self.pp_group is not None
         store = _get_process_group_store(self.pp_group)
@@ -340,7 +329,7 @@ class P2PCommunicator:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = like._timeout
             group = dist.ProcessGroupNCCL(store, rank, 2, options)
-            # Nothing else knows of these groups; their communicators end with the process.
+            # No other code has a reference to this group, so it must be shut down here.
             weakref.finalize(self.pp_group, group.shutdown)
             return group
         return dist.ProcessGroupGloo(store, rank, 2, like._timeout)
@@ -365,8 +354,8 @@ class P2PCommunicator:
         return TopologyError(
             f"pipeline rank {self.rank} sends {message} as {tensor.dtype}, but the pipeline "
             f"carries {self.dtype}.",
-            rule="all tensors between stages have the pipeline dtype; a receiver would read the "
-            "bytes as something else",
+            rule="all tensors between stages have the pipeline dtype, because the receiver "
+            "interprets the bytes with that dtype",
             flags=["pipeline_dtype"],
             fix=f"set config.pipeline_dtype={tensor.dtype}, or cast the stage's output",
         )

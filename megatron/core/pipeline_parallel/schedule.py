@@ -1,8 +1,9 @@
-"""What a pipeline schedule is: one record that says its order, its limits and its shape.
+"""A pipeline schedule as one record: its order, its limits and its placement of stages.
 
 Pure integers, no torch. Each file of `schedule_definitions/` registers one record. The layout of
-stages, the rules of a run, the executor's plan and the tools read it; nothing asks for a name.
-A schedule of another project is registered the same way, before the command line is read.
+stages, the rules of a run, the executor's plan and the tools read the record; no code tests the
+name of a schedule. Another project registers its schedule the same way, before the command line is
+parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.core.pipeline_parallel.instructions import Orders, PlacementShape
 
 
 class StepPlan(NamedTuple):
-    """The numbers that decide the program of a step."""
+    """The numbers that determine the program of a step."""
 
     schedule: str
     pipeline_size: int
@@ -45,32 +46,32 @@ class Schedule:
     name: str
     """Value of `--pipeline-schedule` and `config.pipeline_schedule`."""
     title: str
-    """Name in messages, as the paper writes it."""
+    """Name in messages, in the spelling of the paper."""
     orders: Callable[[StepPlan], Orders]
-    """The compute steps of all ranks for the numbers of a plan; raises `ScheduleError` for those
-    that it cannot run."""
+    """Return the compute steps of all ranks for a plan; raises `ScheduleError` if the schedule does
+    not support its numbers."""
     shape: PlacementShape = PlacementShape.LOOP
-    """How stages are dealt to ranks."""
+    """How stages are assigned to ranks."""
     num_chunks: int | None = 1
-    """Model chunks on every rank of a pipeline; None for as many as are asked for (interleaved)."""
+    """Model chunks on every rank of a pipeline; None allows any number (interleaved)."""
     splits_backward: bool = False
-    """Computes weight gradients apart from input gradients."""
+    """Computes weight gradients separately from input gradients."""
     overlaps_f_b: bool = False
-    """Its steady state has pairs of a forward and a backward that do not need each other."""
+    """The steady state has pairs of a forward and a backward that are independent of each other."""
     runs_forwards_first: bool = False
-    """All micro batches of a step wait for their backward at the same time."""
+    """All forwards of a step run before the first backward."""
     min_microbatches: Callable[[StepPlan], int] = _one
     """Fewest micro batches of a training step."""
     min_microbatches_rule: str = "a step has at least one micro batch"
-    """Why, as a rule in a message."""
+    """Reason for the limit, as the rule of an error message."""
 
     def name_with(self, num_chunks: int) -> str:
-        """Return the name of what runs with `num_chunks` chunks on every rank."""
+        """Return the name of the schedule with `num_chunks` chunks on every rank."""
         is_interleaved = self.num_chunks is None and num_chunks > 1
         return f"interleaved {self.title}" if is_interleaved else self.name
 
     def takes_chunks(self, num_chunks: int, pipeline_size: int) -> bool:
-        """Return whether a rank may have `num_chunks` chunks; all take the whole model in one."""
+        """Return whether a rank may have `num_chunks` chunks; one rank may have one chunk."""
         if self.num_chunks is None or pipeline_size == num_chunks == 1:
             return True
         return num_chunks == self.num_chunks
@@ -78,7 +79,7 @@ class Schedule:
     def chunks_error(
         self, num_chunks: int, kind: type[MegatronError] = ScheduleError
     ) -> MegatronError:
-        """Return the error for a number of chunks that it does not take."""
+        """Return the error for an unsupported number of chunks."""
         return kind(
             f"the {self.name} schedule with {num_chunks} model chunks per rank.",
             rule=f"it runs {self.num_chunks} chunk(s) on every rank",
@@ -92,31 +93,33 @@ class Schedule:
         )
 
     def overlap_error(self, kind: type[MegatronError] = ScheduleError) -> MegatronError:
-        """Return the error for pairs of a forward and a backward that it does not have."""
+        """Return the error for a schedule without pairs of a forward and a backward."""
         return kind(
             f"overlapped forwards and backwards in the {self.name} schedule.",
-            rule="each forward of the steady state is paired with a backward that it does not need",
+            rule="each forward of the steady state is paired with an independent backward",
             flags=["--overlap-moe-expert-parallel-comm", "--pipeline-schedule"],
             fix=f"use --pipeline-schedule {_names(lambda known: known.overlaps_f_b)}",
         )
 
 
 SCHEDULES: dict[str, Schedule] = {}
-"""The registered schedules by name; `schedule_definitions` fills it."""
+"""The registered schedules by name, sorted; `schedule_definitions` fills it."""
 
 
 def register_schedule(schedule: Schedule) -> Schedule:
-    """Make a schedule known under its name, which is then a value of `--pipeline-schedule`."""
+    """Register a schedule: its name becomes a value of `--pipeline-schedule`."""
     if SCHEDULES.get(schedule.name, schedule) is not schedule:
         raise ScheduleError(
             f"two schedules are registered as {schedule.name!r}.",
-            rule="a name says one schedule",
+            rule="a name identifies one schedule",
             flags=["--pipeline-schedule"],
-            fix="give the second one a name of its own",
+            fix="give the second schedule another name",
         )
     known = {**SCHEDULES, schedule.name: schedule}
     SCHEDULES.clear()
-    SCHEDULES.update(sorted(known.items()))  # messages and help do not depend on who came first
+    SCHEDULES.update(
+        sorted(known.items())
+    )  # messages and help do not depend on the order of imports
     return schedule
 
 

@@ -1,8 +1,8 @@
-"""The interface by which training loops run a pipeline: `get_forward_backward_func`.
+"""Run a training or evaluation step of a pipeline: `get_forward_backward_func`.
 
-The returned function keeps Megatron's keywords. Behind it there is one path for all schedules, no
-pipeline included: a plan (`step_plan.py`), stages (`stage.py`), channels (`p2p_communication.py`)
-and one executor.
+The returned function has Megatron's keywords. All schedules, and models without a pipeline, run the
+same code: a plan (`step_plan.py`), stages (`stage.py`), channels (`p2p_communication.py`) and one
+executor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.pipeline_parallel.grad_sync import GradSync, of_chunk
+from megatron.core.pipeline_parallel.instructions import Placement
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, Shape
 from megatron.core.pipeline_parallel.recorder import MeasuredStage, PipelineRecorder
@@ -42,10 +43,10 @@ def get_forward_backward_func(
     """Return the function that runs one training (or evaluation) step.
 
     Args:
-        pp_size: pipeline size, checked when the step runs; None takes it from the groups.
-        vp_size: model chunks per rank, checked likewise; None takes it from the model list.
-        schedule_pg_collection: groups to use when the step is given none; None means the current
-            collection at that time.
+        pp_size: expected pipeline size, checked when the step runs; None omits the check.
+        vp_size: expected model chunks per rank, checked likewise.
+        schedule_pg_collection: groups of a step that gets no `pg_collection`; None uses the current
+            collection when the step runs.
     """
     return partial(
         forward_backward,
@@ -82,27 +83,27 @@ def forward_backward(
     Args:
         forward_step_func: (data_iterator, model) -> (output, loss function).
         data_iterator, model: one each, or lists with one entry per model chunk of this rank.
-        num_microbatches: m, the same on all ranks of the pipeline.
-        seq_length, micro_batch_size: s and b of the tensors between stages. `decoder_seq_length`
-            takes the place of `seq_length` for models whose stages exchange decoder states, and is
-            added to it where `config.sends_both_stacks`.
+        num_microbatches: m, equal on all ranks of the pipeline.
+        seq_length, micro_batch_size: s and b of the tensors between stages. For models whose stages
+            exchange decoder states, `decoder_seq_length` replaces `seq_length`; with
+            `config.sends_both_stacks` the two lengths are added.
         collect_non_loss_data: collect `loss_func(output, non_loss_data=True)` instead of losses.
         first_val_step: in evaluation, whether cached (for example fp8) weights must be renewed.
-        adjust_tensor_shapes_fn: (receive shapes, send shapes) -> the real ones; not with several
-            chunks per rank.
+        adjust_tensor_shapes_fn: (receive shapes, send shapes) -> the real shapes; cannot be used
+            with several chunks per rank.
         p2p_communicator: channels to use instead of new ones on `pg_collection.pp`.
         pg_collection: groups of this rank.
-        force_all_reduce: passed on to `config.finalize_model_grads_func` if set.
+        force_all_reduce: if set, passed on to `config.finalize_model_grads_func`.
         recorder: measures the compute steps of this rank.
         tokens_per_microbatch: see `LossSettings`.
     Returns:
-        on the last stage what the loss function reported, one entry per micro batch; [] elsewhere.
+        on the last stage the reports of the loss function, one entry per micro batch; [] elsewhere.
     Communication:
-        activations and gradients between neighbouring stages, after a comparison of their plans
-        (`P2PCommunicator.begin_step`); then whatever `finalize_model_grads_func` does.
+        neighbouring stages compare their plans (`P2PCommunicator.begin_step`), then exchange
+        activations and gradients; then the collectives of `finalize_model_grads_func`.
     Raises:
-        ConfigError, ScheduleError: the step cannot be run as asked.
-        TopologyError: ranks were asked to run different steps, or a neighbour was lost.
+        ConfigError, ScheduleError: the arguments or the schedule do not allow this step.
+        TopologyError: ranks have different plans, or the connection with a neighbour failed.
     """
     groups = resolve_groups(pg_collection or fallback_pg_collection)
     chunks = as_list(model)
@@ -112,26 +113,9 @@ def forward_backward(
     config = get_model_config(chunks[0])
     channels = p2p_communicator or P2PCommunicator(groups.pp, config)
     rank = channels.rank
-    plan = StepPlan(
-        schedule=config.pipeline_schedule,
-        pipeline_size=channels.size,
-        num_chunks=len(chunks),
-        num_microbatches=num_microbatches,
-        group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
-        forward_only=forward_only,
-        prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
-        durations=tuple(config.pipeline_step_durations),
-        overlap_f_b=config.overlap_moe_expert_parallel_comm,
-    )
-    _check_sizes(plan, len(iterators), expected_pp_size, expected_vp_size)
-    if not forward_only and not torch.is_grad_enabled():
-        raise ConfigError(
-            "a training step was started inside torch.no_grad().",
-            rule="backward needs the graph of forward",
-            fix="pass forward_only=True, or leave no_grad",
-        )
-    orders = validated_orders(plan)
-    placement = orders.placement
+    plan = _plan(config, channels.size, len(chunks), num_microbatches, forward_only)
+    _check_call(plan, len(iterators), expected_pp_size, expected_vp_size)
+    placement = validated_orders(plan).placement
     channels.begin_step(
         {**plan._asdict(), "seq_length": seq_length, "micro_batch_size": micro_batch_size},
         placement.neighbours(rank),
@@ -146,14 +130,7 @@ def forward_backward(
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-    numbers = [placement.stage(rank, chunk) for chunk in range(len(chunks))]
-    receive_shapes = [_shapes_into(number, shapes, config) for number in numbers]
-    send_shapes = [_shapes_into(number + 1, shapes, config) for number in numbers]
-    if adjust_tensor_shapes_fn is not None:
-        pairs = zip(receive_shapes, send_shapes, strict=True)
-        adjusted = [adjust_tensor_shapes_fn(*pair) for pair in pairs]
-        receive_shapes, send_shapes = ([pair[i] for pair in adjusted] for i in (0, 1))
-
+    receive_shapes, send_shapes = _shapes(config, placement, rank, shapes, adjust_tensor_shapes_fn)
     reported = StepReport()
     loss = LossSettings(
         num_microbatches=num_microbatches,
@@ -163,28 +140,20 @@ def forward_backward(
         collect_non_loss_data=collect_non_loss_data,
         scale=config.grad_scale_func,
     )
-    stages: list[PipelineStage] = [
-        Stage(
-            part,
-            forward_step_func,
-            iterator,
-            is_last=placement.next(rank, chunk) is None,
-            loss=loss,
-            reported=reported,
-            trains=not forward_only,
-            renews_weight_cache=not forward_only or first_val_step is not False,
-            keep_outputs=not config.deallocate_pipeline_outputs,
-            autocast_dtype=config.autocast_dtype if config.enable_autocast else None,
-        )
-        for chunk, (part, iterator) in enumerate(zip(chunks, iterators, strict=True))
-    ]
+    make_stage = partial(
+        Stage,
+        forward_step=forward_step_func,
+        loss=loss,
+        reported=reported,
+        trains=not forward_only,
+        renews_weight_cache=not forward_only or first_val_step is not False,
+    )
     if recorder is not None:
         recorder.begin(placement, rank, num_microbatches)
-    if recorder is not None or config.timers is not None:
-        stages = [MeasuredStage(s, c, recorder, config.timers) for c, s in enumerate(stages)]
+    stages = _stages(config, placement, rank, chunks, iterators, make_stage, recorder)
 
-    # With `grad_sync_func` all ranks of a pipeline start reducing at the same moment; the first
-    # rank of a plain pipeline is last to finish, so it alone overlaps them with its backward.
+    # With `grad_sync_func` all ranks of a pipeline start their reductions at the same moment. The
+    # first rank of a plain pipeline finishes last: it alone overlaps reductions with its backward.
     delayed = config.grad_sync_func is not None and (len(chunks) > 1 or rank > 0)
     with _timed(config.timers), contextlib.ExitStack() as stack:
         grad_sync = None
@@ -204,9 +173,81 @@ def forward_backward(
         ).run()
         channels.end_step()
         if not forward_only and config.finalize_model_grads_func is not None:
-            stack.close()  # reductions still to come must not be held back
+            stack.close()  # leave `no_sync`: the remaining reductions must start
             _finalize(config, chunks, reported, groups, force_all_reduce)
     return reported.entries
+
+
+def _plan(
+    config: Any, pipeline_size: int, num_chunks: int, num_microbatches: int, forward_only: bool
+) -> StepPlan:
+    """Return the numbers that determine the program of this step."""
+    return StepPlan(
+        schedule=config.pipeline_schedule,
+        pipeline_size=pipeline_size,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group_size=config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
+        forward_only=forward_only,
+        prefetch=int(config.overlap_p2p_comm and not config.variable_seq_lengths),
+        durations=tuple(config.pipeline_step_durations),
+        overlap_f_b=config.overlap_moe_expert_parallel_comm,
+    )
+
+
+def _shapes(
+    config: Any,
+    placement: Placement,
+    rank: int,
+    shapes: list[Shape],
+    adjust: Callable[..., Any] | None,
+) -> tuple[list[list[Shape]], list[list[Shape]]]:
+    """Return the shapes of the tensors that enter and leave each chunk of this rank.
+
+    Args:
+        shapes: of the tensors that cross a boundary without multi-token prediction. In training,
+            the stages after the MTP stage also receive the hidden states of each MTP depth.
+        adjust: `adjust_tensor_shapes_fn`.
+    """
+    layout = explicit_layout(config) if torch.is_grad_enabled() else None
+
+    def into(stage: int) -> list[Shape]:
+        if layout is None:
+            return shapes
+        stacked = layout.num_stacked_hidden_states(stage)
+        return [(stacked * length, *others) for length, *others in shapes]
+
+    numbers = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
+    pairs = [(into(number), into(number + 1)) for number in numbers]
+    if adjust is not None:
+        pairs = [adjust(*pair) for pair in pairs]
+    return [received for received, _ in pairs], [sent for _, sent in pairs]
+
+
+def _stages(
+    config: Any,
+    placement: Placement,
+    rank: int,
+    chunks: Sequence[Any],
+    iterators: Sequence[Any],
+    make_stage: Callable[..., Stage],
+    recorder: PipelineRecorder | None,
+) -> list[PipelineStage]:
+    """Return the stages of this rank, measured if there is a recorder or there are timers."""
+    is_measured = recorder is not None or config.timers is not None
+    stages: list[PipelineStage] = []
+    for chunk, (part, iterator) in enumerate(zip(chunks, iterators, strict=True)):
+        stage = make_stage(
+            part,
+            data_iterator=iterator,
+            is_last=placement.next(rank, chunk) is None,
+            keep_outputs=not config.deallocate_pipeline_outputs,
+            autocast_dtype=config.autocast_dtype if config.enable_autocast else None,
+        )
+        stages.append(
+            MeasuredStage(stage, chunk, recorder, config.timers) if is_measured else stage
+        )
+    return stages
 
 
 def get_tensor_shapes(
@@ -218,8 +259,11 @@ def get_tensor_shapes(
     tp_group: Group | None = None,
     cp_group: Group | None = None,
 ) -> list[Shape]:
-    """Return the shapes of what crosses a stage boundary: one tensor [s/cp, b, h], or [s/cp/tp,
-    b, h] with sequence parallelism. Where stages send both stacks, s are the rows of both."""
+    """Return the shapes of the tensors that cross a stage boundary.
+
+    There is one tensor, [s/cp, b, h], or [s/cp/tp, b, h] with sequence parallelism. Where stages
+    send both stacks of a model, s is the sum of their lengths.
+    """
     length = seq_length if decoder_seq_length is None else decoder_seq_length
     if config.sends_both_stacks and decoder_seq_length is not None:
         length += seq_length
@@ -229,25 +273,15 @@ def get_tensor_shapes(
     return [(length, micro_batch_size, config.hidden_size)]
 
 
-def _shapes_into(stage: int, shapes: list[Shape], config: Any) -> list[Shape]:
-    """Return the shapes of what enters a stage: with gradients more rows after one that predicts
-    later tokens, those of each of them."""
-    layout = explicit_layout(config)
-    if layout is None or not torch.is_grad_enabled():
-        return shapes
-    parts = layout.num_parts_received(stage)
-    return [(parts * rows, *others) for rows, *others in shapes]
-
-
-def _check_sizes(
+def _check_call(
     plan: StepPlan, num_iterators: int, pp_size: int | None, vp_size: int | None
 ) -> None:
-    """Raise if the arguments of a step contradict each other."""
+    """Raise if the arguments of a step contradict each other, or it trains without autograd."""
     if pp_size is not None and pp_size != plan.pipeline_size:
         raise ConfigError(
             f"the schedule was made for pipeline size {pp_size}, the pipeline group has "
             f"{plan.pipeline_size} ranks.",
-            rule="both are the same number",
+            rule="the two sizes are equal",
             flags=["--pipeline-model-parallel-size"],
             fix="call get_forward_backward_func() without pp_size",
         )
@@ -265,6 +299,12 @@ def _check_sizes(
             rule="with virtual stages there is one data iterator per chunk",
             flags=["--num-virtual-stages-per-pipeline-rank"],
             fix="pass a list of as many iterators as chunks",
+        )
+    if not plan.forward_only and not torch.is_grad_enabled():
+        raise ConfigError(
+            "a training step was started inside torch.no_grad().",
+            rule="backward needs the graph of forward",
+            fix="pass forward_only=True, or leave no_grad",
         )
 
 
@@ -297,7 +337,7 @@ def _finalize(
     groups: ProcessGroupCollection,
     force_all_reduce: bool | None,
 ) -> None:
-    """Complete the gradients of all chunks; token counts are known on the last stage only."""
+    """Complete the gradients of all chunks; only the last stage has counted tokens."""
     num_tokens: Tensor | None = None
     if config.calculate_per_token_loss:
         num_tokens = reported.num_tokens

@@ -1,8 +1,8 @@
-"""Run a program on a clock instead of on devices.
+"""Simulate a program with given durations of its steps.
 
-Pure integers and caller-chosen costs, no torch. `walk` is the one interpreter of programs besides
-the executor: with buffered channels it gives the makespan, the bubble and the timeline that
-`plot.py` draws; with rendezvous channels it is the deadlock proof that `validate.py` uses.
+Pure integers and costs from the caller, no torch. `walk` interprets a program: with buffered
+channels it computes the makespan, the bubble and the spans that `timeline.py` draws; with
+rendezvous channels it proves for `validate.py` that the program does not deadlock.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class ChannelModel(Enum):
     """When a posted send counts as finished."""
 
     BUFFERED = "buffered"
-    """At once: the channel holds any number of messages."""
+    """Immediately: the channel holds any number of messages."""
 
     RENDEZVOUS = "rendezvous"
-    """When the receive of the same position in the same channel is posted too, and all earlier
-    transfers of the channel are over. Nothing is ever buffered: the strictest transport."""
+    """When the receive at the same position of the channel is posted and all earlier transfers of
+    the channel have finished. The channel holds no message: the strictest transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Durations in any one unit.
+    """Durations, all in the same unit.
 
     Attributes:
         forward, backward: of one chunk and one micro batch.
-        input_grad, weight_grad: the two halves of a split backward; default half of `backward`.
-        pair: of a forward and a backward that overlap; default their sum. It is less by the
-            exchanges of either one beside which the other computes.
-        transfer: time from post to arrival of one message.
-        stage_scale: factor on the compute of each of the p*v stages; empty means all 1.
+        input_grad, weight_grad: of the two halves of a split backward; default half of `backward`.
+        pair: of a forward and a backward that overlap; default their sum. It is shorter if one
+            computes while the other communicates.
+        transfer: time between the post and the arrival of one message.
+        stage_scale: factor on the compute of each of the p*v stages; default 1 for all stages.
     """
 
     forward: float = 1.0
@@ -80,12 +80,12 @@ class Costs:
 
     @property
     def share_in_pair(self) -> float:
-        """Return how long a forward or a backward takes in a pair, as a share of it alone."""
+        """Return the duration of a forward or backward in a pair, relative to its own duration."""
         return 1.0 if self.pair is None else self.pair / (self.forward + self.backward)
 
 
 class Span(NamedTuple):
-    """One compute step with its time, planned or measured."""
+    """One compute step with its start and end, planned or measured."""
 
     rank: int
     step: Step
@@ -95,11 +95,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """What came of walking a program.
+    """Result of walking a program.
 
     Attributes:
-        spans: compute steps in order of each rank's program, ranks one after the other.
-        blocked: for each rank that could not finish, (index into its program, what it waits for).
+        spans: compute steps in the order of each rank's program, rank after rank.
+        blocked: rank that cannot finish -> (index into its program, step that it waits for).
     """
 
     spans: list[Span]
@@ -112,7 +112,7 @@ class Report:
 
     Attributes:
         makespan: time from the first step to the end of the last one.
-        busy: compute time of each rank; measured steps that overlap count once.
+        busy: compute time of each rank; the overlap of measured steps is counted once.
         bubble: idle share of all ranks together over the makespan, 0 ... 1.
         peak_live_activations: per rank, the largest number of (micro batch, chunk) pairs whose
             forward is done and whose backward is not.
@@ -131,7 +131,7 @@ def simulate(program: Program, costs: Costs | None = None, **cost_fields: Any) -
 
     Args:
         program: as made by `lower`.
-        costs: durations; or give its fields as keywords: `simulate(program, forward=1.0)`.
+        costs: durations. Its fields may be given as keywords: `simulate(program, forward=1.0)`.
     Raises:
         ScheduleError: the program deadlocks.
     """
@@ -141,19 +141,25 @@ def simulate(program: Program, costs: Costs | None = None, **cost_fields: Any) -
         raise ScheduleError(
             f"the {program.schedule} program deadlocks: ranks {ranks} wait forever.",
             rule="a program must finish before it can be timed",
-            fix="call validate(program), which shows the step that is stuck",
+            fix="call validate(program), which shows the step that blocks",
         )
-    return report(walked.spans, program.placement.num_ranks, peak_live_activations(program))
+    return report(walked.spans, program.placement.num_ranks)
 
 
-def report(spans: list[Span], num_ranks: int, peak: list[int]) -> Report:
+def report(spans: list[Span], num_ranks: int) -> Report:
     """Summarise a timeline, planned or measured, of `num_ranks` ranks."""
-    busy = [0.0] * num_ranks
-    end = [-math.inf] * num_ranks
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.end > end[span.rank]:
-            busy[span.rank] += span.end - max(span.start, end[span.rank])
-            end[span.rank] = span.end
+    busy, end = [0.0] * num_ranks, [-math.inf] * num_ranks
+    live, peak = [0] * num_ranks, [0] * num_ranks
+    trains = any(span.step.op is not FORWARD for span in spans)
+    for rank, (op, _, _), start, stop in sorted(spans, key=lambda span: span.start):
+        if stop > end[rank]:
+            busy[rank] += stop - max(start, end[rank])
+            end[rank] = stop
+        if op is FORWARD:
+            live[rank] = live[rank] + 1 if trains else 1
+            peak[rank] = max(peak[rank], live[rank])
+        elif op is not INPUT_GRAD:
+            live[rank] -= 1
     start = min((span.start for span in spans), default=0.0)
     makespan = max((span.end for span in spans), default=0.0) - start
     idle = num_ranks * makespan - sum(busy)
@@ -161,28 +167,11 @@ def report(spans: list[Span], num_ranks: int, peak: list[int]) -> Report:
     return Report(makespan, busy, bubble, peak, spans)
 
 
-def peak_live_activations(program: Program) -> list[int]:
-    """Return, per rank, the most (micro batch, chunk) pairs held for a backward at one time."""
-    if program.forward_only:
-        return [1] * program.placement.num_ranks
-    peaks = []
-    for steps in program.ranks:
-        live = peak = 0
-        for op, _, _ in steps:
-            if op is FORWARD:
-                live += 1
-                peak = max(peak, live)
-            elif op is BACKWARD or op is WEIGHT_GRAD:
-                live -= 1
-        peaks.append(peak)
-    return peaks
-
-
 def walk(program: Program, costs: Costs, channels: ChannelModel = ChannelModel.BUFFERED) -> Walk:
-    """Interpret a program on all ranks until each is finished or blocked for good.
+    """Interpret a program on all ranks until each rank has finished or is blocked forever.
 
-    A rank blocks only where the executor does: a compute step waits for its input, FREE_* waits
-    for its send. Costs must not be negative.
+    A rank blocks at the same steps as in the executor: a compute step waits for its input, FREE_*
+    waits for its send. Costs must not be negative.
     """
     return _Walker(program, costs, channels).run()
 
@@ -199,8 +188,8 @@ class _Channel:
         self.clock = 0.0
 
 
-# What a rank can wait for. The item of kind k, micro batch i and chunk c is the integer
-# (i*v + c)*4 + k: a large program has 100,000 of them.
+# A rank waits for an item of one of these kinds. The item of kind k, micro batch i and chunk c is
+# the integer (i*v + c)*4 + k, because a large program has 100,000 items.
 _KINDS = (RECV_ACTIVATION, RECV_GRADIENT, FREE_OUTPUT, FREE_GRADIENT)
 _ACTIVATION, _GRADIENT, _OUTPUT_FREE, _GRADIENT_FREE = range(4)
 
@@ -332,7 +321,7 @@ class _Walker:
             self.announce(target[0], arrival, now + self.transfer)
 
     def match(self, source: int, target: int, channel: _Channel) -> None:
-        """Finish every transfer of which both sides are posted."""
+        """Finish every transfer whose send and receive are posted."""
         while channel.num_finished < min(len(channel.sends), len(channel.receives)):
             sent, free, arrival = channel.sends[channel.num_finished]
             received = channel.receives[channel.num_finished]
@@ -353,7 +342,7 @@ class _Walker:
 
 
 def _positions_in_pairs(steps: Sequence[Step]) -> set[int]:
-    """Return where the two steps of each pair are in a program."""
+    """Return the positions of the steps of all pairs in a program."""
     starts = [position for position, step in enumerate(steps) if step.op is OVERLAP_F_B]
     return {start + steps for start in starts for steps in (1, 2)}
 

@@ -1,10 +1,12 @@
-"""One model chunk as a pipeline sees it: forward, backward, and what it must remember between.
+"""Forward and backward of one model chunk, and the checks of the user's forward step and loss.
 
-A stage knows nothing of schedules or of other ranks. It is given input tensors, hands out output
-tensors, is given output gradients, hands out input gradients. It keeps, per micro batch, only its
-inputs (autograd leaves) and the edges into the autograd graph of its outputs. Outputs themselves
-belong to the caller, who frees them once they are sent: backward needs their graph, not their
-data.
+A stage is independent of schedules and of other ranks: it maps input tensors to output tensors, and
+output gradients to input gradients. For each micro batch it keeps only its inputs (autograd leaves)
+and the edges into the autograd graph of its outputs. The caller owns the outputs and frees them
+once they are sent: backward needs their graph, not their data.
+
+The checks of the results of a forward step and a loss function read types and shapes, never values,
+so they never wait for the device.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.foundation import device
-from megatron.core.pipeline_parallel.callback_contract import call_forward_step, loss_parts
+from megatron.core.foundation.errors import ConfigError, DataError, shown
 from megatron.core.step_context.aux_loss import set_aux_loss_scale
 from megatron.core.step_context.context import (
     AuxLossScale,
@@ -35,15 +37,15 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 @dataclass(kw_only=True)
 class LossSettings:
-    """How the last stage turns what the loss function returns into a loss to differentiate.
+    """How the last stage scales the result of the loss function for backward.
 
     Attributes:
         num_microbatches: the loss is divided by it, unless `per_token`.
-        cp_group: ranks that share each micro batch's tokens. Gradients are averaged over them
-            later, so a rank's share of a mean over all their tokens counts cp times.
+        cp_group: ranks that share each micro batch's tokens. Gradients are averaged over these
+            ranks later, so the loss of one rank is multiplied by cp.
         per_token: gradients will be divided by the number of tokens of the whole batch instead.
-        tokens_per_microbatch: that number [] divided by the micro batches of all replicas, if it is
-            known before the step; see `AuxLossScale`.
+        tokens_per_microbatch: number of tokens [] of the whole batch divided by the micro batches
+            of all replicas, if it is known before the step; see `AuxLossScale`.
         collect_non_loss_data: call the loss function with `non_loss_data=True` and only collect.
         scale: applied to the loss before its backward (fp16), or None.
     """
@@ -56,18 +58,18 @@ class LossSettings:
     scale: Callable[[Tensor], Tensor] | None = None
 
     def aux_loss_scale(self) -> AuxLossScale:
-        """Return how losses that arise inside the model are weighted beside this one."""
+        """Return the weights of auxiliary losses, which arise inside the model."""
         factor = self.cp_group.size() / self.num_microbatches
         return AuxLossScale(factor, self.per_token, self.tokens_per_microbatch, self.scale)
 
 
 @dataclass
 class StepReport:
-    """What the last stage of a pipeline has to say about a step.
+    """Results of a step, filled on the last stage.
 
     Attributes:
-        entries: what the loss function reported, one entry per micro batch.
-        num_tokens: sum of the token counts (int tensor []); zero on other stages.
+        entries: reports of the loss function, one per micro batch.
+        num_tokens: sum of the token counts (int tensor []); None on other stages.
     """
 
     entries: list[Any] = field(default_factory=list)
@@ -75,7 +77,7 @@ class StepReport:
 
 
 class PipelineStage(Protocol):
-    """What an executor drives."""
+    """The calls that an executor makes."""
 
     def forward(self, microbatch: int, inputs: list[Tensor] | None) -> list[Tensor]:
         """Run one micro batch forward: inputs and outputs [s, b, h]."""
@@ -84,10 +86,10 @@ class PipelineStage(Protocol):
         """Run one micro batch backward: gradients [s, b, h]."""
 
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Compute the gradients [s, b, h] that the previous stage waits for."""
+        """Compute the input gradients [s, b, h], without weight gradients."""
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run what `input_grad` has left of one micro batch."""
+        """Compute the weight gradients of one micro batch, after its `input_grad`."""
 
 
 class Stage:
@@ -96,14 +98,14 @@ class Stage:
     Args:
         model: the chunk, possibly wrapped.
         forward_step: (data_iterator, model) -> (output, loss function).
-        data_iterator: passed through.
+        data_iterator: first argument of `forward_step`.
         is_last: whether this is the last stage of the model, which computes the loss.
         loss: see `LossSettings`.
-        reported: receives what the loss function reports.
+        reported: collects the reports of the loss function.
         trains: whether every forward will be followed by a backward.
         keep_outputs: keep references to outputs until backward instead of only their graph.
-        renews_weight_cache: whether the first forward tells the model (if it listens, through
-            `set_is_first_microbatch`) that weights have changed since the last step.
+        renews_weight_cache: weights have changed since the last step: the first forward calls the
+            model's `set_is_first_microbatch`, if it has one.
         autocast_dtype: run forwards under autocast with this dtype, or None.
     """
 
@@ -111,7 +113,7 @@ class Stage:
         self,
         model: Any,
         forward_step: Callable[..., Any],
-        data_iterator: Any,
+        data_iterator: object,
         *,
         is_last: bool,
         loss: LossSettings,
@@ -155,8 +157,8 @@ class Stage:
             if announce is not None:
                 announce()
         set_aux_loss_scale(self._loss.aux_loss_scale())
-        later: dict[str, Tensor] | None = {} if self.is_last and self._trains else None
-        with self._autocast(), within_step(later_losses=later):
+        mtp_losses: dict[str, Tensor] | None = {} if self.is_last and self._trains else None
+        with self._autocast(), within_step(mtp_losses=mtp_losses):
             output, loss_function = call_forward_step(
                 self._forward_step, self._data_iterator, self.model, is_last=self.is_last
             )
@@ -193,7 +195,7 @@ class Stage:
         return [grad.detach() for grad in grads]
 
     def input_grad(self, microbatch: int, output_grads: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return gradients [s, b, h] of the inputs; leave those of weights to `weight_grad`."""
+        """Return gradients [s, b, h] of the inputs; `weight_grad` computes the weight gradients."""
         calls: list[WeightGradient] = []
         with capture_wgrads(calls):
             grads = self.backward(microbatch, output_grads)
@@ -201,7 +203,7 @@ class Stage:
         return grads
 
     def weight_grad(self, microbatch: int) -> None:
-        """Accumulate the weight gradients that `input_grad` has left of one micro batch."""
+        """Accumulate the weight gradients that `input_grad` deferred."""
         calls = self._weight_gradients.pop(microbatch)
         calls.reverse()
         with torch.no_grad():
@@ -239,43 +241,35 @@ class Stage:
             counted = num_tokens.detach().to(torch.int)
             reported.num_tokens = counted if total is None else total + counted
         else:
-            # A micro batch without a token to learn from has loss 0, not 0 / 0.
-            shared = self._over_context_parallel(num_tokens)
-            loss = loss * cp_size / shared.clamp(min=1) / settings.num_microbatches
-        later = current_step().later_losses
-        reported.entries.append(
-            {**entry, **later} if later and isinstance(entry, Mapping) else entry
-        )
+            # Divide by the tokens of all `cp` ranks: a mean of the ranks' means would give the
+            # tokens of ranks that hold few of them a larger weight.
+            if cp_size > 1:
+                num_tokens = torch_collectives.all_reduce(
+                    num_tokens.detach().clone(), settings.cp_group
+                )
+            # Without any token the loss is 0, not 0 / 0.
+            loss = loss * cp_size / num_tokens.clamp(min=1) / settings.num_microbatches
+        mtp_losses = current_step().mtp_losses
+        if mtp_losses and isinstance(entry, Mapping):
+            entry = {**entry, **mtp_losses}
+        reported.entries.append(entry)
         if self._trains:
             if inputs is not None:
                 self._inputs[microbatch] = inputs
             self._edges[microbatch] = [loss]
         return []
 
-    def _over_context_parallel(self, num_tokens: Tensor) -> Tensor:
-        """Return the tokens that count in the whole micro batch, of which ranks hold parts.
-
-        A mean of the ranks' means would weigh a token by how many others its rank happens to hold.
-        """
-        if self._loss.cp_group.size() == 1:
-            return num_tokens
-        total = num_tokens.detach().clone()
-        return torch_collectives.all_reduce(total, self._loss.cp_group)
-
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._autocast_dtype is None:
-            return _NOTHING
+            return contextlib.nullcontext()
         return torch.autocast(device.device_type(), dtype=self._autocast_dtype)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def _edge_of(output: Tensor) -> Any:
     """Return the edge of the graph that computed a tensor; it outlives the tensor.
 
-    Before torch has `ownership_token`, the edge of a Python function does not keep that function's
-    node. The node of a view is not Python's, and keeps what comes before it.
+    In versions of torch without `ownership_token`, the edge of a Python autograd function does not
+    keep the node of the function alive. The node of a view is a C++ node, which does.
     """
     keeps_node = "ownership_token" in GradientEdge._fields
     return get_gradient_edge(output if keeps_node else output.view_as(output))
@@ -285,8 +279,125 @@ def _run_backward(edges: Sequence[Any], grads: Sequence[Tensor]) -> None:
     """Backpropagate from graph edges whose output tensors may be gone.
 
     `torch.autograd.backward` takes edges only in recent versions of torch; the engine below it
-    takes them in all that we support.
+    takes edges in all supported versions.
     """
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+_LOSS_FORMS = (
+    "it returns (summed loss, number of tokens, report), (mean loss, report), or the mean loss"
+    " alone; a loss is a floating-point tensor of one element, a number of tokens a tensor of one"
+    " element"
+)
+
+
+def call_forward_step(
+    forward_step: Callable[..., object], data_iterator: object, model: object, *, is_last: bool
+) -> tuple[Any, Any]:
+    """Call the forward step for one micro batch; return (output, loss function).
+
+    Args:
+        is_last: whether the chunk computes the loss. The output of any other chunk is one or more
+            tensors [s, b, h].
+    Raises:
+        ConfigError: the forward step returned anything else.
+        DataError: the data iterator had no batch left.
+    """
+    try:
+        result: Any = forward_step(data_iterator, model)
+    except StopIteration:
+        raise DataError(
+            "the data iterator ended before the last micro batch of the step.",
+            rule="every step takes num_microbatches batches from the iterator of each chunk",
+            fix="use an iterator that starts again at the end of the data, or fewer steps",
+        ) from None
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    output: Any
+    output, loss_function = result if is_pair else (None, None)
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    if not is_pair:
+        found = _described(result)
+    elif is_last and not callable(loss_function):
+        found = f"{_described(loss_function)} for the loss function"
+    elif not (is_last or (parts and all(isinstance(part, Tensor) for part in parts))):
+        found = f"{_described(output)} for the output of an earlier stage"
+    else:
+        return output, loss_function
+    raise ConfigError(
+        f"the forward step returned {found}.",
+        rule="it returns (output, loss function); the output of all stages but the last is a tensor"
+        " or a list of tensors",
+        fix="return the model's output and a function of this output, such as"
+        " partial(loss_func, loss_mask)",
+    )
+
+
+def loss_parts(
+    result: object, output: object, *, per_token: bool, trains: bool
+) -> tuple[Tensor, Tensor | None, Any]:
+    """Split the result of a loss function into (loss [], number of tokens [] or None, report).
+
+    Args:
+        output: the argument of the loss function.
+        per_token: gradients will be divided by the number of tokens of the whole batch.
+        trains: the loss will be differentiated.
+    Raises:
+        ConfigError: the result has another form, or does not fit `per_token`.
+    """
+    if isinstance(result, Tensor):
+        result = (result, result.detach())
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
+        raise _wrong_loss(_described(result))
+    loss, report = result[0], result[-1]
+    num_tokens: Tensor | None = result[1] if len(result) == 3 else None
+    if not _is_single(loss) or not loss.is_floating_point():
+        raise _wrong_loss(f"{_described(loss)} for the loss")
+    if len(result) == 3 and not (_is_single(num_tokens) and num_tokens.dtype is not torch.bool):
+        raise _wrong_loss(f"{_described(num_tokens)} for the number of tokens")
+    if num_tokens is None and (type(report) is int or _is_single(report) and _is_integer(report)):
+        raise _wrong_loss(f"{_described(report)}, which is a number of tokens, for the report")
+    if not trains:
+        return loss, num_tokens, report
+    if num_tokens is None and per_token:
+        raise ConfigError(
+            "calculate_per_token_loss is on, and the loss function returned no number of tokens.",
+            rule="gradients are summed over micro batches and ranks, then divided by the tokens of"
+            " the whole batch: without a number of tokens they would grow with the number of ranks",
+            flags=["--calculate-per-token-loss"],
+            fix="return (summed loss, number of tokens, report), or leave calculate_per_token_loss"
+            " off",
+        )
+    parts = output if isinstance(output, (tuple, list)) else (output,)
+    has_gradient = any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    if has_gradient and not loss.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on the model's output, which requires a gradient.",
+            rule="backward starts at the loss that the loss function returns",
+            fix="compute the loss from the output without detach(), item() or no_grad; where no"
+            " token counts, return output.sum() * 0",
+        )
+    return loss, num_tokens, report
+
+
+def _is_single(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _is_integer(value: Tensor) -> bool:
+    return not value.is_floating_point() and value.dtype is not torch.bool
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} values"
+    return shown(value)
+
+
+def _wrong_loss(found: str) -> ConfigError:
+    return ConfigError(
+        f"the loss function returned {found}.", rule=_LOSS_FORMS, fix="return one of these forms"
     )

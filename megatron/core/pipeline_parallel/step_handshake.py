@@ -1,9 +1,9 @@
-"""Catch ranks that are about to run different steps, before their data meet.
+"""Detect ranks that are about to run different steps, before they exchange data.
 
-Neighbours on a pipeline send each other the numbers that decide a step, ahead of any data, and
-compare before they post the first receive from each other. So the check waits only where data
-would be waited for anyway: an early rank may start its next step while a late one still finishes
-the last, which in evaluation hides the bubble between steps.
+Before any data, neighbours in a pipeline send each other the numbers that determine a step, and
+compare them before they post the first receive from each other. So the check waits only where a
+rank would wait for data anyway: an early rank can start its next step while a late rank finishes
+the last one, which in evaluation hides the bubble between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TAG = 0  # data messages have positive tags
 
 
 def encode(settings: Mapping[str, object]) -> torch.Tensor:
-    """Return one int64 per setting: integers as they are, others as a hash of their text."""
+    """Return one int64 per setting: an integer unchanged, any other value as a hash of its repr."""
     numbers = [v if isinstance(v, int) else derive_seed(repr(v)) for v in settings.values()]
     return torch.tensor(numbers, dtype=torch.int64)
 
@@ -33,7 +33,7 @@ def encode(settings: Mapping[str, object]) -> torch.Tensor:
 def disagreement(
     settings: Mapping[str, object], theirs: list[int], my_name: str, their_name: str
 ) -> TopologyError | None:
-    """Return the error for a peer whose encoded settings differ from mine, None if they do not."""
+    """Return the error for a peer with other encoded settings; None if they are equal."""
     mine = encode(settings).tolist()
     differing = [i for i in range(len(mine)) if mine[i] != theirs[i]]
     if not differing:
@@ -71,7 +71,7 @@ class StepHandshake:
     Args:
         group: pipeline group of a backend with message tags.
         neighbours: pipeline ranks that this rank exchanges data with.
-        settings: the same names, in the same order, on all ranks.
+        settings: names, equal and in the same order on all ranks, and values.
         name_of: pipeline rank -> text for messages.
     Communication:
         one small message to and from each neighbour.
@@ -98,10 +98,10 @@ class StepHandshake:
                 self._sends.append(group.send([self._mine], peer, _TAG))
 
     def check(self, peer: int) -> None:
-        """Wait for the settings of a neighbour and raise if they are not mine; once per peer."""
+        """Wait for the settings of a neighbour and raise if they differ; once per peer."""
         problem = self._compare(peer)
         if problem is not None:
-            # The neighbours shall read my settings before this rank is gone.
+            # Let the neighbours receive these settings before this rank exits.
             for work in self._sends:
                 with contextlib.suppress(RuntimeError):
                     work.wait(_PATIENCE)

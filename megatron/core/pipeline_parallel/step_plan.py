@@ -1,6 +1,6 @@
-"""Plan a training step: make, validate and time its program before it is run.
+"""Plan a training step: build, validate and time its program before it runs.
 
-Programs depend on a handful of numbers only, so each is made once and cached.
+A program depends on a few numbers only, so each program is built once and cached.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron.core.pipeline_parallel.simulate import Costs, Report, simulate
 from megatron.core.pipeline_parallel.validate import validate, validate_rank
 
 MAX_STEPS_VALIDATED = 16384
-"""Compute steps of all ranks together up to which a program is proved as a whole before it runs:
-0.15 s at 9 microseconds a step (64 micro batches on 16 ranks with 4 chunks are 8192). Of larger
-ones every rank checks its own part; `python -m tests.parity.schedules` proves their smaller
-relatives exhaustively, and the steady state only repeats."""
+"""Largest number of compute steps, over all ranks, for which the whole program is proved before it
+runs: 0.15 s at 9 microseconds a step (64 micro batches on 16 ranks with 4 chunks are 8192). For
+larger programs every rank checks its own part. `python -m tests.parity.schedules` proves smaller
+programs of every schedule exhaustively; a larger one only has a longer steady state."""
 
 
 def compute_orders(plan: StepPlan) -> Orders:
-    """Return what every rank computes.
+    """Return the compute steps of every rank.
 
     Raises:
-        ScheduleError: the schedule does not exist, or cannot run these numbers.
+        ScheduleError: the schedule does not exist, or does not support these numbers.
     """
     p, v, m = plan.pipeline_size, plan.num_chunks, plan.num_microbatches
     if m < 1:
@@ -45,7 +45,7 @@ def compute_orders(plan: StepPlan) -> Orders:
         raise schedule.chunks_error(v)
     if plan.overlap_f_b and not schedule.overlaps_f_b:
         raise schedule.overlap_error()
-    # One rank alone never waits: all schedules are the one that keeps the fewest activations.
+    # A single rank never waits, so every schedule runs as 1F1B, which keeps the fewest activations.
     return (schedule if p > 1 else ONE_F_ONE_B).orders(plan)
 
 
@@ -59,7 +59,7 @@ def num_compute_steps(plan: StepPlan) -> int:
 
 @functools.lru_cache(maxsize=64)
 def validated_orders(plan: StepPlan) -> Orders:
-    """Return the orders of a plan after proving its program, if it is not too large for that.
+    """Return the orders of a plan; prove its program unless it exceeds `MAX_STEPS_VALIDATED`.
 
     Raises:
         ScheduleError: the program is wrong or deadlocks.

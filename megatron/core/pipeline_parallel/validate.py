@@ -5,17 +5,17 @@ grid of all ranks with the failing cell in brackets. What is proved:
 
 1. every (micro batch, chunk) of every rank has exactly one forward, and after it one backward, or
    one input gradient and after that one weight gradient;
-2. every step that needs data from another rank has its receive posted, every receive is used,
-   every result another rank needs is sent after it was made, every send is freed;
+2. every step that needs data from another rank has its receive posted; every receive is used;
+   every result that another rank needs is sent after its compute step; every send is freed;
 3. on every channel (ordered pair of ranks) the k-th send is the k-th receive;
 4. buffers are bounded: unfinished sends and unused receives of a channel stay within the window;
 5. gradients of a chunk are released for reduction once, with or after its last backward;
-6. what is combined is a forward and the whole backward of another micro batch or chunk;
+6. every overlapped pair is a forward and the whole backward of another micro batch or chunk;
 7. the program finishes, with buffered channels and with rendezvous channels that hold nothing.
 
-Programs are deterministic, so whether they finish does not depend on how long steps take: one
-walk per channel model is a proof. What finishes with rendezvous channels also finishes with
-buffered ones.
+Programs are deterministic: whether they finish does not depend on the durations of steps, so one
+walk per channel model is a proof. A program that finishes with rendezvous channels also finishes
+with buffered ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from megatron.core.pipeline_parallel.instructions import (
     Program,
     Step,
 )
-from megatron.core.pipeline_parallel.plot import order_text
 from megatron.core.pipeline_parallel.simulate import ChannelModel, Costs, Walk, walk
 
 Location = tuple[int, int]
@@ -54,9 +53,10 @@ def validate(program: Program, *, rendezvous: bool = True) -> Walk:
 
     Args:
         program: as made by `lower`, or by hand.
-        rendezvous: prove that it finishes for channels without buffers, not only with them.
+        rendezvous: prove that the program finishes with rendezvous channels; otherwise only with
+            buffered ones.
     Returns:
-        the walk that proves it, with forwards of cost 1 and backwards of cost 2.
+        the walk, with forwards of cost 1 and backwards of cost 2.
     """
     checks = [_RankCheck(program, rank) for rank in range(program.placement.num_ranks)]
     for check in checks:
@@ -76,7 +76,7 @@ def validate(program: Program, *, rendezvous: bool = True) -> Walk:
 
 
 def validate_rank(program: Program, rank: int) -> None:
-    """Check what can be said of one rank without the programs of the others: 1, 2, 4, 5 and 6."""
+    """Check one rank without the programs of other ranks: points 1, 2, 4, 5 and 6."""
     _RankCheck(program, rank).run()
 
 
@@ -92,13 +92,13 @@ class _RankCheck:
         self.previous = [placement.previous(rank, chunk) for chunk in chunks]
         self.next = [placement.next(rank, chunk) for chunk in chunks]
         num_entries = program.num_microbatches * self.num_chunks
-        # Which steps were seen: by op, then by microbatch * num_chunks + chunk.
+        # The steps seen so far: by op, then by microbatch * num_chunks + chunk.
         self.done = [bytearray(num_entries) for _ in Op]
         self.received: dict[int, list[Crossing]] = defaultdict(list)
         self.sent: dict[int, list[Crossing]] = defaultdict(list)
         self.num_unused: dict[int, int] = defaultdict(int)
         self.num_unfinished: dict[int, int] = defaultdict(int)
-        # A receiver that follows the sender's order may have to post past the step it needs.
+        # A receiver follows the sender's order, so it may post receives that it needs only later.
         self.receive_limit = program.prefetch + 1 + program.send_window
         self.backwards_left = [
             0 if program.forward_only else program.num_microbatches for _ in chunks
@@ -107,11 +107,8 @@ class _RankCheck:
 
     def run(self) -> None:
         """Check every step in order, then that nothing is missing."""
-        num_chunks, num_microbatches, done = (
-            self.num_chunks,
-            self.program.num_microbatches,
-            self.done,
-        )
+        num_chunks, num_microbatches = self.num_chunks, self.program.num_microbatches
+        done = self.done
         steps = self.program.ranks[self.rank]
         for position, step in enumerate(steps):
             op, microbatch, chunk = step
@@ -149,10 +146,10 @@ class _RankCheck:
         else:
             source, receive = self.next[chunk], RECV_GRADIENT
             if not done[FORWARD][index]:
-                self.fail(step, "comes before its forward", "a backward follows its forward")
+                self.fail(step, "is before its forward", "a backward follows its forward")
             if op is WEIGHT_GRAD and not done[INPUT_GRAD][index]:
                 self.fail(
-                    step, "comes before its input gradient", "first input, then weight gradient"
+                    step, "is before its input gradient", "a weight gradient is the second half"
                 )
             if op is not WEIGHT_GRAD and (done[BACKWARD][index] or done[INPUT_GRAD][index]):
                 self.fail(step, "is a second backward of its micro batch", "one backward each")
@@ -164,15 +161,15 @@ class _RankCheck:
             return
         if source[0] != self.rank:
             if not done[receive][index]:
-                self.fail(step, "has no receive before it", "its input comes from another rank")
+                self.fail(step, "has no receive before it", "another rank sends its input")
             self.num_unused[source[0]] -= 1
         elif not self.is_made(receive, microbatch * self.num_chunks + source[1]):
             self.fail(
-                step, "comes before the step that makes its input", "stages of one rank keep order"
+                step, "is before the step that makes its input", "stages of one rank keep order"
             )
 
     def pair(self, combine: Step, *halves: Step) -> None:
-        """Check that a forward and a backward follow, of which the second can begin at once."""
+        """Check that a forward and an independent backward follow."""
         if [op for op, _, _ in halves] != [FORWARD, BACKWARD]:
             self.fail(
                 combine,
@@ -210,7 +207,7 @@ class _RankCheck:
         if target is None or target[0] == self.rank:
             self.fail(step, "has no receiver", "only data for another rank are sent")
         if not self.is_made(op, index):
-            self.fail(step, "comes before the step that makes its data", "data are made, then sent")
+            self.fail(step, "is before the step that makes its data", "data are made, then sent")
         self.sent[target[0]].append((op is SEND_GRADIENT, microbatch, target[1]))
         self.num_unfinished[target[0]] += 1
         if self.num_unfinished[target[0]] > self.program.send_window:
@@ -227,7 +224,7 @@ class _RankCheck:
         )
         target = side[chunk]
         if target is None or not self.done[sent][index]:
-            self.fail(step, "frees what was not sent", "a buffer is sent, then freed")
+            self.fail(step, "frees a buffer that was not sent", "a buffer is sent, then freed")
         self.num_unfinished[target[0]] -= 1
 
     def bookkeeping(self, step: Step) -> None:
@@ -269,14 +266,14 @@ class _RankCheck:
                 )
 
     def missing(self, step: Step) -> NoReturn:
-        self.fail(step, "is missing", "every chunk does every micro batch, and frees what it sent")
+        self.fail(step, "is missing", "every chunk runs every micro batch and frees every send")
 
     def fail(self, step: Step, found: str, rule: str) -> NoReturn:
         raise _error(self.program, {self.rank: step}, found, rule)
 
 
 def _mismatch(program: Program, source: _RankCheck, target: _RankCheck) -> ScheduleError:
-    """Return the error for the first message on which the ends of a channel disagree."""
+    """Return the error for the first message that differs between the ends of a channel."""
     sent, received = source.sent[target.rank], target.received[source.rank]
     index = next(
         i
@@ -304,7 +301,7 @@ def _receive_step(crossing: Crossing) -> Step:
 
 
 def _check_progress(program: Program, channels: ChannelModel) -> Walk:
-    """Check that no rank waits for ever."""
+    """Check that no rank waits forever."""
     walked = walk(program, Costs(), channels)
     blocked = walked.blocked
     if not blocked:
@@ -335,3 +332,46 @@ def _error(program: Program, marked: dict[int, Step], found: str, rule: str) -> 
         rule=rule,
         fix="correct the order, or use one of megatron.core.pipeline_parallel.schedule_definitions",
     )
+
+
+def order_text(program: Program, marked: dict[int, Step], width: int = 16) -> str:
+    """Return the compute steps of all ranks in program order, with marked cells in brackets.
+
+    Args:
+        program: any program; it need not be valid.
+        marked: rank -> step to mark; for a communication step, its compute step is marked.
+        width: number of columns shown around the first marked cell.
+    """
+    rows = []
+    chunks = program.placement.num_chunks
+    centre = None
+    for rank in range(program.placement.num_ranks):
+        cells = [step.label(chunks) for step in program.compute_steps(rank)]
+        if rank in marked:
+            index = _nearest_compute_step(program, rank, marked[rank])
+            if index is None:
+                cells.append(f"[{marked[rank].label(chunks)}]")
+                index = len(cells) - 1
+            else:
+                cells[index] = f"[{cells[index]}]"
+            centre = index if centre is None else centre
+        rows.append(cells)
+    first = max(0, (centre or 0) - width // 2)
+    cell_width = max((len(cell) for row in rows for cell in row), default=1) + 1
+    lines = []
+    for rank, row in enumerate(rows):
+        shown = "".join(cell.ljust(cell_width) for cell in row[first : first + width])
+        left = "... " if first else ""
+        right = "..." if len(row) > first + width else ""
+        lines.append(f"rank {rank:>2} | {left}{shown}{right}".rstrip())
+    return "\n".join(lines)
+
+
+def _nearest_compute_step(program: Program, rank: int, step: Step) -> int | None:
+    """Return the index of the compute step that a step belongs to."""
+    forward = step.op in (Op.FORWARD, Op.RECV_ACTIVATION, Op.SEND_ACTIVATION, Op.FREE_OUTPUT)
+    for index, candidate in enumerate(program.compute_steps(rank)):
+        same = (candidate.microbatch, candidate.chunk) == (step.microbatch, step.chunk)
+        if same and (candidate.op is step.op or (candidate.op is Op.FORWARD) == forward):
+            return index
+    return None

@@ -1,12 +1,18 @@
-"""Gated DeltaNet: a mixer whose state is one matrix per head, corrected by the delta rule.
+"""Gated DeltaNet and Kimi Delta Attention: the state is one matrix per head, with the delta rule.
 
 S. Yang, J. Kautz, A. Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule",
-arXiv 2412.06464, section 3.3, in the form of Qwen3-Next: queries and keys are shared by several
-value heads, a short convolution goes before the rule, a gated norm of each head after it.
+arXiv 2412.06464, section 3.3, as in Qwen3-Next: several value heads share a query and a key head, a
+short convolution precedes the rule, and a gated norm of each head follows it.
+
+Kimi Delta Attention has a decay for each channel of a key. Kimi Team, "Kimi Linear: An Expressive,
+Efficient Attention Architecture", section 3, arXiv 2510.26692. Decays and output gates are
+projections of latents that all heads share and that are as wide as a value head; the gate is a
+sigmoid.
 
 Legend: s sequence, b micro batch, g key heads, n value heads, r = n/g, d width of a key head, e of
-a value head. A block is a key head: query d, key d, r values and r output gates of e, r write
-strengths, r decays.
+a value head, w width of a latent. A block is a key head: query d, key d, r values and r output
+gates of e, r write strengths, r decays. A block of Kimi Delta Attention is query d, key d, r values
+of e, r write strengths, and w/g features of the latents of decays and of gates.
 """
 
 from __future__ import annotations
@@ -21,15 +27,17 @@ from torch import Tensor
 
 from megatron.core.foundation.device import current_device
 from megatron.core.kernels.chunks import CHUNK, DocumentRows
-from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks
+from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks, kimi_delta_chunks
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.recurrent_mixer import (
     RecurrentMixer,
     RecurrentMixerSubmodules,
     fill_log_decays,
+    fill_step_biases,
     wide,
 )
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.transformer.norm import RMSNorm
 
@@ -44,10 +52,9 @@ class GatedDeltaNet(RecurrentMixer):
 
     @staticmethod
     def sizes_of(config: Any) -> MixerSizes:
-        """Return the widths."""
         g, n = config.linear_num_key_heads, config.linear_num_value_heads
         d, e, r = config.linear_key_head_dim, config.linear_value_head_dim, n // g
-        # Copies in fp32 of what enters the rule, and in each chunk scores, decays, the solved
+        # fp32 copies of the inputs of the rule, and in each chunk scores, decays, the solved
         # systems and the state. Within 12 % for widths 16 to 128.
         kept = 12 * g * d + 11 * n * e + 4 * n * d + CHUNK * (4 * n + 3 * g) + 3 * n * d * e / CHUNK
         return MixerSizes(
@@ -58,21 +65,21 @@ class GatedDeltaNet(RecurrentMixer):
             taps=config.linear_conv_kernel_dim,
             rows_of_block=(d, d, r * e, r * e, r, r),
             convolved=slice(0, 3),
-            # Its reading by the key, what is erased, what is written, its reading by the query.
+            # Read by the key, erase, write, read by the query.
             state_products=4,
             vector_parameters=2 * n + e,
             kept_elements=kept,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:
-        """Make decays of heads, and the norm that they share."""
+        """Create the decays of the heads, and the norm that all heads share."""
         n = self.num_heads
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n, split_dim=0, init_method=torch.nn.init.ones_)
         self.add_norm()
 
     def add_norm(self) -> None:
-        """Make the norm of a head, whose scales the heads share."""
+        """Create the norm of a head; all heads share its scales."""
         config = self.config
         self.out_norm = RMSNorm(
             self.sizes.value_width,
@@ -90,7 +97,7 @@ class GatedDeltaNet(RecurrentMixer):
         return self.num_blocks, r, self.sizes.key_width, self.sizes.value_width
 
     def coefficients(self, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the logarithms of decays, at most 0, and write strengths: [s, b, n/tp] each."""
+        """Return log decays, at most 0, and write strengths: [s, b, n/tp] each."""
         _, strength, decay = (x.flatten(2) for x in others)
         steps = F.softplus(wide(decay) + wide(self.dt_bias))
         return -wide(self.A_log).exp() * steps, wide(strength).sigmoid()
@@ -118,3 +125,73 @@ def _unit(x: Tensor) -> Tensor:
     """Return x [..., d] with length 1."""
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _UNIT_EPS)
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Mix a sequence by the delta rule with a decay for each channel."""
+
+    rule = staticmethod(kimi_delta_chunks)
+
+    @staticmethod
+    def sizes_of(config: Any) -> MixerSizes:
+        """Return the sizes; the width of a latent is rounded up to a multiple of the key heads."""
+        sizes = GatedDeltaNet.sizes_of(config)
+        g, n, d, e = sizes.num_blocks, sizes.num_heads, sizes.key_width, sizes.value_width
+        r, share = n // g, -(-e // g)
+        # As for Gated DeltaNet, and channel decays at each doubling of a block. Within 2 %.
+        kept = (
+            11.2 * n * e + 26 * n * d + 12 * g * d + CHUNK * (2.9 * n + g) + 1.2 * n * d * e / CHUNK
+        )
+        return replace(
+            sizes,
+            rows_of_block=(d, d, r * e, r, share, share),
+            vector_parameters=n + n * d + e,
+            inner_matrices=share * g * n * (d + e),
+            kept_elements=kept,
+        )
+
+    def add_parameters(self, layer: ParallelLayer) -> None:
+        """Create the decays of heads, biases of channels, projections of latents, and the norm."""
+        n, config = self.num_heads, self.config
+        d, e, latent = self.sizes.key_width, self.sizes.value_width, self.latent_width
+        self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
+        self.dt_bias = layer.new_parameter(n * d, split_dim=0, init_method=fill_step_biases)
+        self.decay_up_weight, self.gate_up_weight = (
+            layer.new_parameter(rows, latent, split_dim=0, init_method=config.init_method)
+            for rows in (n * d, n * e)
+        )
+        self.add_norm()
+
+    @property
+    def latent_width(self) -> int:
+        """Width of a latent."""
+        return self.sizes.num_blocks * self.sizes.rows_of_block[-1]
+
+    def from_latent(self, share: Tensor, weight: Tensor) -> Tensor:
+        """Return latents times a matrix, fp32 or wider.
+
+        Args:
+            share: [s, b, g/tp, w/g], this rank's features of the latent.
+            weight: [m/tp, w].
+        Returns:
+            [s, b, m/tp].
+        Communication:
+            forward all-gather of the latent, backward reduce-scatter, on `tp`.
+        """
+        latent = all_gather_last_dim_from_tensor_parallel_region(
+            share.flatten(2).contiguous(), group=self.pg_collection.tp
+        )
+        return wide(F.linear(latent, weight.to(latent.dtype)))
+
+    def coefficients(self, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return log decays [s, b, n/tp, d], at most 0, and write strengths [s, b, n/tp]."""
+        strength, of_decay, _ = others
+        steps = F.softplus(self.from_latent(of_decay, self.decay_up_weight) + wide(self.dt_bias))
+        steps = steps.unflatten(2, (self.num_heads, -1))
+        rate = wide(self.A_log).exp().unsqueeze(-1)
+        return -rate * steps, wide(strength.flatten(2)).sigmoid()
+
+    def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+        """Norm each head of [s, b, n, e], then gate it; return [s, b, n*e]."""
+        gate = self.from_latent(others[2], self.gate_up_weight).sigmoid()
+        return self.out_norm(out.to(others[2].dtype)).flatten(2) * gate

@@ -1,9 +1,9 @@
-"""Mamba-2: a mixer whose state decays by a number for each head and adds what a token writes.
+"""Mamba-2: the state of a head decays by one factor per token, and each token adds to it.
 
 T. Dao, A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
-Structured State Space Duality", section 7 (the Mamba-2 architecture), arXiv 2405.21060: one
-projection to all that a token needs, a short convolution of X, B and C, a skip D of each head, and
-a gated norm of each group.
+Structured State Space Duality", section 7 (the Mamba-2 architecture), arXiv 2405.21060: one input
+projection, a short convolution of X, B and C, a skip D of each head, and a gated norm of each
+group.
 
 Legend: s sequence, b micro batch, g groups, n heads, r = n/g, d width of the state, e of a head. A
 block is a group: gates z and inputs x of r heads, B and C of d, r step sizes.
@@ -39,17 +39,12 @@ class MambaMixer(RecurrentMixer):
 
     @staticmethod
     def sizes_of(config: Any) -> MixerSizes:
-        """Return the widths."""
-        g, n, d, e = (
-            config.mamba_num_groups,
-            config.mamba_num_heads,
-            config.mamba_state_dim,
-            config.mamba_head_dim,
-        )
+        g, n = config.mamba_num_groups, config.mamba_num_heads
+        d, e = config.mamba_state_dim, config.mamba_head_dim
         r = n // g
         channels = n * e + 2 * g * d
-        # Copies in fp32 of what enters and leaves the recurrence, and in each chunk scores, decays
-        # and the state. Within 4 % of what autograd keeps for widths 16 to 128 and several heads.
+        # fp32 copies of the inputs and outputs of the recurrence, and in each chunk scores, decays
+        # and the state. Within 4 % of autograd's memory for widths 16 to 128 and several heads.
         kept = 16 * n * e + n * d / 2 + 14 * g * d + CHUNK * 3 * n + 1.2 * n * d * e / CHUNK
         return MixerSizes(
             num_blocks=g,
@@ -59,14 +54,14 @@ class MambaMixer(RecurrentMixer):
             taps=config.linear_conv_kernel_dim,
             rows_of_block=(r * e, r * e, d, d, r),
             convolved=slice(1, 4),
-            # Its decay, what is written, its reading.
+            # Decay, write, read.
             state_products=3,
             vector_parameters=channels + 3 * n + n * e,
             kept_elements=kept,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:
-        """Make decays, step sizes and skips of heads, and the scales of the norm."""
+        """Create the decays, step sizes and skips of the heads, and the scales of the norm."""
         n = self.num_heads
         self.A_log = layer.new_parameter(n, split_dim=0, init_method=fill_log_decays)
         self.dt_bias = layer.new_parameter(n, split_dim=0, init_method=fill_step_biases)
@@ -81,7 +76,7 @@ class MambaMixer(RecurrentMixer):
         return self.num_blocks, self.sizes.key_width, r, self.sizes.value_width
 
     def coefficients(self, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the logarithms of decays, at most 0, and step sizes: [s, b, n/tp] each."""
+        """Return log decays, at most 0, and step sizes: [s, b, n/tp] each."""
         steps = F.softplus(wide(others[1].flatten(2)) + wide(self.dt_bias))
         steps = steps.clamp(*self.config.mamba_step_limits)
         return -wide(self.A_log).exp() * steps, steps

@@ -1,6 +1,6 @@
-"""What a mixer with a state holds, computes and keeps. Pure arithmetic.
+"""Sizes, parameters, products and memory of a recurrent mixer. Pure arithmetic.
 
-Legend: h hidden, g blocks of heads that share keys, n heads, d width of a key, e of a value: the
+Legend: h hidden, g blocks of heads that share keys, n heads, d width of a key, e of a value. The
 state of a head has d*e elements.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class MixerSizes:
-    """Widths of a mixer, of all tensor-parallel ranks together.
+    """Sizes of a mixer, for all tensor-parallel ranks together.
 
-    A token is projected to g blocks of rows; ranks own whole blocks. Some of the rows pass a short
-    convolution.
+    A token is projected to g blocks of features; each rank has whole blocks. Some of the features
+    pass a short convolution.
     """
 
     num_blocks: int
@@ -23,22 +23,22 @@ class MixerSizes:
     value_width: int
     taps: int
     rows_of_block: tuple[int, ...]
-    """Rows of a block as they lie, one number for each part."""
+    """Output features of a block, in memory order, for each part."""
     convolved: slice
-    """Which of the parts pass the convolution."""
+    """The parts that pass the convolution."""
     state_products: int
-    """Products of an element of the state for each token."""
+    """Multiplications per element of the state and token."""
     vector_parameters: int
-    """Parameters beside the matrices and the taps."""
+    """Parameters other than the matrices and the taps."""
     inner_matrices: int = 0
-    """Elements of matrices between the two projections."""
+    """Elements of the matrices between the two projections."""
     kept_elements: float
-    """Elements in fp32 that the backward of a token needs between the two projections. Measured on
+    """fp32 elements per token that are saved for backward between the two projections. Measured on
     the plain implementation."""
 
     @property
     def values(self) -> int:
-        """Width of all value heads, n e: what enters the last projection."""
+        """Width of all value heads, n*e, which is the input width of the output projection."""
         return self.num_heads * self.value_width
 
     @property
@@ -48,7 +48,7 @@ class MixerSizes:
 
     @property
     def projected(self) -> int:
-        """Width of what a token projects to."""
+        """Output width of the input projection."""
         return self.num_blocks * sum(self.rows_of_block)
 
     @property
@@ -57,7 +57,7 @@ class MixerSizes:
         return self.num_heads * self.key_width * self.value_width
 
     def matrices(self, hidden: int) -> int:
-        """Elements of the matrices that a token is multiplied with."""
+        """Elements of all matrices."""
         return hidden * (self.projected + self.values) + self.inner_matrices
 
     def parameters(self, hidden: int) -> int:
@@ -66,15 +66,15 @@ class MixerSizes:
 
     @property
     def token_products(self) -> int:
-        """Multiplications of a token with states and taps, which do not grow with the sequence."""
+        """Multiplications per token with states and taps; independent of the sequence length."""
         return self.state_products * self.state_elements + self.channels * self.taps
 
     def activation_bytes(self, item: int, *, recomputes_core: bool) -> float:
-        """Return what the backward of one token needs between the two projections.
+        """Return the bytes per token that are saved for backward between the two projections.
 
         Args:
-            item: bytes of an activation.
-            recomputes_core: what is between them is computed again in backward.
+            item: bytes of an activation element.
+            recomputes_core: everything between the projections is recomputed in backward.
         """
         if recomputes_core:
             return float(item * (self.projected + self.values))

@@ -1,11 +1,10 @@
-"""The mixers with a state, by the names that settings give them."""
+"""The recurrent mixers by their names in settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.recurrent_mixer import RecurrentMixer
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA

@@ -1,12 +1,20 @@
-"""A mixer whose memory of a sequence is a state of fixed size: what all of them have in common.
+"""Base of mixers that remember a sequence in a state of fixed size.
 
-A new one states its sizes, its parameters, and three functions: what decides how a row changes the
-state, the recurrence over rows, and what is made of its output. Projections, the convolution, the
-cache of generation, documents, recomputation, and the exchange between context- and tensor-parallel
-ranks are here.
+A subclass defines its sizes, its parameters and three functions: the coefficients of the state
+update, the recurrence over tokens, and the output of the heads. This module has everything else:
+projections, the short causal convolution, the cache of generation, documents, recomputation, and
+the exchange between context- and tensor-parallel ranks.
 
-Legend: s sequence, b micro batch, h hidden, g blocks, n heads, e width of a value head. The
-projection packs rows block by block; tensor parallelism splits whole blocks.
+A context-parallel rank holds two pieces of the sequence (see `context_parallel.partition`). They
+are stacked in the batch dimension, so that both are computed at once. A piece needs the state
+before it and, for the convolution, a few tokens before it. The effect of a piece on the state is a
+linear map: ranks gather the maps of all pieces, whose size does not depend on the length of the
+sequence, and compose them.
+
+Legend: s tokens of this rank, b micro batch, h hidden, g blocks, n heads, e width of a value head,
+c channels and k taps of the convolution, p pieces of this rank (2, or 1 without context
+parallelism), which are first in the batch: [p*b]. The projection packs its output features block by
+block; tensor parallelism splits whole blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.foundation.errors import refuse_given
@@ -27,19 +36,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.ssm.mixer_sizes import MixerSizes
-from megatron.core.ssm.sequence_pieces import SequencePieces
-from megatron.core.ssm.short_convolution import ShortConvolution
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.topology.group import Group
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
 LARGEST_DECAY = 16.0
-"""exp(A_log) begins between 1 and this."""
+"""The initial exp(A_log) is between 1 and this."""
 _LEAST_STEP, _LARGEST_STEP = 1e-3, 1e-1
-"""Step sizes begin between these, evenly in their logarithm."""
+"""Initial step sizes are between these, log-uniformly."""
 _SMALLEST_STEP = 1e-4
 
 
@@ -57,7 +66,7 @@ def fill_log_decays(a_log: Tensor) -> None:
 
 
 def fill_step_biases(dt_bias: Tensor) -> None:
-    """Fill [n] with what softplus makes a step size of."""
+    """Fill [n] with the inverse softplus of the initial step sizes."""
     logs = nn.init.uniform_(dt_bias, math.log(_LEAST_STEP), math.log(_LARGEST_STEP))
     steps = logs.exp().clamp(min=_SMALLEST_STEP)
     with torch.no_grad():
@@ -65,7 +74,7 @@ def fill_step_biases(dt_bias: Tensor) -> None:
 
 
 class RecurrentMixer(MegatronModule):
-    """Mix a sequence by a recurrence; in a layer it takes the place of self-attention.
+    """Mix a sequence by a recurrence, in place of self-attention.
 
     Args:
         layer_number: 1-based number of the layer in the whole model.
@@ -125,14 +134,14 @@ class RecurrentMixer(MegatronModule):
     @staticmethod
     @abstractmethod
     def sizes_of(config: Any) -> MixerSizes:
-        """Return the widths that a config (or settings with its fields) gives the mixer."""
+        """Return the sizes of the mixer for a config, or for settings with the same fields."""
 
     @abstractmethod
     def add_parameters(self, layer: ParallelLayer) -> None:
-        """Make the parameters beside the projections and the convolution.
+        """Create the parameters other than the projections and the convolution.
 
         Args:
-            layer: makes parameters that are split over the tensor-parallel ranks.
+            layer: creates parameters that are split over the tensor-parallel ranks.
         """
 
     @abstractmethod
@@ -141,10 +150,10 @@ class RecurrentMixer(MegatronModule):
 
     @abstractmethod
     def coefficients(self, others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what decides how a row changes the state; with zeros it does not.
+        """Return the coefficients of the state update; zeros leave the state unchanged.
 
         Args:
-            others: [s, b, g/tp, rows], the parts of the projection that pass no convolution.
+            others: [s, b, g/tp, width], the parts of the projection without convolution.
         Returns:
             [s, b, n/tp, ...] each, fp32 or wider.
         """
@@ -156,20 +165,20 @@ class RecurrentMixer(MegatronModule):
         coefficients: Sequence[Tensor],
         documents: DocumentRows | None,
     ) -> Chunks:
-        """Return the recurrence over rows, in chunks.
+        """Return the recurrence over tokens, in chunks.
 
         Args:
-            convolved: [s, b, g/tp, rows], the parts that passed the convolution.
-            coefficients: of the same rows.
+            convolved: [s, b, g/tp, width], the parts of the projection after the convolution.
+            coefficients: of the same tokens.
         """
 
     @abstractmethod
     def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-        """Return what enters the last projection, [s, b, n/tp * e].
+        """Return the input of the output projection, [s, b, n/tp * e].
 
         Args:
-            out: [s, b, n/tp, e] of the recurrence, fp32 or wider.
-            convolved, others: the parts as above.
+            out: [s, b, n/tp, e], output of the recurrence, fp32 or wider.
+            convolved, others: see `recurrence` and `coefficients`.
         """
 
     def forward(
@@ -181,14 +190,14 @@ class RecurrentMixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_of_attention: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix the sequence: a row sees what is before it in its document.
+        """Mix the sequence: a token depends on the earlier tokens of its document.
 
-        Positions and masks, which a layer hands to any mixer, mean nothing here.
+        Positions and masks, which a layer passes to any mixer, are ignored.
 
         Args:
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
         Returns:
-            (output of the input's shape, bias that is still to be added, or None).
+            (output with the shape of the input, bias for the caller to add or None).
         """
         refuse_given(
             f"{type(self).__name__}.forward",
@@ -209,7 +218,7 @@ class RecurrentMixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         context: StaticInferenceContext | None = None,
     ) -> Tensor:
-        """Return what leaves the heads, [s, b, n/tp * e], from rows of the projection."""
+        """Return the output of the heads, [s, b, n/tp * e], from the output of the projection."""
         s, b, _ = packed.shape
         rows_of_block, which, taps = self.sizes.rows_of_block, self.sizes.convolved, self.sizes.taps
         widths = rows_of_block[which]
@@ -224,7 +233,8 @@ class RecurrentMixer(MegatronModule):
         else:
             before, state = self._kept(context, rows)
             coefficients = tuple(context.only_real(x) for x in coefficients)
-        # One row before at least, also where the convolution sees none: its state is the first.
+        # At least one token before, also without convolution: the state before the first token
+        # belongs to its document.
         ids = pieces.documents(packed_seq_params, rows, max(1, taps - 1))
         convolved = self.conv1d(
             rows, before, None if ids is None else ids[:, -len(rows) - taps + 1 :]
@@ -245,7 +255,7 @@ class RecurrentMixer(MegatronModule):
         return out.to(packed.dtype)
 
     def _kept(self, context: StaticInferenceContext, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows before the new ones [taps - 1, b, c] and the state, from the cache."""
+        """Return the tokens before the new ones [taps - 1, b, c] and the state, from the cache."""
         b, dtype = rows.shape[1], torch.promote_types(rows.dtype, torch.float32)
         before, state = context.states(
             self.layer_number,
@@ -256,5 +266,157 @@ class RecurrentMixer(MegatronModule):
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x [...] in fp32, or wider as it is: decays multiply over the whole sequence."""
+    """Return x [...] in fp32 or wider: decays multiply over the whole sequence."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, before: Tensor | None = None, ids: Tensor | None = None
+) -> Tensor:
+    """Return y_t = sum_j weight[c, j] x_{t - (k - 1) + j}, in fp32 or wider.
+
+    Args:
+        x: [s, b, c].
+        weight: [c, k].
+        before: [k - 1, b, c], the tokens before `x`; default zeros.
+        ids: [b, k - 1 + s], documents of `before` and `x`; tokens of other documents count as
+            zeros. Default one document.
+    Returns:
+        [s, b, c].
+    """
+    s, last = x.shape[0], weight.shape[1] - 1
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    weight = weight.to(dtype)
+    rows = F.pad(x, (0, 0, 0, 0, last, 0)) if before is None else torch.cat((before, x))
+    out = x.to(dtype) * weight[:, last]
+    for tap in range(last):
+        taken = rows[tap : tap + s].to(dtype) * weight[:, tap]
+        if ids is not None:
+            taken = taken * (ids[:, tap : tap + s] == ids[:, last:]).t().unsqueeze(-1)
+        out = out + taken
+    return out
+
+
+def fill_taps(weight: Tensor) -> None:
+    """Fill [c, 1, k] with U(-1/sqrt(k), 1/sqrt(k)), the initial values of torch's convolutions."""
+    bound = weight.shape[-1] ** -0.5
+    nn.init.uniform_(weight, -bound, bound)
+
+
+class ShortConvolution(ParallelLayer):
+    """Causal depthwise convolution, then SiLU; tensor-parallel ranks split the channels.
+
+    Args:
+        channels: c, of all ranks together.
+        taps: k; a token depends on itself and the k - 1 tokens before it.
+        has_bias: add a bias per channel.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        *,
+        config: TransformerConfig,
+        tp_group: Group,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__(config, tp_group=tp_group)
+        width = divide(channels, tp_group.size())
+        self.weight = self.new_parameter(width, 1, taps, init_method=fill_taps, split_dim=0)
+        self.bias: nn.Parameter | None = None
+        if has_bias:
+            self.bias = self.new_parameter(width, init_method=nn.init.zeros_, split_dim=0)
+
+    def forward(self, x: Tensor, before: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """Convolve [s, b, c/tp]; see `causal_convolution` for the arguments.
+
+        Returns:
+            [s, b, c/tp] in the dtype of x.
+        """
+        out = causal_convolution(x, self.weight.squeeze(1), before, ids)
+        if self.bias is not None:
+            out = out + self.bias.to(out.dtype)
+        return F.silu(out).to(x.dtype)
+
+
+class SequencePieces:
+    """The pieces of the sequence on this rank, and the tokens and states before them.
+
+    Args:
+        cp: context-parallel group.
+    """
+
+    def __init__(self, cp: Group) -> None:
+        self.cp = cp
+        self.is_split = cp.size() > 1
+        self.mine = [cp.rank(), 2 * cp.size() - 1 - cp.rank()] if self.is_split else [0]
+
+    def fold(self, x: Tensor) -> Tensor:
+        """Stack this rank's pieces in the batch: [s, b, ...] -> [s/p, p*b, ...]."""
+        return torch.cat(x.chunk(2), 1) if self.is_split else x
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Undo `fold`: [s/p, p*b, ...] -> [s, b, ...]."""
+        return torch.cat(x.chunk(2, 1)) if self.is_split else x
+
+    def documents(self, packed: PackedSeqParams | None, x: Tensor, history: int) -> Tensor | None:
+        """Return the document of each token of `x` and of the tokens before it.
+
+        Args:
+            x: [s/p, p*b, ...].
+            history: number of tokens before, at least one. Before the start of the sequence they
+                belong to the document of the first token.
+        Returns:
+            [p*b, history + s/p]; None if there is one document.
+        """
+        if packed is None:
+            return None
+        rows, batch = x.shape[0], x.shape[1] // len(self.mine)
+        num_pieces = 2 * self.cp.size() if self.is_split else 1
+        ids = packed.resolve(batch, rows * num_pieces, x.device).ids
+        ids = torch.cat((ids[:, :1].expand(-1, history), ids), 1)
+        return torch.cat([ids[:, piece * rows :][:, : history + rows] for piece in self.mine])
+
+    def rows_before(self, x: Tensor, count: int) -> Tensor | None:
+        """Return the `count` tokens before each piece, zeros before the sequence.
+
+        Args:
+            x: [s/p, p*b, c].
+        Returns:
+            [count, p*b, c]; None without context parallelism.
+        Communication:
+            forward all-gather of min(count, s/p) tokens per piece, backward reduce-scatter, on
+            `cp`.
+        """
+        if not (self.is_split and count):
+            return None
+        last = x[max(0, len(x) - count) :].transpose(0, 1)
+        pieces = self._of_all_ranks(last)
+        before = []
+        for piece in self.mine:
+            nothing = last.new_zeros((pieces[0].shape[0], count, x.shape[2]))
+            before.append(torch.cat((nothing, *pieces[:piece]), 1)[:, -count:])
+        return torch.cat(before).transpose(0, 1)
+
+    def states_before(self, chunks: Chunks) -> Tensor:
+        """Return the state before each piece; it is zero before the sequence.
+
+        Args:
+            chunks: recurrence over this rank's pieces, [p*b, ...].
+        Returns:
+            [p*b, ...].
+        Communication:
+            forward all-gather of the state map of each piece, backward reduce-scatter, on `cp`.
+        """
+        pieces = self._of_all_ranks(chunks.transition())
+        states = [torch.zeros_like(chunks.after(pieces[0], None))]
+        for piece in pieces[: self.mine[-1]]:
+            states.append(chunks.after(piece, states[-1]))
+        return torch.cat([states[piece] for piece in self.mine])
+
+    def _of_all_ranks(self, x: Tensor) -> Sequence[Tensor]:
+        """Gather [p*b, ...]; return the pieces of all ranks, [b, ...], in sequence order."""
+        split = x.unflatten(0, (len(self.mine), -1))
+        gathered = gather_from_sequence_parallel_region(split.contiguous(), group=self.cp)
+        return [*gathered[0::2].unbind(), *gathered[1::2].flip(0).unbind()]

@@ -128,7 +128,7 @@ class StepContext:
     """Takes what modules whose activations are offloaded save for backward."""
     expert_loads: Sequence[ref[ExpertLoad]] = ()
     """What the routers of this stage counted in the step that ended last."""
-    later_losses: dict[str, Tensor] | None = None
+    mtp_losses: dict[str, Tensor] | None = None
     """Takes further losses for the report, name -> (sum, count) as fp32 [2], which backward fills;
     None where nobody reports them."""
     overlap: Overlap | None = None

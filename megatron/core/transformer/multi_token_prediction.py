@@ -208,7 +208,7 @@ def with_prediction_losses(
         weight: of each of their losses.
     Returns:
         `loss`, whose backward pass also reaches the predictions and reports their losses
-        (`StepContext.later_losses`).
+        (`StepContext.mtp_losses`).
     Communication:
         per depth an all-gather of b * s token ids on `cp`; in backward one of b * s gradients.
     """
@@ -216,7 +216,7 @@ def with_prediction_losses(
     positions = rows.positions(labels.device)
     documents = None if packed_seq_params is None else packed_seq_params.seq_idx
     is_inside = None
-    reported = current_step().later_losses
+    reported = current_step().mtp_losses
     for depth, hidden_states in enumerate(predictions, 1):
         if documents is not None:
             later = (positions + depth).clamp(max=rows.total - 1)

@@ -131,8 +131,8 @@ class TransformerBlock(GraphableMegatronModule):
         self.num_layers_per_pipeline_rank = len(self.layers)
         self.final_layernorm: nn.Module | None = None
         has_final_norm = post_process
-        if layout.predicts_early:
-            has_final_norm = layout.stage(pp_rank, vp_stage) == layout.prediction_stage
+        if layout.mtp_on_earlier_stage:
+            has_final_norm = layout.stage(pp_rank, vp_stage) == layout.mtp_stage
         if has_final_norm and post_layer_norm and self.submodules.layer_norm is not None:
             self.final_layernorm = build_module(
                 self.submodules.layer_norm,

@@ -101,7 +101,7 @@ def create_groups(
 def _embedding_ranks(run: ResolvedRun) -> StageRanks:
     """Return a function from the ranks of a pipeline to the ranks with a copy of the embedding."""
     layout = explicit_layout(run.transformer_config)
-    if layout is None or not layout.predicts_early:
+    if layout is None or not layout.mtp_on_earlier_stage:
         return default_embedding_ranks
     is_tied = not run.model.untie_embeddings_and_output_weights
     holders = sorted(set(layout.embedding_holders(is_tied=is_tied)))

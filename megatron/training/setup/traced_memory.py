@@ -112,7 +112,7 @@ def memory_of_stages(run: ResolvedRun, script: ModelScript) -> list[StageMemory]
         if is_replayed:
             waiting = min(len(ranks) - stage, num_microbatches)
             message = _message_bytes(run) if stage and num_microbatches > 1 else 0
-            message *= layout.num_parts_received(stage)
+            message *= layout.num_stacked_hidden_states(stage)
             found.append(_with_waiting(traces[key], stage, contents, waiting, message))
         else:
             found.append(_as_traced(traces[key], stage, contents))

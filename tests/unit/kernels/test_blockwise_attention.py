@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.core.context_parallel.ulysses import key_heads_for_ranks
+from megatron.core.context_parallel.attention import key_heads_for_ranks
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels import online_softmax
 from megatron.core.kernels.attention_options import AttentionOptions

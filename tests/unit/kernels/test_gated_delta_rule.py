@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.delta_rules import decayed_products, delta_chunks, kimi_delta_chunks
-from megatron.core.ssm.short_convolution import causal_convolution
+from megatron.core.ssm.recurrent_mixer import causal_convolution
 from tests.harness.tolerances import FP32_REORDERED_SUM, FP64_REORDERED_SUM, assert_close
 
 B, G, R, D, E = 2, 2, 3, 5, 7

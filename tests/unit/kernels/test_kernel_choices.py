@@ -93,14 +93,14 @@ def test_the_report_says_what_dropout_costs_or_gives_up(backend):
     if backend is AttnBackend.flash:
         assert line == (
             "attention: flash-attn if installed, else sdpa"
-            " (the kernel draws dropout: what is dropped depends on the layout)"
+            " (the kernel draws dropout: the dropped elements depend on the layout)"
         )
     else:
         assert line == (
             "attention: unfused"
             " (sdpa, flash-attn, transformer-engine, flex, sdpa-mask: does not"
-            " support dropout independent of the layout; --attention-backend flash or fused lets"
-            " the kernel draw dropout by the layout)"
+            " support dropout independent of the layout; with --attention-backend flash or fused"
+            " the kernel draws dropout, by the layout)"
         )
     (line,) = attention_on_a_planned_gpu(config, backend="transformer_engine")
-    assert line.endswith("(the kernel draws dropout: what is dropped depends on the layout)")
+    assert line.endswith("(the kernel draws dropout: the dropped elements depend on the layout)")

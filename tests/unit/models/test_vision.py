@@ -138,7 +138,7 @@ def test_tokens_without_their_patches_are_refused(tmp_path):
         ("--lora-rank 4", "vlm with --lora-rank 4"),
         ("--vision-num-attention-heads 3", "--vision-hidden-size 64 with 3 heads"),
         ("--vision-window-size 12", "--vision-window-size 12 with blocks of 8 pixels"),
-        ("--vision-full-attention-layers 5", "layers [5] of an encoder of images with 2 layers"),
+        ("--vision-full-attention-layers 5", "layers [5] of an image encoder with 2 layers"),
         ("--freeze-LM --freeze-ViT --freeze-projection", "nothing is trained"),
         ("--position-embedding-type rope", "vlm with --position-embedding-type rope"),
         (

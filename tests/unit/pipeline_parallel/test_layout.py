@@ -110,14 +110,14 @@ def test_a_layout_string_counts_layers_and_stages():
 
 def test_a_stage_before_that_of_the_loss_may_predict_later_tokens():
     layout = PipelineParallelLayerLayout("Et|tmm||L", 2).pipeline_layout
-    assert layout.predicts_early and layout.prediction_stage == 1
-    assert [layout.num_parts_received(stage) for stage in range(4)] == [1, 1, 3, 3]
+    assert layout.mtp_on_earlier_stage and layout.mtp_stage == 1
+    assert [layout.num_stacked_hidden_states(stage) for stage in range(4)] == [1, 1, 3, 3]
     assert [layout.reads_tokens(s % 2, s // 2) for s in range(4)] == [True, True, False, True]
     assert layout.embedding_holders(is_tied=False) == [0, 1]
     assert layout.embedding_holders(is_tied=True) == [0, 1, 1]
     ends = PipelineParallelLayerLayout("Et||t|mmL", 2).pipeline_layout
-    assert not ends.predicts_early and ends.prediction_stage == 3
-    assert {ends.num_parts_received(stage) for stage in range(4)} == {1}
+    assert not ends.mtp_on_earlier_stage and ends.mtp_stage == 3
+    assert {ends.num_stacked_hidden_states(stage) for stage in range(4)} == {1}
     assert ends.embedding_holders(is_tied=False) == [0, 1]
 
 

@@ -159,7 +159,7 @@ def test_what_a_pair_hides_shortens_every_micro_batch_but_one(p, m):
 def test_measured_steps_that_take_turns_are_busy_once():
     forward, backward = Step(Op.FORWARD, 1, 0), Step(Op.BACKWARD, 0, 0)
     spans = [Span(0, forward, 1.0, 3.0), Span(0, backward, 2.0, 5.0), Span(1, forward, 0.0, 4.0)]
-    assert report(spans, 2, [1, 1]).busy == [4.0, 4.0]
+    assert report(spans, 2).busy == [4.0, 4.0]
 
 
 def test_pairs_hold_the_way_there_and_back():
@@ -267,7 +267,7 @@ BROKEN = [
     (
         "a backward before its forward",
         swapped(BASE, 2, Step(F, 1, 0), Step(B, 1, 0)),
-        "comes before",
+        "is before",
     ),
     ("a missing backward", without(BASE, 0, Step(B, 3, 0)), "B3 is missing"),
     ("a forward twice", with_rank(BASE, 0, [*BASE.ranks[0], Step(F, 0, 0)]), "appears twice"),

@@ -1,12 +1,13 @@
-"""A cache of keys and values of fixed size: one row a sequence, one place a token.
+"""A cache of keys and values of fixed size, with one slot per sequence and one position per token.
 
-Layers with a state in the place of keys and values keep the last one of each row.
+Recurrent layers store the last state of each sequence instead of keys and values.
 
-The rows of a forward pass are neighbouring rows of the cache. Each may be at a place of its own
-in its sequence: shorter rows of a batch are padded at the end, and what padding leaves in the cache
-is hidden until a real token takes its place.
+The sequences of a forward pass are in consecutive slots of the cache. Each sequence has its own
+length: shorter sequences of a batch are padded at the end, and masks hide the keys of padding until
+real tokens overwrite them.
 
-Legend: s new tokens, b rows of this pass, S places, g key/value groups of this rank, d head dim.
+Legend: s new tokens, b sequences of this pass, S positions, g key/value groups of this rank, d head
+dim, k positions up to the last one of this pass.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from megatron.core.foundation.errors import ConfigError
 
 
 class BaseInferenceContext:
-    """What a model is told about the tokens it has seen, whichever way they are kept."""
+    """Megatron's base class of caches."""
 
     def is_static_batching(self) -> bool:
-        """Return whether the rows of a batch stay the same from token to token."""
+        """Return whether the sequences of a batch stay the same from token to token."""
         return True
 
     def is_dynamic_batching(self) -> bool:
-        """Return whether rows come and go between tokens."""
+        """Return whether sequences join and leave the batch between tokens."""
         return not self.is_static_batching()
 
 
 class StaticInferenceContext(BaseInferenceContext):
     """Keys and values of up to `max_batch_size` sequences, for the layers of this rank.
 
-    Megatron's loop works with it: pass it as `inference_context`, then add the number of new
-    tokens to `sequence_len_offset`. Rows at different places are announced by `set_rows`.
+    Works in Megatron's loop: pass it as `inference_context`, then add the number of new tokens to
+    `sequence_len_offset`. For sequences of different lengths call `set_rows` before each pass.
 
-    A layer's memory, tensors [rows, g, S, d], is taken when the layer first stores.
+    The memory of a layer, tensors [max_batch_size, g, S, d], is allocated on its first `store`.
 
     Args:
-        max_batch_size: rows.
-        max_sequence_length: places, for prompt and continuation together.
+        max_batch_size: number of sequences.
+        max_sequence_length: S, tokens of prompt and continuation together.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -50,12 +51,12 @@ class StaticInferenceContext(BaseInferenceContext):
         self.key_value_memory_dict: dict[int, tuple[Tensor, ...]] = {}
         self.state_memory_dict: dict[int, tuple[Tensor, ...]] = {}
         self.materialize_only_last_token_logits = False
-        """Give logits [b, 1, v/tp] of the last real token of each row instead of all."""
+        """Compute logits [b, 1, v/tp] of the last real token of each sequence only."""
         self.batch_size_offset = 0
         self.positions = torch.empty(0, 0, dtype=torch.long)
-        """[s, b]: the place of each token of this pass in its sequence."""
+        """[s, b]: position of each token of this pass in its sequence."""
         self.is_fresh = True
-        """Whether the rows hold nothing yet, so that attention among the new tokens is all."""
+        """Whether the sequences have no cached tokens: attention is among the new tokens only."""
         self._offset = 0
         self._offsets: tuple[int, ...] | None = None
         self._lengths: tuple[int, ...] | None = None
@@ -66,7 +67,7 @@ class StaticInferenceContext(BaseInferenceContext):
 
     @property
     def sequence_len_offset(self) -> int:
-        """Tokens that every row holds already; setting it forgets `set_rows`."""
+        """Number of cached tokens of every sequence; setting it discards `set_rows`."""
         return self._offset
 
     @sequence_len_offset.setter
@@ -74,34 +75,34 @@ class StaticInferenceContext(BaseInferenceContext):
         self._offset, self._offsets, self._lengths, self._entered = offset, None, None, None
 
     def reset(self) -> None:
-        """Begin with empty rows; the memory is kept."""
+        """Start with empty sequences; the memory stays allocated."""
         self.batch_size_offset = 0
         self.sequence_len_offset = 0
 
     def set_rows(self, first: int, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Say what the next pass holds.
+        """Set the sequences of the next pass.
 
         Args:
-            first: row of the cache of the first row of the batch.
-            offsets: per row, the tokens it holds already.
-            lengths: per row, the new tokens that are real.
+            first: slot of the first sequence of the batch.
+            offsets: per sequence, the number of cached tokens.
+            lengths: per sequence, the number of new tokens without padding.
         """
         self.batch_size_offset = first
         self._offsets, self._lengths, self._entered = tuple(offsets), tuple(lengths), None
 
     def enter(self, num_tokens: int, num_rows: int, device: torch.device) -> None:
-        """Prepare a pass over [s, b]; every chunk of a model calls it, the first one counts.
+        """Prepare a pass over [s, b]; only the first call of the chunks of a model has an effect.
 
         Raises:
-            ConfigError: more rows or places than there are.
+            ConfigError: the cache has too few slots or positions.
         """
         if self._entered == (num_tokens, num_rows):
             return
         offsets = self._offsets or (self._offset,) * num_rows
         if len(offsets) != num_rows:
             raise ConfigError(
-                f"a pass over {num_rows} rows, of which set_rows() gave {len(offsets)}.",
-                rule="set_rows() is called with an offset and a length for each row of the pass",
+                f"a pass over {num_rows} rows, but set_rows() got {len(offsets)} offsets.",
+                rule="set_rows() gets an offset and a length for each row of the pass",
                 fix=f"give set_rows() {num_rows} offsets and lengths",
             )
         self._num_keys = max(offsets) + num_tokens
@@ -110,9 +111,9 @@ class StaticInferenceContext(BaseInferenceContext):
             raise ConfigError(
                 f"{rows} rows of {self._num_keys} tokens for a cache of {self.max_batch_size} rows"
                 f" of {self.max_sequence_length}.",
-                rule="the cache has a place for every token of prompt and continuation",
+                rule="the cache has a position for every token of prompt and continuation",
                 flags=["--max-batch-size", "--max-new-tokens"],
-                fix="make it larger, or ask for less",
+                fix="make the cache larger, or generate fewer tokens",
             )
         steps = torch.arange(num_tokens, device=device).unsqueeze(1)
         self.positions = steps + torch.tensor(offsets, device=device)
@@ -123,17 +124,18 @@ class StaticInferenceContext(BaseInferenceContext):
         self._entered = (num_tokens, num_rows)
 
     def store(self, layer: int, *news: Tensor) -> tuple[Tensor, ...]:
-        """Keep what a layer made of this pass.
+        """Store the keys and values of a layer in this pass.
 
         Args:
             layer: 1-based number of the layer in the whole model.
-            news: key [s, b, g, d], value [s, b, g, e], and what else a layer keeps of a token.
+            news: key [s, b, g, d], value [s, b, g, e], and any further tensors of the layer.
         Returns:
-            of each, [b, g, k, d] of all places up to the last of this pass; views of the cache.
+            for each of `news`, all positions up to the last one of this pass, [b, g, k, d]; these
+            are views of the cache.
         """
         if layer not in self.key_value_memory_dict:
             self.key_value_memory_dict[layer] = tuple(
-                # Zeros: a hidden place takes part with weight 0, and 0 * NaN is NaN.
+                # Zeros, because a masked position has weight 0, and 0 * NaN is NaN.
                 new.new_zeros(
                     self.max_batch_size, new.shape[2], self.max_sequence_length, new.shape[3]
                 )
@@ -154,13 +156,13 @@ class StaticInferenceContext(BaseInferenceContext):
         return tuple(seen)
 
     def states(self, layer: int, *empty: Tensor) -> list[Tensor]:
-        """Return what a recurrent layer kept for the rows of this pass.
+        """Return the states of a recurrent layer for the sequences of this pass.
 
         Args:
             layer: 1-based number of the layer in the whole model.
-            empty: [b, ...] each, what a row begins with.
+            empty: [b, ...] each, initial states.
         Returns:
-            tensors of the same shapes; `empty` for rows that hold nothing yet.
+            states of the same shapes; `empty` for sequences without cached tokens.
         """
         if layer not in self.state_memory_dict:
             self.state_memory_dict[layer] = tuple(
@@ -178,12 +180,12 @@ class StaticInferenceContext(BaseInferenceContext):
         ]
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Keep the states [b, ...] of the rows of this pass after it, as `states` gave them."""
+        """Store the states [b, ...] after this pass, in the order of `states`."""
         for memory, state in zip(self.state_memory_dict[layer], states, strict=True):
             memory.narrow(0, self.batch_size_offset, len(state)).copy_(state)
 
     def only_real(self, x: Tensor) -> Tensor:
-        """Return x [s, b, ...] with zeros where a row is padded."""
+        """Return x [s, b, ...] with zeros in place of padding."""
         if self._lengths is None:
             return x
         steps = torch.arange(len(x), device=x.device).unsqueeze(1)
@@ -191,13 +193,13 @@ class StaticInferenceContext(BaseInferenceContext):
         return x * is_real.view(*is_real.shape, *[1] * (x.dim() - 2))
 
     def last_rows(self, before: Tensor, new: Tensor) -> Tensor:
-        """Return the last k real rows of what was before and what is new.
+        """Return the last tokens of each sequence without padding.
 
         Args:
-            before: [k, b, c].
-            new: [s, b, c].
+            before: [n, b, c], the last n tokens before this pass.
+            new: [s, b, c], the tokens of this pass.
         Returns:
-            [b, k, c].
+            [b, n, c].
         """
         joined = torch.cat((before, new)).transpose(0, 1)
         if self._lengths is None:
@@ -208,7 +210,7 @@ class StaticInferenceContext(BaseInferenceContext):
         return joined[rows, first + steps]
 
     def _slots_of(self, groups: int) -> Tensor:
-        """Return [b*g*s]: places of the new tokens in a memory flattened to [rows*g*S, d]."""
+        """Return [b*g*s]: indices of the new tokens in a memory flattened to [slots*g*S, d]."""
         if groups not in self._slots:
             device = self.positions.device
             s, b = self.positions.shape
@@ -221,12 +223,12 @@ class StaticInferenceContext(BaseInferenceContext):
         return self._slots[groups]
 
     def masked_keys(self, left: int) -> Tensor | None:
-        """Return [b, 1, s, 1, k], True where a key comes after its query or too long before it.
+        """Return the mask [b, 1, s, 1, k], True for keys after a query or outside its window.
 
         Args:
-            left: keys to the left of a query that it may see; -1 is unlimited.
+            left: number of keys before a query in its window; -1 is unlimited.
         Returns:
-            the mask, the same object for all layers that ask; None if nothing is hidden.
+            the mask, shared by all layers with this window; None if no key is masked.
         """
         if left not in self._masks:
             s, _ = self.positions.shape
@@ -242,7 +244,7 @@ class StaticInferenceContext(BaseInferenceContext):
         return self._masks[left]
 
     def last_tokens(self, hidden_states: Tensor) -> Tensor:
-        """Cut [s, b, h] to the last real token of each row, [1, b, h], if only that is wanted."""
+        """Return the last real tokens [1, b, h] of [s, b, h] if only their logits are needed."""
         if not self.materialize_only_last_token_logits or hidden_states.shape[0] == 1:
             return hidden_states
         if self._lengths is None:
@@ -251,9 +253,9 @@ class StaticInferenceContext(BaseInferenceContext):
         last = torch.tensor(self._lengths, device=hidden_states.device) - 1
         return hidden_states[last, rows].unsqueeze(0)
 
-    @torch.inference_mode()  # the memory may have been taken in that mode
+    @torch.inference_mode()  # the memory may have been allocated in inference mode
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` places of a row over another row, in all layers."""
+        """Copy the first `length` positions of a slot to another slot, in all layers."""
         for memories in self.key_value_memory_dict.values():
             for memory in memories:
                 memory[target, :, :length] = memory[source, :, :length]

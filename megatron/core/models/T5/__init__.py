@@ -1,1 +1,1 @@
-"""T5: an encoder, and a decoder that attends to what it gives."""
+"""T5: an encoder, and a decoder that attends to the encoder's output."""

@@ -1,13 +1,13 @@
-"""T5: an encoder, and a decoder that attends to what it gives.
+"""T5: an encoder, and a decoder that attends to the encoder's output.
 
 C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", arXiv 1910.10683.
 
-Layers are numbered through both stacks, the encoder's first, and a pipeline may be cut between any
-two. A message between stages holds the rows of both: until the encoder has ended those of the
-decoder are its embedded tokens, and after that those of the encoder are its output.
+Layers are numbered through both stacks, encoder first, and a pipeline can be split between any two
+layers. A message between stages has the hidden states of both stacks: in the encoder's stages, the
+decoder's part is its embedded tokens; in the decoder's stages, the encoder's part is its output.
 
-Legend: s sequence of the encoder, t that of the decoder, b micro-batch, h hidden, v padded
+Legend: s sequence of the encoder, t sequence of the decoder, b micro-batch, h hidden, v padded
 vocabulary.
 """
 
@@ -34,10 +34,7 @@ from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.sharded_state import declare_tensor
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 POSITION_EMBEDDING_TYPES = ("relative", "learned_absolute", "rope", "none")
@@ -50,20 +47,20 @@ class T5Model(LanguageModule):
     Weights start as slices of the one-device model under `rng_state().seed`, in every layout.
 
     Args:
-        config: `num_layers` are those of both stacks together, `encoder_num_layers` those of the
-            first.
-        encoder_config: without `config.encoder_num_layers`, `config.num_layers` are those of the
-            decoder alone, and this one's those of the encoder, as in Megatron. Nothing else of it
-            is read.
+        config: `num_layers` counts the layers of both stacks, `encoder_num_layers` the layers of
+            the encoder.
+        encoder_config: used if `config.encoder_num_layers` is not set. As in Megatron,
+            `config.num_layers` then counts the decoder's layers and `encoder_config.num_layers` the
+            encoder's. Its other fields are ignored.
         transformer_encoder_layer_spec, transformer_decoder_layer_spec: the spec of one layer, or of
-            all layers that the stack has in all stages together.
+            all layers of the stack in all stages.
         vocab_size, max_sequence_length, pre_process, post_process, parallel_output,
             share_embeddings_and_output_weights: see `GPTModel`.
         fp16_lm_cross_entropy: accepted; the loss is computed in fp32.
         position_embedding_type: "relative" (T5's own, with `relative_attention_num_buckets` and
             `relative_attention_max_distance`: see `RelativePositionEmbedding`), "learned_absolute"
             (one table for both stacks), "rope" or "none".
-        scales_logits: divide the head's input by sqrt(h), as the first T5 does with its tied head.
+        scales_logits: divide the head's input by sqrt(h), as in the first T5 with its tied head.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class T5Model(LanguageModule):
             self.initialize()
 
     def _build_biases(self, num_buckets: int, max_distance: int) -> None:
-        """Build the tables of both stacks: every stage has them, the first one the originals."""
+        """Build the bias tables of both stacks; later stages have copies of the first stage's."""
         for name in _BIASES:
             table = RelativePositionEmbedding(
                 self.config,
@@ -145,7 +142,7 @@ class T5Model(LanguageModule):
         encoder_spec: ModuleSpec | TransformerBlockSubmodules,
         decoder_spec: ModuleSpec | TransformerBlockSubmodules,
     ) -> None:
-        """Build what this stage has of encoder and decoder: a part with layers or a final norm."""
+        """Build this stage's layers of encoder and decoder, and the final norms."""
         num_encoder, num_layers = self.config.encoder_num_layers or 0, self.config.num_layers
         layers = pipeline_layout(self.config).layers(self.pg_collection.pp.rank(), self.vp_stage)
         of_encoder = range(layers.start, min(layers.stop, num_encoder))
@@ -205,13 +202,12 @@ class T5Model(LanguageModule):
         Args:
             encoder_input_ids: [b, s], and decoder_input_ids: [b, t]; other stages than the first
                 read their lengths.
-            encoder_attn_mask: [b, s], nonzero where there is a token; None: there is no padding.
-            decoder_attn_mask, encoder_decoder_attn_mask: refused if given. Padding of the decoder
-                comes last, where no token sees it, and what the decoder sees of the encoder follows
-                from `encoder_attn_mask`.
-            lm_labels: [b, t]; with them the last stage returns the loss of every token.
-            loss_mask: [b, t], the weights with which the caller will sum the losses. It changes no
-                number here.
+            encoder_attn_mask: [b, s], nonzero for tokens, zero for padding. Default: no padding.
+            decoder_attn_mask, encoder_decoder_attn_mask: must be None. Padding of the decoder is at
+                the end, where causal attention hides it, and cross attention uses
+                `encoder_attn_mask`.
+            lm_labels: [b, t]; with labels the last stage returns the loss of every token.
+            loss_mask: [b, t], weights of the caller's sum of losses. They do not change the losses.
         Returns:
             the message to the next stage, [s + t, b, h] ([(s + t)/tp, b, h] under sequence
             parallelism); on the last stage the loss of every token [b, t] in fp32, or logits
@@ -223,7 +219,7 @@ class T5Model(LanguageModule):
                 "decoder_attn_mask": decoder_attn_mask,
                 "encoder_decoder_attn_mask": encoder_decoder_attn_mask,
             },
-            rule="the decoder is causal, and sees of the encoder what encoder_attn_mask says",
+            rule="the decoder is causal, and encoder_attn_mask masks its cross attention",
             fix="leave it out",
         )
         s, t = encoder_input_ids.shape[1], decoder_input_ids.shape[1]
@@ -250,7 +246,7 @@ class T5Model(LanguageModule):
         return self.loss_or_logits(in_compute_dtype(decoded, self.config), lm_labels, loss_mask)
 
     def _received(self, s: int, t: int) -> tuple[Tensor, Tensor]:
-        """Cut the previous stage's message into the rows of encoder and decoder."""
+        """Split the previous stage's message into the hidden states of encoder and decoder."""
         if self.input_tensor is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
         ranks = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
@@ -258,7 +254,7 @@ class T5Model(LanguageModule):
         return encoded, decoded
 
     def _positions(self, stack: str, length: int) -> dict[str, Tensor]:
-        """Return what a stack's layers are told of the positions of its rows."""
+        """Return the position arguments of a stack's layers."""
         if self.position_embedding_type == "relative":
             return {"attention_bias": getattr(self, f"{stack}_relative_pos_emb")(length, length)}
         if self.position_embedding_type == "rope":
@@ -266,7 +262,7 @@ class T5Model(LanguageModule):
         return {}
 
     def scale_logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Scale the head's input [...] by the factor that its logits have."""
+        """Scale the head's input [...]; its logits get the same factor."""
         scaled = super().scale_logits_of(hidden_states)
         return scaled * self.config.hidden_size**-0.5 if self.scales_logits else scaled
 
@@ -276,7 +272,7 @@ class T5Model(LanguageModule):
         sharded_offsets: Sequence[RankOffset] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        """Declare the model's state; the tables of positions are stored by the first stage."""
+        """Declare the model's state; the first stage stores the bias tables."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for name, weight in self.named_parameters():
             meta = get_param_meta(weight)
@@ -305,11 +301,11 @@ def _of_both_stacks(
 
 
 def _check(config: TransformerConfig, position_embedding_type: str) -> None:
-    """Raise if T5 does not know what is asked for."""
+    """Raise if T5 does not support the config."""
     num_encoder = config.encoder_num_layers or 0
     if not 0 < num_encoder < config.num_layers:
         raise ConfigError(
-            f"{num_encoder} of {config.num_layers} layers are of the encoder.",
+            f"{num_encoder} of {config.num_layers} layers are encoder layers.",
             rule="a T5 has an encoder and a decoder",
             flags=["--encoder-num-layers", "--decoder-num-layers"],
             fix="give both at least one layer",
@@ -324,7 +320,7 @@ def _check(config: TransformerConfig, position_embedding_type: str) -> None:
     if config.context_parallel_size > 1:
         raise ConfigError(
             f"context_parallel_size={config.context_parallel_size} for a T5.",
-            rule="the ranks that share a sequence exchange keys without a bias of their scores",
+            rule="context-parallel attention has no bias of the scores",
             flags=["--context-parallel-size"],
             fix="leave it out",
         )

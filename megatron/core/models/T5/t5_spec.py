@@ -1,4 +1,4 @@
-"""Specs of T5's layers: those of a GPT; the decoder's have cross attention besides."""
+"""Specs of T5 layers: GPT layers; decoder layers also have cross attention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 def encoder_layer(backend: Backend) -> ModuleSpec:
-    """Return the spec of a layer whose attention sees both sides."""
+    """Return the spec of a layer with bidirectional attention."""
     parts = gpt_layer_submodules(backend, attn_mask_type=AttnMaskType.padding)
     return ModuleSpec(module=TransformerLayer, submodules=parts)
 
 
 def decoder_layer(backend: Backend) -> ModuleSpec:
-    """Return the spec of a causal layer that attends to the encoder's output as well."""
+    """Return the spec of a causal layer with cross attention to the encoder's output."""
     parts = gpt_layer_submodules(backend)
     parts.pre_cross_attn_layernorm = backend.norm()
     parts.cross_attention = ModuleSpec(
@@ -38,7 +38,7 @@ def decoder_layer(backend: Backend) -> ModuleSpec:
 
 
 def backend_named(transformer_impl: str) -> Backend:
-    """Return the backend of a value of `--transformer-impl`."""
+    """Return the backend for a value of `--transformer-impl`."""
     return LocalBackend() if transformer_impl == "local" else engine_or_local()
 
 
@@ -47,24 +47,24 @@ def _block(layer: ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:
 
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """Return the specs of the encoder's layers in plain torch, of all stages together."""
+    """Return the specs of all encoder layers, of all stages, in plain torch."""
     return _block(encoder_layer(LocalBackend()), num_layers)
 
 
 def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """Return the specs of the decoder's layers in plain torch, of all stages together."""
+    """Return the specs of all decoder layers, of all stages, in plain torch."""
     return _block(decoder_layer(LocalBackend()), num_layers)
 
 
 def get_t5_encoder_with_transformer_engine_block_spec(
     num_layers: int,
 ) -> TransformerBlockSubmodules:
-    """The same for the encoder under the names of Transformer Engine's classes."""
+    """Return the specs of all encoder layers with Transformer Engine's parameter names."""
     return _block(encoder_layer(engine_or_local()), num_layers)
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(
     num_layers: int,
 ) -> TransformerBlockSubmodules:
-    """The same for the decoder under the names of Transformer Engine's classes."""
+    """Return the specs of all decoder layers with Transformer Engine's parameter names."""
     return _block(decoder_layer(engine_or_local()), num_layers)

@@ -1,1 +1,1 @@
-"""BERT: an encoder that predicts masked words, and how two sentences follow each other."""
+"""BERT: an encoder that predicts masked words, and whether one sentence follows another."""

@@ -1,4 +1,4 @@
-"""Specs of BERT layers: those of a GPT, whose attention sees both sides."""
+"""Specs of BERT layers: GPT layers with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def get_bert_layer_local_spec() -> ModuleSpec:
 
 
 def get_bert_layer_with_transformer_engine_spec() -> ModuleSpec:
-    """Return the spec of a layer under the names of Transformer Engine's classes."""
+    """Return the spec of a layer with Transformer Engine's parameter names."""
     return _layer(engine_or_local())
 
 
@@ -29,7 +29,7 @@ bert_layer_local_spec = get_bert_layer_local_spec()
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    # Looked up when asked for: importing this module does not import the library.
+    # Made on access, so that importing this module does not import Transformer Engine.
     if name == "bert_layer_with_transformer_engine_spec":
         return get_bert_layer_with_transformer_engine_spec()
     raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""What BERT does to hidden states before it predicts masked words."""
+"""The transformation of hidden states before BERT's output layer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class BertLMHead(MegatronModule):
-    """norm(act(x A^T + b)), on each rank's own rows; the product with the vocabulary follows.
+    """norm(act(x A^T + b)), on each rank's tokens; the output layer follows.
 
     J. Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", arXiv 1810.04805, as
-    in the authors' code. The activation and the norm are those of the layers.
+    in the authors' code. Activation and norm are the same as in the layers.
     """
 
     def __init__(
@@ -36,6 +36,6 @@ class BertLMHead(MegatronModule):
         self.layer_norm = WrappedTorchNorm(config, hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism) to the same shape."""
+        """Transform [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism); same shape."""
         hidden_states, _ = self.dense(hidden_states)
         return self.layer_norm(self.config.activation_func(hidden_states))

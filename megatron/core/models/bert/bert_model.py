@@ -1,9 +1,10 @@
-"""BERT: an encoder that predicts masked words, and how two sentences follow each other.
+"""BERT: an encoder that predicts masked words, and whether one sentence follows another.
 
 J. Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
 Understanding", arXiv 1810.04805. Layers norm their input, as in M. Shoeybi et al., "Megatron-LM",
-section 5.3, arXiv 1909.08053; `apply_residual_connection_post_layernorm` gives the original order:
-the norm after the embedding is then the first layer's, and that after a layer the next one's.
+section 5.3, arXiv 1909.08053. `apply_residual_connection_post_layernorm` selects the original
+order: the input norm of the first layer is then BERT's norm after the embedding, and the input norm
+of any other layer is BERT's norm after the previous layer.
 
 Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 """
@@ -25,10 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -38,15 +36,15 @@ class BertModel(LanguageModule):
     Weights start as slices of the one-device model under `rng_state().seed`, in every layout.
 
     Args:
-        num_tokentypes: kinds of tokens; 2 tells the sentences of a pair apart.
+        num_tokentypes: number of token types; 2 distinguishes the sentences of a pair.
         transformer_layer_spec, vocab_size, max_sequence_length, pre_process, post_process,
             parallel_output, share_embeddings_and_output_weights: see `GPTModel`.
         fp16_lm_cross_entropy: accepted; the loss is computed in fp32.
         position_embedding_type: "learned_absolute", "rope" or "none".
-        add_binary_head: classify the first token of each sequence in two: whether the sentences
-            of a pair follow each other.
-        return_embeddings: the last stage returns the mean hidden state of each sequence's tokens,
-            without its first and last one, [b, h].
+        add_binary_head: predict from the first token whether the second sentence of a pair follows
+            the first.
+        return_embeddings: the last stage returns the mean hidden state [b, h] of each sequence,
+            without its first and last token.
     """
 
     def __init__(
@@ -132,7 +130,6 @@ class BertModel(LanguageModule):
 
     @property
     def first_block(self) -> TransformerBlock:
-        """The layers that take the previous stage's output."""
         return self.encoder
 
     def forward(
@@ -150,21 +147,21 @@ class BertModel(LanguageModule):
 
         Args:
             input_ids, tokentype_ids: [b, s/cp], this rank's positions; read by the first stage.
-            attention_mask: [b, s] of the whole sequence, nonzero where there is a token; padding
-                comes last in a row. Every stage reads it. None: there is no padding.
-            lm_labels: [b, s/cp]; with them the last stage returns the loss of every token.
-            loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
-                no number here.
+            attention_mask: [b, s] of the whole sequence, nonzero for tokens, zero for padding at
+                the end. Every stage reads it. Default: no padding.
+            lm_labels: [b, s/cp]; with labels the last stage returns the loss of every token.
+            loss_mask: [b, s/cp], weights of the caller's sum of losses. They do not change the
+                losses.
         Returns:
-            the stage's hidden states [s/cp, b, h]; on the last stage (loss of every token
-            [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels; logits [b, 2] of the
-            binary head, or None), or with `return_embeddings` [b, h]. After
-            `post_training.heads.replace_head` what that head gives, [b, s/cp, n].
+            the stage's hidden states [s/cp, b, h]. The last stage returns (fp32 loss of every token
+            [b, s/cp], or without labels logits [b, s/cp, v/tp]; logits [b, 2] of the binary head,
+            or None), with `return_embeddings` [b, h], and after `post_training.heads.replace_head`
+            the output of the new head, [b, s/cp, n].
         """
         refuse_given(
             "BertModel.forward",
             {"inference_context": inference_context, "inference_params": inference_params},
-            rule="an encoder sees all tokens at once and keeps no cache",
+            rule="an encoder reads all tokens at once and has no cache",
             fix="leave it out",
         )
         states = self.encoder.input_tensor
@@ -186,7 +183,7 @@ class BertModel(LanguageModule):
         hidden_states = in_compute_dtype(hidden_states, self.config)
         if self.return_embeddings:
             return self._mean_states(hidden_states, attention_mask)
-        if not hasattr(self, "lm_head"):  # another head is in the place of BERT's
+        if not hasattr(self, "lm_head"):  # `replace_head` has replaced BERT's head
             vectors, _ = self.output_layer(hidden_states)
             return vectors.transpose(0, 1).contiguous()
         binary_logits = None
@@ -198,10 +195,10 @@ class BertModel(LanguageModule):
     def _mean_states(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         if self.config.sequence_parallel or self.config.context_parallel_size > 1:
             raise ConfigError(
-                "embeddings of sequences were asked of ranks that share the sequence.",
-                rule="the mean is taken over the rows of one rank",
+                "return_embeddings with sequence or context parallelism.",
+                rule="the mean of a sequence is computed on one rank",
                 flags=["--sequence-parallel", "--context-parallel-size"],
-                fix="leave these out",
+                fix="drop these flags",
             )
         s, b, _ = hidden_states.shape
         where = hidden_states.device
@@ -215,13 +212,13 @@ class BertModel(LanguageModule):
 
 
 def tokens_and_padding(attention_mask: Tensor | None) -> PackedSeqParams | None:
-    """Return the tokens of each row and its padding as two documents that do not see each other.
+    """Return the tokens and the padding of each sequence as two separate documents.
 
-    So padding is hidden by the kernels that know documents, which need no matrix of it and work
-    under context parallelism. What padding itself computes nobody reads.
+    Kernels with documents then hide the padding without a mask matrix, also under context
+    parallelism. The outputs for padding are never read.
 
     Args:
-        attention_mask: [b, s] of the whole sequence, nonzero where there is a token.
+        attention_mask: [b, s] of the whole sequence, nonzero for tokens, zero for padding.
     """
     if attention_mask is None:
         return None

@@ -1,4 +1,4 @@
-"""One vector for a sequence, made of its first token."""
+"""Pool a sequence to one vector, computed from its first token."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Pooler(MegatronModule):
-    """tanh(x A^T + b) of the first row of the sequence (BERT, arXiv 1810.04805).
+    """tanh(x A^T + b) of the first token of the sequence (BERT, arXiv 1810.04805).
 
-    Under context parallelism only rank 0 of `cp` holds the first token; what others return is not
-    of it, and takes no part in a loss.
+    Under context parallelism only rank 0 of `cp` has the first token. The output of other ranks is
+    meaningless and must not be used in a loss.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Pooler(MegatronModule):
         """Pool [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism) to [b, h].
 
         Communication:
-            under sequence parallelism one all-gather of a row of each rank of `tp`.
+            under sequence parallelism one all-gather of one token of each rank of `tp`.
         """
         first = hidden_states[:1]
         if self.sequence_parallel:
-            # Rank 0 holds the first token: a row of each rank is gathered, not the sequence.
+            # Rank 0 has the first token: gather one token of each rank, not the whole sequence.
             first = gather_from_sequence_parallel_region(
                 first.contiguous(), tensor_parallel_output_grad=False, group=self.tp_group
             )

@@ -1,1 +1,1 @@
-"""Parts that models share: embeddings and the head."""
+"""Parts that models share: embeddings, output layer and loss."""

@@ -1,4 +1,4 @@
-"""Which kernels the layers of a model take on a device, from its configuration alone."""
+"""The kernels that the layers of a model use on a device, computed from its configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.low_precision.quantized_linear import BLOCK_SCALES, LOW_PRECISION_PRODUCTS
 from megatron.core.low_precision.recipes import Operand
 from megatron.core.low_precision.scaling import TensorScaling
-from megatron.core.models.common.language_module.language_module import (
-    LOSS,
-    asked_loss,
-    loss_needs,
-)
+from megatron.core.models.common.language_module.language_module import LOSS, asked_loss, loss_needs
 from megatron.core.transformer.config.layer_kinds import GATED_DELTA_NET, KIMI, MAMBA
 from megatron.core.transformer.config.stages import cp_comm_type_of_layer
 from megatron.core.transformer.dot_product_attention import asked_backend
@@ -38,7 +34,7 @@ _RECURRENCES = {
 
 @dataclass(frozen=True)
 class KernelLine:
-    """What computes an operation: "attention, layers 1-3", "sdpa", and why others do not."""
+    """The kernel of an operation, such as "attention, layers 1-3" and "sdpa", with the reasons."""
 
     operation: str
     kernel: str
@@ -58,15 +54,15 @@ def kernel_choices(
     is_planned: bool = False,
     backend: str = "local",
 ) -> list[KernelLine]:
-    """Return the kernel of each operation of a training step, and why not another.
+    """Return the kernel of each operation of a training step, and why other kernels do not apply.
 
     Args:
         device: torch's name of the device type.
         has_documents: attention stays within documents.
-        has_bias: attention of a sequence to itself has a bias of its scores.
-        is_planned: the device is not here, and what this installation lacks does not count.
-        backend: the library of the layers; attention and norms of another than "local" are its
-            own.
+        has_bias: self-attention has a bias of its scores.
+        is_planned: the device is on another machine; ignore libraries that are missing here.
+        backend: library of the layers; a library other than "local" has its own attention and
+            norms.
     """
     dtype = dtype_name(config.params_dtype)
 
@@ -141,15 +137,15 @@ def _line(operation: str, choice: Choice, note: str = "") -> KernelLine:
 
 
 def _dropout_note(config: TransformerConfig, choice: Choice | None, device: str) -> str:
-    """Return what attention dropout costs or gives up; `choice` None is a library's attention."""
+    """Return a note about attention dropout; `choice` is None for the attention of a library."""
     if not config.attention_dropout:
         return ""
     if choice is None or attention.DROPOUT not in choice.kernel.supports:
-        return "the kernel draws dropout: what is dropped depends on the layout"
+        return "the kernel draws dropout: the dropped elements depend on the layout"
     passed_over = {name for name, _ in choice.passed_over}
     drawing = [k for k in ATTENTION.of_device(device) if attention.OWN_DROPOUT in k.supports]
     if any(k.name in passed_over and attention.DROPOUT not in k.supports for k in drawing):
-        return "--attention-backend flash or fused lets the kernel draw dropout by the layout"
+        return "with --attention-backend flash or fused the kernel draws dropout, by the layout"
     return ""
 
 
@@ -185,7 +181,7 @@ def _norm(config: TransformerConfig, device: str, dtype: str, is_planned: bool) 
 
 
 def _runs(choices: dict[int, Choice]) -> Iterator[tuple[str, Choice]]:
-    """Yield (which layers, their choice), layers of one choice in one; keys are their numbers."""
+    """Yield (text naming the layers, their choice) for each different choice."""
     by_choice: dict[Choice, list[int]] = {}
     for layer, choice in choices.items():
         by_choice.setdefault(choice, []).append(layer)

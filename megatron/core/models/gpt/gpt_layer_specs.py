@@ -36,22 +36,19 @@ from megatron.core.transformer.sparse_attention import SparseAttention, SparseLa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 FUSED_NORM_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Checkpoints name the norms by the linear layer that follows, as backends that fuse the two do;
-so one checkpoint serves every backend."""
+"""Checkpoints name a norm after the linear layer that follows, as in backends that fuse the two, so
+that every backend can load the same checkpoint."""
 LATENT_NORM_KEYS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""The norms of latents keep names of their own in checkpoints."""
+"""The norms of latents keep their own names in checkpoints."""
 
 
 def gpt_layer_submodules(
@@ -67,8 +64,8 @@ def gpt_layer_submodules(
     """Return the parts of a GPT layer made of a backend's classes: dense, or with experts.
 
     Args:
-        kind: what the layer is made of; `num_experts` says whether an MLP are experts.
-        attn_mask_type: what the mask of attention hides by itself; encoders have `padding`.
+        kind: mixer and MLP of the layer; with `num_experts` the MLP is a mixture of experts.
+        attn_mask_type: mask of self-attention; encoders have `padding`.
     """
     has_latents = multi_latent_attention and kind.attends
     fused = backend.norm_column_linear()
@@ -83,7 +80,9 @@ def gpt_layer_submodules(
             attention = _sparse_attention
         mixer = attention(backend, qk_layernorm, attn_mask_type)
     if has_latents:
-        del norm_keys["input_layernorm."]  # two layers follow: it keeps its own name
+        del norm_keys[
+            "input_layernorm."
+        ]  # two linear layers follow, so the norm keeps its own name
     if fused is not None:
         norm_keys = dict(LATENT_NORM_KEYS) if has_latents else {}
     mlp_parts = MLPSubmodules(
@@ -106,9 +105,9 @@ def gpt_layer_submodules(
 
 
 def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
-    """A mixture-of-experts layer whose experts are computed together, or one after the other.
+    """A mixture-of-experts layer; its experts are computed together or sequentially.
 
-    Experts one after the other are of local classes in every backend.
+    Sequential experts have local classes in every backend.
     """
     local, grouped_class = LocalBackend(), backend.grouped_linear()
     routed = MLPSubmodules(linear_fc1=local.column_linear(), linear_fc2=local.row_linear())
@@ -153,7 +152,7 @@ def _recurrent_mixer(backend: Backend, mixer: str) -> ModuleSpec:
 
 
 def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
-    """Attention through latents, which `qk_layernorm` norms."""
+    """Multi-latent attention; with `qk_layernorm` the latents are normed."""
     fused = backend.norm_column_linear() if qk_layernorm else None
     latent_norm = backend.norm() if qk_layernorm and fused is None else IdentityOp
     up = fused or backend.column_linear()
@@ -175,7 +174,7 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
 
 
 def _sparse_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
-    """Attention through latents to the keys that an indexer chooses; it reads the normed latent."""
+    """Multi-latent attention to keys chosen by an indexer, which reads the normed latent."""
     spec = _latent_attention(backend, qk_layernorm, mask_type)
     parts = replace(
         spec.submodules,
@@ -239,9 +238,9 @@ def get_gpt_layer_with_transformer_engine_submodules(
     kind: LayerKind = ATTENTION_AND_MLP,
     **options: object,
 ) -> TransformerLayerSubmodules:
-    """Return the parts of a layer under the parameter names of NVIDIA Transformer Engine's classes.
+    """Return the parts of a layer with the parameter names of NVIDIA Transformer Engine.
 
-    Made of those classes, or of local ones where the library is not installed.
+    The classes are Transformer Engine's, or local ones if the library is not installed.
     """
     _refuse_unsupported(fp8, qk_l2_norm, options)
     return gpt_layer_submodules(
@@ -255,7 +254,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
 
 
 def engine_or_local() -> Backend:
-    """Return the backend of Transformer Engine, or local classes under its parameter names."""
+    """Return the backend of Transformer Engine, or local classes with its parameter names."""
     from megatron.core.extensions import transformer_engine
 
     if transformer_engine.HAVE_TE:
@@ -264,7 +263,7 @@ def engine_or_local() -> Backend:
 
 
 def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> ModuleSpec:
-    """Return the spec of a layer under the names of Transformer Engine's classes.
+    """Return the spec of a layer with Transformer Engine's parameter names.
 
     Args:
         normalization: accepted for compatibility; the config's `normalization` decides.
@@ -282,12 +281,13 @@ def get_gpt_decoder_layer_specs(
     """Return the spec of every layer of the model, in order.
 
     Raises:
-        ConfigError: `normalization` is not the config's, which decides.
+        ConfigError: `normalization` differs from the config's.
     """
     if normalization not in (None, config.normalization):
         raise ConfigError(
-            f"a spec was asked for {normalization}, the config says {config.normalization}.",
-            rule="the norms of a model follow its config",
+            f"normalization={normalization!r} for a spec, but the config has"
+            f" {config.normalization!r}.",
+            rule="the config determines the norms of a model",
             flags=["--normalization"],
             fix=f"build the config with normalization={normalization!r}",
         )
@@ -346,11 +346,11 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """Return the spec of the layers that predict later tokens; None if there are none.
+    """Return the spec of the multi-token-prediction layers; None if the config has none.
 
     Args:
-        spec: of one layer, or of the layers of a stage, whose last one is repeated where the
-            pattern of letters has none for later tokens.
+        spec: spec of one layer, or of the layers of a stage. The last of them is used unless the
+            hybrid pattern has its own layers for multi-token prediction.
     """
     if not config.mtp_num_layers:
         return None
@@ -360,7 +360,7 @@ def get_gpt_mtp_block_spec(
             _specs_of(kinds, config, use_transformer_engine) for kinds in config.prediction_kinds()
         ]
     elif isinstance(spec, TransformerBlockSubmodules):
-        # As the model's last layer, also on a stage that has none.
+        # Equal to the model's last layer, also on a stage without layers.
         layer = (spec.layer_specs or get_gpt_decoder_layer_specs(config, use_transformer_engine))[
             -1
         ]
@@ -370,23 +370,15 @@ def get_gpt_mtp_block_spec(
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
 
 
-def _refuse_unsupported(
-    fp8: str | None,
-    qk_l2_norm: bool,
-    options: dict[str, Any],
-) -> None:
+def _refuse_unsupported(fp8: str | None, qk_l2_norm: bool, options: dict[str, Any]) -> None:
     """Raise `ConfigError` for kinds of layers that do not exist."""
-    asked = {
-        "fp8": fp8,
-        "qk_l2_norm": qk_l2_norm,
-        **options,
-    }
+    asked = {"fp8": fp8, "qk_l2_norm": qk_l2_norm, **options}
     ignorable = {"kitchen_attention_backend", "normalization"}
     wanted = sorted(name for name, value in asked.items() if value and name not in ignorable)
     if wanted:
         raise ConfigError(
-            f"a layer spec was asked for {', '.join(wanted)}.",
+            f"{', '.join(wanted)} for a layer spec.",
             rule="layers compute in fp32, bf16 or fp16; norms of queries and keys have a scale",
             flags=["--fp8-format", "--qk-layernorm"],
-            fix="leave these out",
+            fix="drop these arguments",
         )

@@ -34,10 +34,7 @@ from megatron.core.transformer.multi_token_prediction import (
     with_prediction_losses,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "yarn", "mrope", "none")
@@ -53,21 +50,20 @@ class GPTModel(LanguageModule):
         vocab_size: padded vocabulary, divisible by the tensor-parallel size. The real size is
             `config.unpadded_vocab_size`; ids beyond it take no part in the loss.
         max_sequence_length: number of learned positions.
-        pre_process, post_process: whether the stage holds the embedding, the head.
+        pre_process, post_process: whether the stage has the embedding, the head.
         fp16_lm_cross_entropy: accepted; the loss is computed in fp32 without a copy of the logits.
-        logit_dtype: dtype of logits that are returned; None keeps the model's.
-        parallel_output: return logits split over the vocabulary, [.., v/tp], not gathered.
+        logit_dtype: dtype of returned logits; default the model's dtype.
+        parallel_output: return vocabulary shards of the logits, [.., v/tp], instead of gathering.
         share_embeddings_and_output_weights: tie the head to the word embedding.
-        position_embedding_type: "learned_absolute", "rope", "yarn", "mrope" or "none". With "yarn"
-            the config's `rotary_scaling_factor` and so on say how rotary positions are stretched;
-            its temperature is a factor on the scores: see `yarn_softmax_scale`. With "mrope"
-            positions are [3, b, s] and the config's `mrope_section` says which pairs of channels
-            have which.
-        mtp_block_spec: layers that predict later tokens, or None. They are built on the stage of
-            the loss, or on the one that `config.pipeline_model_parallel_layout` names.
-        scatter_embedding_sequence_parallel: under sequence parallelism, cut the embedding's
-            output into rows (off if the caller does it).
-        vision_model: builds the encoder of images of these groups, on the first stage; see
+        position_embedding_type: "learned_absolute", "rope", "yarn", "mrope" or "none". "yarn"
+            scales rotary positions with the config's `rotary_scaling_factor` and related fields;
+            its temperature is a factor of the scores (see `yarn_softmax_scale`). "mrope" reads
+            positions [3, b, s], and the config's `mrope_section` assigns channel pairs to them.
+        mtp_block_spec: multi-token-prediction layers, or None. They are built on the last stage, or
+            on the stage that `config.pipeline_model_parallel_layout` names.
+        scatter_embedding_sequence_parallel: under sequence parallelism, split the embedding's
+            output over the ranks (off if the caller does it).
+        vision_model: builds the image encoder for the given groups, on the first stage; see
             `VisionLanguageModel`.
     """
 
@@ -108,12 +104,12 @@ class GPTModel(LanguageModule):
         self.position_embedding_type = position_embedding_type
         self.vp_stage = vp_stage
         self.mtp_process = post_process and mtp_block_spec is not None
-        self.num_parts_received = 1
+        self.num_stacked_hidden_states = 1
         layout = explicit_layout(config)
-        if layout is not None and layout.predicts_early:
+        if layout is not None and layout.mtp_on_earlier_stage:
             stage = layout.stage(self.pg_collection.pp.rank(), vp_stage)
-            self.mtp_process = stage == layout.prediction_stage and mtp_block_spec is not None
-            self.num_parts_received = layout.num_parts_received(stage)
+            self.mtp_process = stage == layout.mtp_stage and mtp_block_spec is not None
+            self.num_stacked_hidden_states = layout.num_stacked_hidden_states(stage)
 
         with deferred_initialization():
             if pre_process and vision_model is not None:
@@ -190,19 +186,19 @@ class GPTModel(LanguageModule):
         """Run this stage.
 
         Args:
-            input_ids: [b, s/cp], this rank's positions; read by the first stage only.
-            position_ids: [b, s/cp], [1, s/cp], or None for the absolute positions of these rows;
-                used by learned positions. With "mrope" [3, b, s], or [b, s] of text alone, and
-                every stage needs them.
-            attention_mask: bool, True where a key is hidden, or None for a causal model.
+            input_ids: [b, s/cp], this rank's positions; only the first stage reads them.
+            position_ids: [b, s/cp] or [1, s/cp], for learned positions; default the absolute
+                positions of these tokens. With "mrope" [3, b, s], or [b, s] for text, on every
+                stage.
+            attention_mask: bool, True for masked keys, or None for a causal model.
             decoder_input: [s/cp, b, h] instead of embedded ids.
-            packed_seq_params: documents of the whole sequence, the same on all ranks of `cp`.
-            inference_context: a `StaticInferenceContext`: the tokens continue what it holds. All of
-                them are at places of their own: pass `position_ids` that say so.
-            labels: [b, s/cp]; with them the last stage returns the loss.
-            loss_mask: [b, s/cp], the weights with which the caller will sum the losses. It changes
-                no number here; the fused loss saves work by knowing it.
-            padding_mask: bool [b, s/cp], True where there is no token, and nothing to route.
+            packed_seq_params: documents of the whole sequence, equal on all ranks of `cp`.
+            inference_context: cache of the previous tokens. Learned positions then need
+                `position_ids` that continue each sequence.
+            labels: [b, s/cp]; with labels the last stage returns the loss.
+            loss_mask: [b, s/cp], weights of the caller's sum of losses. They do not change the
+                losses; the fused loss skips tokens of weight 0.
+            padding_mask: bool [b, s/cp], True for padding, which is not routed to experts.
         Returns:
             the stage's hidden states [s/cp, b, h]; on the last stage the loss of every token
             [b, s/cp] in fp32, or logits [b, s/cp, v/tp] without labels.
@@ -210,7 +206,7 @@ class GPTModel(LanguageModule):
         context = inference_context if inference_context is not None else inference_params
         if context is not None:
             self._check_cache()
-        predictions: Iterable[Tensor] = self._received_predictions()
+        predictions: Iterable[Tensor] = self._split_received()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
         rotary_args: dict[str, Tensor] = {}
@@ -272,22 +268,22 @@ class GPTModel(LanguageModule):
         logits = self.softcap_logits(logits).transpose(0, 1).contiguous()
         return logits if self.logit_dtype is None else logits.to(self.logit_dtype)
 
-    def _received_predictions(self) -> list[Tensor]:
-        """Take the hidden states of later tokens off what came in; the decoder gets the others."""
+    def _split_received(self) -> list[Tensor]:
+        """Split the received tensor: the decoder gets its input; return the MTP hidden states."""
         received = self.decoder.input_tensor
-        if self.num_parts_received == 1 or received is None or not torch.is_grad_enabled():
+        if self.num_stacked_hidden_states == 1 or received is None or not torch.is_grad_enabled():
             return []
-        hidden_states, *predictions = received.chunk(self.num_parts_received)
+        hidden_states, *predictions = received.chunk(self.num_stacked_hidden_states)
         self.decoder.set_input_tensor(hidden_states)
         return predictions
 
     def _message(self, hidden_states: Tensor, later: Iterable[Tensor]) -> Tensor:
-        """Return what the next stage gets: hidden states, then those of later tokens, as rows."""
+        """Return the input of the next stage: hidden states and MTP hidden states, along s."""
         predictions = list(later)
         if not (predictions or self.mtp_process):
             return hidden_states
         if self.mtp_process and self.config.pipeline_dtype is not None:
-            # Normed states have the dtype of weights, and messages may have that of the residual.
+            # Normed states have the dtype of the weights; messages may have the residual's dtype.
             hidden_states = hidden_states.to(self.config.pipeline_dtype)
             predictions = [states.to(hidden_states.dtype) for states in predictions]
         return torch.cat((hidden_states, *predictions)) if predictions else hidden_states
@@ -297,8 +293,8 @@ class GPTModel(LanguageModule):
     ) -> Iterable[Tensor]:
         """Return the hidden states of later tokens, in training; see `MultiTokenPredictionBlock`.
 
-        On the stage of the loss each is computed when its loss is. A later stage expects as many of
-        a model that is not in training, if it has a gradient.
+        On the last stage each is computed directly before its loss. With gradients but in eval mode
+        the next stage expects the same message, so this returns zeros.
         """
         if not torch.is_grad_enabled() or (self.post_process and labels is None):
             return []
@@ -308,7 +304,7 @@ class GPTModel(LanguageModule):
         if labels is None:
             raise ConfigError(
                 "the stage that predicts later tokens got no labels.",
-                rule="the labels, which are the next tokens, are what it embeds",
+                rule="the stage embeds the labels, which are the next tokens",
                 flags=["--pipeline-model-parallel-layout", "--mtp-num-layers"],
                 fix="pass labels=... on this stage too, or put the letters m beside L",
             )
@@ -318,7 +314,7 @@ class GPTModel(LanguageModule):
         return found
 
     def _rotary_args(self, length: int, position_ids: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the angles of this rank's rows of a sequence, as arguments of the layers."""
+        """Return the angles of this rank's positions, as arguments of the layers."""
         if not self.has_rotary:
             return {}
         if self.position_embedding_type == "mrope":
@@ -335,11 +331,11 @@ class GPTModel(LanguageModule):
         return rotary_args
 
     def _check_cache(self) -> None:
-        """Raise if this model cannot keep keys and values."""
+        """Raise if this model does not support a cache."""
         if self.config.sequence_parallel or self.config.context_parallel_size > 1:
             raise ConfigError(
-                "a cache of keys and values reached a model whose ranks share the sequence.",
-                rule="a pass over one new token has no sequence to share",
+                "a cache of keys and values with sequence or context parallelism.",
+                rule="a pass over one new token has no sequence to split",
                 flags=["--sequence-parallel", "--context-parallel-size"],
                 fix="build the model without them to generate; the weights are the same",
             )
@@ -361,7 +357,7 @@ class GPTModel(LanguageModule):
     def _documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
     ) -> Documents:
-        """Bring document borders into the form that all layers read, and check them."""
+        """Convert document borders to the form that all layers read, and check them."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         assert states is not None, "no input: call set_input_tensor first"
         return packed.resolve(states.shape[1], length, states.device)
@@ -388,8 +384,8 @@ def _check_arguments(position_embedding_type: str, config: TransformerConfig) ->
     if wrong:
         raise ConfigError(
             f"position_embedding_type='mrope' and {', '.join(wrong)}.",
-            rule="positions in time, height and width need the three sections of a head, and"
-            " whole heads of whole sequences on a rank, which are rotated equally in all layers",
+            rule="mrope needs the three sections of a head, and whole sequences on each rank; all"
+            " layers rotate whole heads with the same angles",
             flags=["--position-embedding-type", *wrong],
-            fix="give --mrope-section, and leave the other flags out",
+            fix="give --mrope-section, and drop the other flags",
         )

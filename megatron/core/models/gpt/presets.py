@@ -1,7 +1,7 @@
 """Published dense models, as data: sizes, norms, positions, vocabulary.
 
-Sources are named at each family. `preset("llama3-8b")` gives the keyword arguments for
-`TransformerConfig` and `GPTModel`; flags or arguments given beside a preset override it.
+Each family names its sources. `preset("llama3-8b")` returns the keyword arguments of
+`TransformerConfig` and `GPTModel`; flags or arguments in addition to a preset override it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class ModelPreset:
     Attributes:
         config: keyword arguments of `TransformerConfig`.
         model: keyword arguments of `GPTModel`.
-        vocab_size: number of rows of the published embedding, before any padding of ours.
-        published_parameters: as given by the authors, or counted from the published weights.
-        is_exact: the count is exact; otherwise it is the round number of the paper.
+        vocab_size: vocabulary of the published embedding, without padding.
+        published_parameters: number stated by the authors, or counted in the published weights.
+        is_exact: the count is exact; otherwise it is the rounded number of the paper.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ModelPreset:
     source: str = field(default="", compare=False)
 
     def transformer_config(self, **overrides: object) -> TransformerConfig:
-        """Build the config; `overrides` are further or replacing fields."""
+        """Build the config; `overrides` add or replace fields."""
         fields = {**self.config, "unpadded_vocab_size": self.vocab_size, **overrides}
         return TransformerConfig(**fields)
 
@@ -106,9 +106,9 @@ for _name, _sizes, _count in (
 ):
     _add(_name, _gpt, _sizes, _count, vocab_size=50257, source=_GPT2)
 
-# Attention alternated between dense and banded in the paper; here all layers are dense. Two rows of
-# the table do not fit their own parameter counts and are read as the counts require: 1.3B (24 heads
-# of 128 for a width of 2048: 16 heads) and 13B (a width of 5140 for 40 heads of 128: 5120).
+# Attention alternated between dense and banded in the paper; here all layers are dense. Two lines
+# of the table contradict their own parameter counts and are corrected: 1.3B (24 heads of 128 for a
+# width of 2048: 16 heads) and 13B (a width of 5140 for 40 heads of 128: 5120).
 _GPT3 = "Language Models are Few-Shot Learners, table 2.1, arXiv 2005.14165"
 for _name, _sizes, _count in (
     ("gpt3-125m", (12, 768, 12, 64, 2048), 125_000_000),
@@ -259,7 +259,7 @@ def preset(name: str) -> ModelPreset:
     """Return the preset called `name`; case, underscores and dashes make no difference.
 
     Raises:
-        ConfigError: there is none; the message names those that look like it.
+        ConfigError: no preset has this name; the message suggests similar names.
     """
     wanted = name.lower().replace("_", "-")
     if wanted in _PRESETS:

@@ -1,4 +1,4 @@
-"""Models whose layers are letters of a pattern, under Megatron's names."""
+"""Hybrid models, whose layers are given by a pattern of letters, with Megatron's names."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MambaModel(GPTModel):
-    """A `GPTModel` whose layers are those of `hybrid_layer_pattern`.
+    """A `GPTModel` whose layers are given by `hybrid_layer_pattern`.
 
     Args:
-        config: of the model; without a pattern of its own, it is copied with the given one.
+        config: config of the model; if it has no pattern, the model uses a copy with the argument.
         mamba_stack_spec: `megatron.core.models.mamba.mamba_layer_specs.mamba_stack_spec`, or specs
             of layers.
         hybrid_layer_pattern: letters, see `transformer.config.layer_kinds`.
-        hybrid_override_pattern: the same by its former name.
-        options: of `GPTModel`.
+        hybrid_override_pattern: former name of `hybrid_layer_pattern`.
+        options: see `GPTModel`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Layers of a model whose layers are letters of a pattern."""
+"""Layer specs of hybrid models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def mamba_stack_spec(
     config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Return the specs of the layers of one pipeline stage, as the config's pattern says."""
+    """Return the layer specs of one pipeline stage, from the config's pattern."""
     return get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank
     )

@@ -1,1 +1,1 @@
-"""Encoders of images, and language models that see."""
+"""Image encoders, and language models that read images."""

@@ -1,4 +1,4 @@
-"""Settings of an encoder of images, and the config of its layers."""
+"""Settings of an image encoder, and the config of its layers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class VisionKind:
-    """What distinguishes the encoders; see `KINDS`."""
+    """Architecture of an image encoder; see `KINDS`."""
 
     normalization: str
     is_gated: bool
     has_patch_bias: bool
-    """The product that embeds a patch has a bias."""
+    """The patch embedding has a bias."""
     has_windows: bool
     """Most layers attend within windows of a frame."""
     has_position_table: bool
-    """Learned positions of a square are resampled to each image and added."""
+    """A square table of learned positions is resampled to the size of each image."""
     adds_to_layers: bool
-    """Tokens of images get outputs of several layers, after the first layers of the decoder."""
+    """DeepStack: outputs of several encoder layers are added after the first decoder layers."""
 
 
 KINDS = {
@@ -54,47 +54,47 @@ Technical Report", section 2, arXiv 2511.21631."""
 
 @dataclass(kw_only=True)
 class VisionConfig:
-    """Sizes of the encoder of images, and which tokens stand for its output."""
+    """Sizes of the image encoder, and the token that its output replaces."""
 
     vision_model_type: str = flag("qwen2_5_vl", choices=tuple(KINDS))
-    """Kind of the encoder of images: with windows, a gated MLP and RMSNorm, or with a table of
-    positions, LayerNorm, and outputs of several layers for the language model."""
+    """Image encoder: qwen2_5_vl has windows, a gated MLP and RMSNorm; qwen3_vl has a table of
+    positions, LayerNorm and DeepStack."""
     vision_num_layers: int = 32
-    """Layers of the encoder of images."""
+    """Layers of the image encoder."""
     vision_hidden_size: int = 1280
-    """Width of its residual stream."""
+    """Hidden size of the image encoder."""
     vision_num_attention_heads: int = 16
-    """Its heads."""
+    """Attention heads of the image encoder."""
     vision_ffn_hidden_size: int = 3420
-    """Width of its MLP."""
+    """Hidden size of the MLPs of the image encoder."""
     num_channels: int = 3
     """Channels of an image."""
     patch_dim: int = 16
-    """Pixels of a side of a patch."""
+    """Side of a patch in pixels."""
     temporal_patch_size: int = 2
-    """Frames of a patch; a still image is repeated so often."""
+    """Frames of a patch; a still image is repeated to this number of frames."""
     spatial_merge_size: int = 2
-    """Patches of a side of the block that one token stands for."""
+    """Side of a block in patches; each block becomes one token."""
     vision_window_size: int = 112
-    """Pixels of a side of a window, to which most layers of qwen2_5_vl limit attention."""
+    """Side in pixels of the attention windows in most layers of qwen2_5_vl."""
     vision_full_attention_layers: list[int] | None = flag(None, nargs="*")
-    """Layers of qwen2_5_vl, counted from 0, that attend to the whole frame. Default every eighth,
-    and the last."""
+    """Layers of qwen2_5_vl, counted from 0, that attend to the whole frame. Default: every eighth
+    layer and the last one."""
     vision_num_position_embeddings: int = 2304
-    """Positions in the table of qwen3_vl: those of a square."""
+    """Positions in the table of qwen3_vl, a square number."""
     deepstack_layers: list[int] | None = flag(None, nargs="*")
-    """Layers of qwen3_vl, counted from 0, whose outputs are added to tokens of images after the
-    first layers of the language model, one each (L. Meng et al., "DeepStack", arXiv 2406.04334).
-    Default none."""
+    """Layers of qwen3_vl, counted from 0, whose outputs are added to the image tokens after the
+    first layers of the language model, one output per layer (L. Meng et al., "DeepStack", arXiv
+    2406.04334). Without it no outputs are added."""
     image_token_id: int | None = None
-    """Token that stands for a block of an image."""
+    """Token id that the block embeddings of an image replace."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @property
     def kind(self) -> VisionKind:
-        """What distinguishes the encoder."""
+        """Architecture of the encoder."""
         return KINDS[self.vision_model_type]
 
     @property
@@ -114,24 +114,24 @@ class VisionConfig:
 
     @property
     def window_blocks(self) -> int:
-        """Blocks of a side of a window."""
+        """Side of a window in blocks."""
         return self.vision_window_size // (self.patch_dim * self.spatial_merge_size)
 
     @property
     def positions_side(self) -> int:
-        """Positions of a side of the table."""
+        """Side of the table of positions."""
         return int(self.vision_num_position_embeddings**0.5)
 
     @property
     def merged_size(self) -> int:
-        """Width of the patches of a block beside each other."""
+        """Width of the concatenated patches of a block."""
         return self.vision_hidden_size * self.spatial_merge_size**2
 
     def num_parameters(self, output_size: int) -> int:
-        """Return the parameters of encoder and projectors.
+        """Return the number of parameters of encoder and projectors.
 
         Args:
-            output_size: width of the language model.
+            output_size: hidden size of the language model.
         """
         kind, h, merged = self.kind, self.vision_hidden_size, self.merged_size
         ffn = self.vision_ffn_hidden_size
@@ -146,7 +146,7 @@ class VisionConfig:
         return count + len(self.layers_added) * (merger + of_norm * merged)
 
     def problems(self, tensor_parallel_size: int) -> list[MegatronError]:
-        """Return what cannot be built."""
+        """Return the errors of these settings."""
         return [
             ConfigError(found, rule=rule, flags=flags, fix=fix)
             for is_wrong, found, rule, flags, fix in self._checks(tensor_parallel_size)
@@ -173,7 +173,7 @@ class VisionConfig:
         return [
             (
                 smallest < 1,
-                "a size of the encoder of images is not positive.",
+                "a size of the image encoder is not positive.",
                 "layers, heads, widths, channels and patches are at least 1",
                 ["--vision-num-layers", "--vision-hidden-size", "--patch-dim"],
                 "give positive sizes",
@@ -181,15 +181,15 @@ class VisionConfig:
             (
                 smallest > 0 and (hidden % heads > 0 or hidden // heads % 4 > 0),
                 f"--vision-hidden-size {hidden} with {heads} heads.",
-                "the channels of a head rotate in pairs, half by the row of a patch and half by"
-                " its column",
+                "the channels of a head rotate in pairs: half of the pairs by the patch's vertical"
+                " position, half by its horizontal position",
                 ["--vision-hidden-size", "--vision-num-attention-heads"],
                 f"use --vision-hidden-size {max(1, hidden // max(1, 4 * heads)) * 4 * heads}",
             ),
             (
                 heads % tp > 0 or self.vision_ffn_hidden_size % tp > 0 or self.merged_size % tp > 0,
-                f"{heads} heads and an MLP of {self.vision_ffn_hidden_size} in the encoder of"
-                f" images, with tensor-parallel size {tp}.",
+                f"{heads} heads and an MLP of {self.vision_ffn_hidden_size} in the image encoder"
+                f" with tensor-parallel size {tp}.",
                 "each tensor-parallel rank owns whole heads and an equal part of the MLP",
                 [
                     "--vision-num-attention-heads",
@@ -208,7 +208,7 @@ class VisionConfig:
             ),
             (
                 any(not 0 <= layer < layers for layer in named),
-                f"layers {named} of an encoder of images with {layers} layers.",
+                f"layers {named} of an image encoder with {layers} layers.",
                 "layers are counted from 0",
                 ["--vision-full-attention-layers", "--deepstack-layers", "--vision-num-layers"],
                 f"name layers between 0 and {layers - 1}",
@@ -217,7 +217,7 @@ class VisionConfig:
                 len(set(self.layers_added)) < len(self.layers_added)
                 or self.layers_added != sorted(self.layers_added),
                 f"--deepstack-layers {self.layers_added}.",
-                "the layers are named once each, in their order",
+                "each layer is named once, in ascending order",
                 ["--deepstack-layers"],
                 "sort them",
             ),
@@ -231,21 +231,21 @@ class VisionConfig:
             ),
             (
                 self.image_token_id is None,
-                "no token stands for images.",
-                "the language model reads the encoder's output in place of one token",
+                "there is no token for images.",
+                "the encoder's output replaces the embeddings of one token id",
                 ["--image-token-id"],
-                "give the id of a token that texts do not use, for example <|image_pad|>",
+                "give the id of a token that is not used in text, for example <|image_pad|>",
             ),
         ]
 
     def layer_config(self, config: TransformerConfig) -> TransformerConfig:
-        """Return the config of the encoder's layers, whose layout is that of the first stage.
+        """Return the config of the encoder's layers, which are all on the first stage.
 
-        Ranks of a tensor-parallel group split heads and MLP, not rows: the number of patches is
-        that of the images.
+        Tensor-parallel ranks split heads and MLPs; there is no sequence parallelism, because the
+        number of patches depends on the images.
 
         Args:
-            config: of the language model.
+            config: config of the language model.
         """
         kind = self.kind
         plain: dict[str, Any] = {
@@ -292,6 +292,6 @@ _OF_LANGUAGE = frozenset({
     "fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers",
     "cp_comm_type", "hierarchical_context_parallel_sizes",
 })  # fmt: skip
-"""Fields that are of the language model alone: the encoder's layers have the defaults."""
+"""Fields for the language model only: the encoder's layers have the defaults."""
 
 __all__ = ["KINDS", "VisionConfig", "VisionKind"]

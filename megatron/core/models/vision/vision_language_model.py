@@ -1,8 +1,9 @@
-"""A language model that reads images: an encoder's output takes the place of tokens.
+"""A language model that reads images: the encoder's output replaces token embeddings.
 
 H. Liu et al., "Visual Instruction Tuning", section 4.1, arXiv 2304.08485 (encoder, projector,
 decoder); P. Wang et al., "Qwen2-VL", arXiv 2409.12191 (images of any size, positions in time,
-height and width); "Qwen3-VL Technical Report", arXiv 2511.21631 (states added in several layers).
+height and width); "Qwen3-VL Technical Report", arXiv 2511.21631 (DeepStack: encoder states are
+added in several layers).
 
 Legend: s sequence, b micro-batch, h hidden, p patches and i tokens of all images of a micro batch.
 """
@@ -27,34 +28,34 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MISMATCH = "the tokens of images are not as many as the blocks of their patches"
+_MISMATCH = "the number of image tokens differs from the number of blocks of patches"
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Which rows of the hidden states [s, b, h], or of this rank's part, stand for images.
+    """Positions of image tokens in the hidden states [s, b, h], or in this rank's shard.
 
-    In tensors of fixed shapes, so that the host need not wait for the device.
+    The tensors have fixed shapes, so that the host does not wait for the device.
     """
 
     is_image: Tensor
     """bool [s, b, 1]."""
     block: Tensor
-    """int64 [s, b]: the block of the micro batch's images that a row stands for, or any."""
+    """int64 [s, b]: index of the block of an image token; any index for other tokens."""
 
     def put(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Replace these rows of [s, b, h] by blocks of [i, h]."""
+        """Replace the image tokens of [s, b, h] with blocks of [i, h]."""
         return torch.where(self.is_image, tokens[self.block].to(states.dtype), states)
 
 
 class VisionLanguageModel(GPTModel):
-    """One pipeline stage (or all) of a language model with an encoder of images.
+    """One pipeline stage (or all) of a language model with an image encoder.
 
-    The encoder and the projector are on the first stage, `vision_model`; all else is a `GPTModel`'s
-    and keeps its names.
+    The encoder and its projectors are `vision_model` on the first stage; all other parts are a
+    `GPTModel`, with the same parameter names.
 
-    Args: of `GPTModel`, and
-        vision_config: the encoder's.
+    Args: see `GPTModel`, and
+        vision_config: settings of the encoder.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class VisionLanguageModel(GPTModel):
             raise ConfigError(
                 f"--deepstack-layers names {len(vision_config.layers_added)} layers, and the first"
                 f" pipeline stage has {num_layers} of the language model.",
-                rule="what is added after the first layers is computed on their stage",
+                rule="the states added after the first layers are computed on the first stage",
                 flags=["--deepstack-layers", "--pipeline-model-parallel-layout"],
                 fix="give the first stage more layers",
             )
@@ -87,7 +88,7 @@ class VisionLanguageModel(GPTModel):
         freeze_vision_model: bool = False,
         freeze_vision_projection: bool = False,
     ) -> None:
-        """Leave parts of the model as they are: their parameters get no gradient.
+        """Freeze parts of the model: their parameters get no gradient.
 
         Args:
             freeze_language_model: embedding, decoder and head.
@@ -121,13 +122,13 @@ class VisionLanguageModel(GPTModel):
         Args:
             position_ids: [3, b, s] (`images.grid.text_and_image_positions`), on every stage.
             patches: [p, channels * frames * patch * patch], of all images in the order of their
-                tokens, sample by sample; None: there are none. Read by the first stage.
-            image_grid_thw: [images, 3], their grids.
-            others: as of `GPTModel.forward`.
+                tokens, sample by sample; None without images. Only the first stage reads them.
+            image_grid_thw: [images, 3], grids of the images.
+            others: see `GPTModel.forward`.
         Returns:
-            as `GPTModel.forward`.
+            see `GPTModel.forward`.
         Raises:
-            DataError: tokens and patches do not belong to each other.
+            DataError: image tokens, grids and patches contradict each other.
         """
         added: list[Tensor] = []
         if self.pre_process and decoder_input is None:
@@ -156,16 +157,16 @@ class VisionLanguageModel(GPTModel):
         patches: Tensor | None,
         image_grid_thw: Tensor | list[Grid] | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Put the images' tokens into the embedded text [s, b, h] (or this rank's rows).
+        """Replace the image tokens in the embedded text [s, b, h] (or in this rank's shard).
 
         Returns:
-            (the states; for each layer of the decoder that gets more, the states to add).
+            (the states, and the states to add after each of the first decoder layers).
         """
         merge = self.vision_config.spatial_merge_size
         grids = [] if image_grid_thw is None else grids_of(image_grid_thw)
         has_images = bool(grids)
         if not has_images or patches is None:
-            # All replicas take part in what is done with the encoder's gradients.
+            # All replicas must run the encoder, because they reduce its gradients together.
             grids, patches = [(1, merge, merge)], states.new_zeros(merge**2, self._patch_size)
         self._check_images(input_ids, patches, grids, has_images)
         tokens, added = self.vision_model(patches, grids)
@@ -174,7 +175,7 @@ class VisionLanguageModel(GPTModel):
                 states = states + part.sum().to(states.dtype) * 0.0
             return states, []
         if self.config.sequence_parallel:
-            # Each rank uses the tokens of its rows: their gradient is the sum over the ranks.
+            # Each rank uses the image tokens of its shard: the gradient is the sum over ranks.
             tp = self.pg_collection.tp
             tokens = copy_to_tensor_model_parallel_region(tokens, group=tp)
             added = [copy_to_tensor_model_parallel_region(part, group=tp) for part in added]
@@ -188,11 +189,11 @@ class VisionLanguageModel(GPTModel):
         return vision.num_channels * vision.temporal_patch_size * vision.patch_dim**2
 
     def _is_image(self, input_ids: Tensor) -> Tensor:
-        """Return which tokens [b, s] stand for images."""
+        """Return the mask [b, s] of image tokens."""
         return torch.eq(input_ids, self.vision_config.image_token_id or 0)
 
     def _places(self, input_ids: Tensor) -> _Places:
-        """Return the places of this rank's rows of [b, s] that stand for images."""
+        """Return the image tokens of [b, s] in this rank's shard."""
         is_image = self._is_image(input_ids)
         numbers = (is_image.flatten().cumsum(0) - 1).view_as(input_ids)
         if self.config.sequence_parallel:
@@ -203,32 +204,30 @@ class VisionLanguageModel(GPTModel):
     def _check_images(
         self, input_ids: Tensor, patches: Tensor, grids: list[Grid], has_images: bool
     ) -> None:
-        """Raise if tokens, grids and patches do not belong to each other."""
+        """Raise if image tokens, grids and patches contradict each other."""
         merge = self.vision_config.spatial_merge_size
         odd = [grid for grid in grids if grid[1] % merge or grid[2] % merge or min(grid) < 1]
         num_patches = sum(t * h * w for t, h, w in grids)
         if odd or patches.shape != (num_patches, self._patch_size):
-            raise _problem(
-                f"patches of shape {tuple(patches.shape)} for the grids {odd or grids}",
-            )
+            raise _problem(f"patches of shape {tuple(patches.shape)} for grids {odd or grids}")
         count = sum(num_image_tokens(grid, merge) for grid in grids) if has_images else 0
         is_image = self._is_image(input_ids)
         if not check(is_image.sum() == count, _MISMATCH):
-            raise _problem(f"{int(is_image.sum())} tokens of images, {count} blocks of patches")
+            raise _problem(f"{int(is_image.sum())} image tokens, {count} blocks of patches")
 
 
 def _problem(found: str) -> DataError:
     return DataError(
         f"images: {found}.",
-        rule="an image of t x h x w patches has t * h * w rows of patches, h and w are multiples of"
-        " --spatial-merge-size m, and t * h * w / m^2 tokens stand for it",
+        rule="an image with grid t x h x w has t * h * w patches and t * h * w / m^2 image tokens,"
+        " where h and w are multiples of --spatial-merge-size m",
         flags=["--image-token-id", "--patch-dim", "--spatial-merge-size"],
-        fix="make samples by the dataset of pretrain_vlm.py",
+        fix="make samples with the dataset of pretrain_vlm.py",
     )
 
 
 def _check(config: TransformerConfig) -> None:
-    """Raise if the language model is of a kind that reads no images here."""
+    """Raise if the language model does not support images."""
     asked = {
         "--context-parallel-size": config.context_parallel_size > 1,
         "--hybrid-context-parallel": config.hybrid_context_parallel,
@@ -245,7 +244,7 @@ def _check(config: TransformerConfig) -> None:
             f"{', '.join(wrong)} for a model that reads images.",
             rule="its decoder has plain attention and dense MLPs, and a rank has whole sequences",
             flags=wrong,
-            fix="leave them out",
+            fix="drop these flags",
         )
 
 

@@ -1,13 +1,13 @@
-"""An encoder of images: patches, layers of attention, and blocks of patches merged to tokens.
+"""An image encoder: patches, transformer layers, and a merger that turns blocks into tokens.
 
 The vision transformer is A. Dosovitskiy et al., "An Image is Worth 16x16 Words", section 3.1, arXiv
-2010.11929; its positions are those of rows and columns, and all images of a micro batch are one
-row of patches (M. Dehghani et al., "Patch n' Pack: NaViT", section 2, arXiv 2307.06304), each frame
-a document of attention. Windows and merging: S. Bai et al., "Qwen2.5-VL Technical Report", section
-2.1.1, arXiv 2502.13923.
+2010.11929, with two-dimensional rotary positions. All images of a micro batch are packed into one
+sequence of patches (M. Dehghani et al., "Patch n' Pack: NaViT", section 2, arXiv 2307.06304); each
+frame is a document of attention. Windows and merging: S. Bai et al., "Qwen2.5-VL Technical Report",
+section 2.1.1, arXiv 2502.13923.
 
-Legend: p patches of all images, i blocks of them, m^2 patches of a block, h width of the encoder,
-n its heads, d channels of a head.
+Legend: p patches of all images, i blocks of all images, m^2 patches of a block, h width of the
+encoder, n heads, d channels of a head.
 """
 
 from __future__ import annotations
@@ -40,19 +40,16 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class PatchEmbedding(ParallelLayer):
-    """One product for each patch; whole on every tensor-parallel rank.
+    """Linear embedding of each patch; replicated on every tensor-parallel rank.
 
-    Its weight [h, channels, frames, patch, patch] is that of a convolution whose kernels do not
-    overlap.
+    The weight [h, channels, frames, patch, patch] has the form of a convolution with stride equal
+    to its kernel size.
     """
 
     def __init__(self, vision: VisionConfig, config: TransformerConfig, tp: Group) -> None:
@@ -66,16 +63,16 @@ class PatchEmbedding(ParallelLayer):
             self.bias = self.new_parameter(config.hidden_size, init_method=None, split_dim=None)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[p, channels * frames * patch * patch] -> [p, h]."""
+        """Embed [p, channels * frames * patch * patch] as [p, h]."""
         return F.linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class PatchMerger(MegatronModule):
-    """From the patches of a block to the width of the language model: a norm and two layers.
+    """Merge the patches of each block to one token: a norm and two linear layers.
 
     Args:
-        output_size: width of the language model.
-        norms_block: norm the patches of a block together, not each by itself.
+        output_size: hidden size of the language model.
+        norms_block: norm the concatenated patches of a block instead of each patch.
     """
 
     pg_collection: ProcessGroupCollection
@@ -111,7 +108,7 @@ class PatchMerger(MegatronModule):
         )  # fmt: skip
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[p, h] -> [i, output size]."""
+        """Merge [p, h] to [i, output size]."""
         if self.norms_block:
             normed = self.norm(patches.reshape(-1, self.width))
         else:
@@ -125,7 +122,7 @@ class VisionBlock(TransformerBlock):
     """The layers of the encoder; some attend to whole frames, the others within windows.
 
     Args:
-        full_attention_layers: those that attend to whole frames, counted from 0.
+        full_attention_layers: layers that attend to whole frames, counted from 0.
     """
 
     def __init__(
@@ -139,25 +136,25 @@ class VisionBlock(TransformerBlock):
         super().__init__(config, spec, pg_collection=pg_collection)
         self.full_attention_layers = frozenset(full_attention_layers)
         self.whole_frames: PackedSeqParams | None = None
-        """Of the images that are computed."""
+        """Documents of the whole frames of the current images."""
 
     def _options_of_layer(
         self, layer: Any, common: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the arguments of one layer: of some layers other documents."""
+        """Return the arguments of one layer; full-attention layers get whole frames."""
         if layer.layer_number - 1 not in self.full_attention_layers:
             return common
         return common | {"packed_seq_params": self.whole_frames}
 
 
 class VisionTransformer(MegatronModule):
-    """The encoder of images and what maps its output to the language model's width.
+    """The image encoder and the mergers that map its output to the language model's width.
 
-    All of it is on the first pipeline stage. Ranks of `tp` split heads and MLPs, and each has the
-    whole output; their gradients of it must be equal.
+    The whole encoder is on the first pipeline stage. Ranks of `tp` split heads and MLPs, and each
+    returns the whole output; the gradients of the output must be equal on all of them.
 
     Args:
-        config: of the language model.
+        config: config of the language model.
     """
 
     pg_collection: ProcessGroupCollection
@@ -170,7 +167,7 @@ class VisionTransformer(MegatronModule):
     ) -> None:
         layers = vision.layer_config(config)
         super().__init__(layers)
-        # A stack of its own: no stage but this has a part of it.
+        # The encoder is not split over pipeline stages or context-parallel ranks.
         self.pg_collection = pg_collection.with_groups(pp=SINGLE_RANK, cp=SINGLE_RANK)
         self.vision, groups = vision, self.pg_collection
         self.patch_embed = PatchEmbedding(vision, layers, groups.tp)
@@ -207,10 +204,10 @@ class VisionTransformer(MegatronModule):
 
         Args:
             patches: [p, channels * frames * patch * patch], in the order of `images.grid`.
-            grids: of the images, in order.
+            grids: grids of the images, in order.
         Returns:
-            (tokens of the images [i, width of the language model]; as many for each layer of
-            `deepstack_layers`).
+            (image tokens [i, hidden size of the language model], and a list of tensors of the same
+            shape, one for each layer of `deepstack_layers`).
         """
         vision, where = self.vision, patches.device
         merge = vision.spatial_merge_size
@@ -260,12 +257,12 @@ class VisionTransformer(MegatronModule):
         return tokens, added
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Return the angles of patches by row and column, [p, 2] -> [p, 1, 1, d] fp32."""
+        """Return the angles [p, 1, 1, d] fp32 of patches at (row, column) positions [p, 2]."""
         freqs = (positions[:, :, None].float() * self.inv_freq.cpu()).flatten(1)
         return torch.cat((freqs, freqs), dim=1)[:, None, None, :]
 
 
 def _documents(of_patch: Tensor, where: torch.device) -> PackedSeqParams:
-    """Return the documents of one row of patches, checked once for all layers."""
+    """Return the documents of one sequence of patches, checked once for all layers."""
     ids = of_patch.unsqueeze(0).to(where)
     return PackedSeqParams(seq_idx=ids).resolve(1, ids.shape[1], where)

@@ -1,7 +1,7 @@
 """The pipeline schedules, one per file.
 
-A file holds the compute order of its schedule and registers it. Every file of this folder is
-imported here, so a new one is known without being named anywhere.
+Each file defines the compute order of a schedule and registers the schedule. This module imports
+every file of the folder, so a new schedule needs no other change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def schedule_named(name: str) -> Schedule:
     """Return a registered schedule.
 
     Raises:
-        ScheduleError: there is none of that name.
+        ScheduleError: no schedule has this name.
     """
     if name not in SCHEDULES:
         raise ScheduleError(

@@ -4,8 +4,8 @@ The V-shaped half of DualPipe ("DeepSeek-V3 Technical Report", section 3.2.1, ar
 after "Pipeline Parallelism with Controllable Memory", section 3 (arXiv:2405.15362), for p ranks
 with two chunks each: rank r holds stages r and 2p-1-r. With the durations of a chunk, F forward,
 B whole backward and W its weight gradient, the bubble is (p-1)(F+2B-3W), and a rank keeps at most
-2p+1 chunk activations. The steady state pairs a forward with a backward of the other chunk, which
-leaves the exchange of experts' tokens of one beside the arithmetic of the other.
+2p+1 chunk activations. The steady state pairs a forward with a backward of the other chunk, so that
+the expert all-to-all of one overlaps with the computation of the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RULE = "its steady state needs two micro batches per pipeline rank"
 
 
 class _Writer:
-    """Writes steps whose micro batches count up by themselves, per op and chunk."""
+    """Writes steps; the micro batch of each op and chunk increases with every step."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -55,7 +55,7 @@ class _Writer:
 
 
 def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
-    """Return the compute steps of one rank: eight runs, three of them to fill, three to drain."""
+    """Return the compute steps of one rank: eight phases, three to fill and three to drain."""
     num_after = p - rank - 1
     write = _Writer()
     for _ in range(2 * num_after):
@@ -76,7 +76,7 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
         write.backward(1)
         write.forward(1)
         write.backward(0)
-    # From here on nothing comes that could fill a wait but weight gradients: keep some back.
+    # After this point only deferred weight gradients can fill a wait, so defer some of them.
     for position in range(rank + 1):
         write.backward(1, split=2 * position >= rank + 1)
         write.backward(0, split=2 * position + 1 >= rank + 1)
@@ -89,7 +89,7 @@ def dualpipe_v_order(p: int, rank: int, m: int) -> list[Step]:
 
 
 def _pairs(steps: list[Step]) -> set[int]:
-    """Return where a forward is before a whole backward of the other chunk."""
+    """Return the indices of forwards directly before a whole backward of the other chunk."""
     return {
         index
         for index, (one, two) in enumerate(pairwise(steps))
@@ -101,9 +101,9 @@ def dualpipe_v_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
     """Return the DualPipe-V order of all ranks.
 
     Args:
-        overlap_f_b: compute the pairs of the steady state in turns.
+        overlap_f_b: overlap the pairs of the steady state.
     Raises:
-        ScheduleError: fewer than 2p micro batches: the two halves would not meet.
+        ScheduleError: fewer than 2p micro batches: the steady state would be empty.
     """
     if m < 2 * p:
         raise ScheduleError(

@@ -1,7 +1,7 @@
 """Forward-only: evaluation and inference, no gradients.
 
-Chunks are taken in the same groups as in interleaved 1F1B, so a rank never waits for a micro
-batch that is still p-1 stages away. Bubble (p-1)/(v*m+p-1).
+Micro batches are grouped as in interleaved 1F1B, so a rank never waits for a micro batch that is
+still p-1 stages away. Bubble (p-1)/(v*m+p-1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedule_definitions.interleaved import mic
 
 
 def forward_only_order(p: int, m: int, v: int = 1, group_size: int | None = None) -> list[Step]:
-    """Return the compute steps of a rank, the same on all p ranks."""
+    """Return the compute steps of a rank; they are equal on all p ranks."""
     groups = microbatch_groups(p, m, group_size)
     return [Step(FORWARD, i, c) for group in groups for c in range(v) for i in group]
 

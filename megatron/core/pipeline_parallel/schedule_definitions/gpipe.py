@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 def gpipe_order(m: int) -> list[Step]:
-    """Return the compute steps of a rank, the same on all ranks."""
+    """Return the compute steps of a rank; they are equal on all ranks."""
     forwards = [Step(FORWARD, microbatch, 0) for microbatch in range(m)]
     backwards = [Step(BACKWARD, microbatch, 0) for microbatch in range(m)]
     return forwards + backwards

@@ -3,13 +3,15 @@
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.2,
 arXiv:2104.04473. Bubble (p-1)/(v*m+p-1) when m is a multiple of p, for v times the messages.
 
-Micro batches are taken in groups. Inside a group all of them pass chunk 0, then all pass chunk 1,
-and so on; then comes the next group. The smallest useful group is p: a larger one sends each
-chunk's work in longer runs (which hides other traffic better) and keeps more activations.
+Micro batches are processed in groups. All micro batches of a group pass chunk 0, then all pass
+chunk 1, and so on; then the next group starts. The smallest useful group has p micro batches. A
+larger group runs the same chunk more often in a row (which hides other traffic better) and keeps
+more activations.
 
-Combined ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv:2412.19437), every rank runs one
-forward more ahead. That alone makes the forward and the backward of its steady state independent
-of each other: the two steps for each rank after this one, which plain 1F1B lacks, are here anyway.
+With `overlap_f_b` ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv:2412.19437), every rank
+runs one more warm-up forward. Then the forward and the backward of a pair in the steady state are
+independent. Plain 1F1B needs more warm-up forwards for that; the interleaved order already has
+them: two for each later rank.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orde
 
 
 def microbatch_groups(p: int, m: int, group_size: int | None = None) -> list[range]:
-    """Cut m micro batches into groups, the largest first.
+    """Divide m micro batches into groups, the largest first.
 
-    All groups have `group_size` (default p) micro batches and the last one the remainder. A
-    remainder below p would deadlock: its chunk 1 starts before the first rank could have seen the
-    end of its chunk 0, p-1 ranks away. It is dealt over the full groups instead.
+    All groups have `group_size` (default p) micro batches, and the last group has the remainder. A
+    remainder below p would deadlock: the first rank would start chunk 1 before the last rank, p-1
+    ranks away, has finished chunk 0. Such a remainder is distributed over the full groups.
     """
     group_size = p if group_size is None else group_size
     if group_size < p:
         raise ScheduleError(
             f"a micro-batch group of {group_size} is too small for {p} pipeline ranks.",
-            rule="a group must hold at least one micro batch per pipeline rank, or its chunks wait "
-            "for each other",
+            rule="a group has at least one micro batch per pipeline rank; otherwise its chunks "
+            "wait for each other",
             flags=[
                 "--microbatch-group-size-per-virtual-pipeline-stage",
                 "--pipeline-model-parallel-size",
@@ -79,11 +81,11 @@ def interleaved_orders(
 ) -> Orders:
     """Return the interleaved order of all ranks.
 
-    In the steady state nearly a whole group of outputs waits between the last rank and the first;
-    with this window they wait with their sender, which has the fewest activations to keep.
+    In the steady state nearly a whole group of outputs waits between the last rank and the first.
+    The send window keeps them on the last rank, which has the fewest activations.
 
     Args:
-        overlap_f_b: make the two steps of the steady state a pair.
+        overlap_f_b: overlap the forward and the backward of the steady state.
     """
     first_group = len(microbatch_groups(p, m, group_size)[0])
 
@@ -103,11 +105,11 @@ def interleaved_orders(
 
 
 def _warm_up(p: int, rank: int, m: int, v: int, first_group: int, overlap_f_b: bool) -> int:
-    """Return how many forwards come before the steady state.
+    """Return the number of warm-up forwards.
 
-    The way of the first micro batch up to its last chunk, (v-1) runs of the first group, plus two
-    steps for each rank after this one: it brings the first gradient to every rank just when it is
-    needed. For pairs one more: the last rank's first backward is that of the forward before it.
+    The first micro batch reaches its last chunk after (v-1) runs of the first group. Two more
+    steps for each later rank make the first gradient arrive exactly when it is needed. Pairs need
+    one more, because the first backward of the last rank needs the forward directly before it.
     """
     way = 2 * (p - rank - 1) + (v - 1) * first_group
     return min(way + 1 if overlap_f_b else way, m * v)

@@ -5,10 +5,10 @@ in the flushing form of "Memory-Efficient Pipeline-Parallel DNN Training", secti
 (arXiv:2006.09503). Same bubble as GPipe, (p-1)/(m+p-1), but rank r keeps the activations of at
 most p-r micro batches instead of m.
 
-Combined, every rank runs as many forwards more ahead as make the forward and the backward of its
-steady state strangers to each other: a rank waits for a micro batch's gradient while the next rank
-computes a pair, not a backward. Rank r then keeps up to 2(p-r) micro batches. The pairing is that
-of "DeepSeek-V3 Technical Report", section 3.2.1 (arXiv:2412.19437).
+With `overlap_f_b`, each rank runs extra warm-up forwards, so that the forward and the backward of a
+pair belong to different micro batches: a gradient now arrives after the next rank has computed a
+pair instead of a backward. Rank r then keeps up to 2(p-r) micro batches. The pairs are from
+"DeepSeek-V3 Technical Report", section 3.2.1 (arXiv:2412.19437).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def one_f_one_b_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
     """Return the 1F1B order of all ranks.
 
     Args:
-        overlap_f_b: make the two steps of the steady state a pair.
+        overlap_f_b: overlap the forward and the backward of the steady state.
     """
 
     def pairs(rank: int) -> range:
@@ -51,11 +51,11 @@ def one_f_one_b_orders(p: int, m: int, *, overlap_f_b: bool = False) -> Orders:
 
 
 def _warm_up(p: int, rank: int, m: int, overlap_f_b: bool) -> int:
-    """Return how many forwards come before the steady state.
+    """Return the number of warm-up forwards.
 
-    As many as a micro batch has steps to go from this rank to the last one, so that the first
-    gradient arrives just when they are over: with p = 1 none, F0 B0 F1 B1 ... For pairs, the way
-    there and back, and one: with p = 1 F0, F1 B0, F2 B1 ...
+    This is the distance from this rank to the last one, so that the first gradient arrives when the
+    warm-up ends; with p = 1 the order is F0 B0 F1 B1 ... Pairs need twice the distance and one
+    more; with p = 1 the order is F0, F1 B0, F2 B1 ...
     """
     way = p - rank - 1
     return min(2 * way + 1 if overlap_f_b else way, m)
@@ -76,7 +76,6 @@ SCHEDULE = register_schedule(
         num_chunks=None,
         overlaps_f_b=True,
         min_microbatches=lambda plan: plan.pipeline_size if plan.num_chunks > 1 else 1,
-        min_microbatches_rule="with virtual stages, each pipeline rank has a micro batch to begin"
-        " with",
+        min_microbatches_rule="with virtual stages, a step has at least one micro batch per rank",
     )
 )

@@ -1,9 +1,9 @@
-"""ZB-H1: weight gradients wait until a rank would otherwise idle.
+"""ZB-H1: weight gradients are deferred to times when a rank would otherwise be idle.
 
-"Zero Bubble Pipeline Parallelism", section 2.2, arXiv:2401.10241. A backward is cut in two: the
-input gradient, for which the previous stage waits, and the weight gradient, for which nobody
-does. Bubble (p-1)(F+I-W), a third of 1F1B's where F = I = W; every rank keeps at most the
-activations of p micro batches, as the first rank of 1F1B does.
+"Zero Bubble Pipeline Parallelism", section 2.2, arXiv:2401.10241. A backward is split: the previous
+stage waits for the input gradient, but no stage waits for the weight gradient. The bubble is
+(p-1)(F+I-W), a third of the bubble of 1F1B if F = I = W. Every rank keeps the activations of at
+most p micro batches, as many as the first rank of 1F1B.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 def zero_bubble_h1_order(p: int, rank: int, m: int) -> list[Step]:
-    """Return the compute steps of one rank: 1F1B whose weight gradients come `rank` later.
+    """Return the compute steps of one rank: 1F1B with weight gradients delayed by `rank` steps.
 
-    Rank r of 1F1B keeps p-r micro batches. Delaying its weight gradients by r uses what the
-    first rank has to have anyway, and leaves r of them to fill the wait at the end.
+    Rank r of 1F1B keeps p-r micro batches. With weight gradients delayed by r, every rank needs the
+    memory of the first rank, and r weight gradients remain to fill the wait at the end.
     """
     warm_up = min(p - rank - 1, m)
     steps = [Step(FORWARD, microbatch, 0) for microbatch in range(warm_up)]

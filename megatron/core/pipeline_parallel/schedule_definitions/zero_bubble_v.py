@@ -1,14 +1,14 @@
 """ZB-V: no rank waits between its first and its last step, with the memory of 1F1B.
 
-"Zero Bubble Pipeline Parallelism", section 6, arXiv:2401.10241. Rank r holds stages r and
-2p-1-r, so the last stage is where the first one is, and all ranks keep equally many activations:
-at most 2p of half the size of 1F1B's. Where F = I = W the step takes p-1 forwards longer than
-its work, the way of the first micro batch to the last rank; nothing else is idle.
+"Zero Bubble Pipeline Parallelism", section 6, arXiv:2401.10241. Rank r holds stages r and 2p-1-r,
+so the first and the last stage are on the same rank, and all ranks keep the same number of
+activations: at most 2p, each half the size of an activation of 1F1B. If F = I = W, the only idle
+time is p-1 forwards, until the first micro batch reaches the last rank.
 
-The order is found by playing the pipeline on a clock with the durations of its steps. Whenever a
-rank is free it takes, of the steps whose data are there: an input gradient, for which others wait;
-else a forward, if memory allows; else a weight gradient. Ranks depend on each other closely: an
-order made for equal durations loses time in every micro batch where they are not.
+The order is found by simulation with the durations of the steps. A free rank runs, among the steps
+whose data have arrived, an input gradient, because other ranks wait for it; otherwise a forward, if
+memory allows; otherwise a weight gradient. Ranks depend on each other closely: an order for equal
+durations loses time in every micro batch if the durations differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.schedule import Schedule, register_schedule
 
 
 class _Rank:
-    """What one rank has done and may do next, by chunk."""
+    """State of one rank in the simulation: its steps, and its possible next steps by chunk."""
 
     def __init__(self, most_live: int) -> None:
         self.steps: list[Step] = []
@@ -38,7 +38,7 @@ class _Rank:
         self.owed: list[Step] = []  # deferred weight gradients, the oldest first
         self.num_live = 0
         self.most_live = most_live
-        # When the data of the next micro batches arrive, in order: (chunk) -> times.
+        # By chunk: arrival times of the data of each micro batch, in order.
         self.activations: list[list[int]] = [[], []]
         self.gradients: list[list[int]] = [[], []]
 
@@ -55,7 +55,7 @@ class _Rank:
         for chunk in (0, 1):
             if self.has_gradient(chunk, now):
                 return Step(INPUT_GRAD, self.input_grads[chunk], chunk)
-        # The second chunk first: it leads to gradients. The first one leaves it a place.
+        # Prefer chunk 1, which leads to gradients; chunk 0 leaves memory for one of its forwards.
         if self.has_activation(1, now) and self.num_live < self.most_live:
             return Step(FORWARD, self.forwards[1], 1)
         if self.has_activation(0, now) and self.num_live < self.most_live - 1:
@@ -63,7 +63,7 @@ class _Rank:
         return self.owed[0] if self.owed else None
 
     def take(self, step: Step) -> None:
-        """Note that a step has begun."""
+        """Record that a step has started."""
         self.steps.append(step)
         if step.op is FORWARD:
             self.forwards[step.chunk] += 1
@@ -78,13 +78,13 @@ class _Rank:
 
 @functools.lru_cache(maxsize=8)
 def _play(p: int, m: int, durations: tuple[int, int, int]) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps of all ranks; ties are broken by rank, so all ranks find the same."""
+    """Return the steps of all ranks; ties are broken by rank, so all ranks compute equal orders."""
     placement = Placement(p, 2, PlacementShape.V)
     ranks = [_Rank(2 * p) for _ in range(p)]
     ranks[0].activations[0] = [0] * m
     duration = dict(zip((FORWARD, INPUT_GRAD, WEIGHT_GRAD), durations, strict=True))
     num_left = 6 * m * p
-    events = [(0, rank) for rank in range(p)]  # when a rank may have something to do
+    events = [(0, rank) for rank in range(p)]  # times at which a rank may be able to run a step
     free = [0] * p
     while num_left:
         now, number = heapq.heappop(events)

@@ -1,4 +1,4 @@
-"""From token ids to the first hidden states: words, learned positions and token types, dropout.
+"""Embeddings of token ids: words, learned positions and token types, with dropout.
 
 Legend: s sequence, b micro-batch, h hidden, v padded vocabulary.
 """
@@ -35,8 +35,9 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: padded vocabulary, split over the tensor-parallel ranks.
         max_sequence_length: number of learned positions.
         position_embedding_type: "learned_absolute"; anything else adds no position here.
-        num_tokentypes: kinds of tokens (which of two texts a token belongs to); 0 is none.
-        scatter_to_sequence_parallel: under sequence parallelism give each rank its rows.
+        num_tokentypes: number of token types (for example the two texts of a pair); 0 disables
+            them.
+        scatter_to_sequence_parallel: under sequence parallelism return this rank's sequence shard.
     """
 
     pg_collection: ProcessGroupCollection
@@ -58,7 +59,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.max_sequence_length = max_sequence_length
         self.add_position_embedding = position_embedding_type == "learned_absolute"
         self.scatters = config.sequence_parallel and scatter_to_sequence_parallel
-        # Without positions to add, the sum over ranks and the cut into rows are one reduce-scatter.
+        # Without positions to add, one reduce-scatter sums over ranks and splits the sequence.
         adds_rows = self.add_position_embedding or num_tokentypes > 0
         self.reduce_scatter_embeddings = self.scatters and not adds_rows
         assert config.embedding_init_method
@@ -91,14 +92,14 @@ class LanguageModelEmbedding(MegatronModule):
         return embedding
 
     def _words(self, input_ids: Tensor) -> Tensor:
-        """[b, s/cp] -> [s/cp, b, h]; this rank's rows of it if the lookup cuts them."""
-        # Ids are transposed instead of embeddings: [s, b, h] comes out without a copy.
+        """[b, s/cp] -> [s/cp, b, h], or [s/cp/tp, b, h] if the lookup ends in a reduce-scatter."""
+        # Transposing ids instead of embeddings gives [s, b, h] without a copy.
         ids = input_ids if self.reduce_scatter_embeddings else input_ids.t()
         words = self.word_embeddings(ids)
         factor = self.config.embedding_multiplier
         if self.config.use_mup:
             factor *= self.config.mup_embedding_mult
-        # The factor is rounded as the weights are: so models that have one were trained.
+        # Round the factor to the dtype of the weights, as in the training of published models.
         return words if factor == 1.0 else words * torch.tensor(factor, dtype=words.dtype)
 
     def embed_words(self, input_ids: Tensor) -> Tensor:
@@ -118,16 +119,16 @@ class LanguageModelEmbedding(MegatronModule):
         *,
         stack: tuple[str, ...] = (),
     ) -> Tensor:
-        """Embed.
+        """Embed tokens.
 
         Args:
-            input_ids: [b, s/cp], this rank's zigzag part.
-            position_ids: [b, s/cp], or [1, s/cp] for all samples, or None for the absolute
-                positions of these rows.
-            tokentype_ids: [b, s/cp], where there are types; None is type 0 for all tokens.
-            stack: its name where a model embeds for several, whose dropout then differs.
+            input_ids: [b, s/cp], this rank's zigzag shard.
+            position_ids: [b, s/cp], or [1, s/cp] for all samples; default the absolute positions of
+                these tokens.
+            tokentype_ids: [b, s/cp], if the model has token types; default type 0.
+            stack: name of the stack, for models that embed for several; it separates their dropout.
         Returns:
-            [s/cp, b, h]; under sequence parallelism this rank's rows, [s/cp/tp, b, h].
+            [s/cp, b, h]; under sequence parallelism this rank's shard, [s/cp/tp, b, h].
         """
         if not self.num_tokentypes:
             rule = "the tokens of this model have words and positions, no types"
@@ -139,7 +140,8 @@ class LanguageModelEmbedding(MegatronModule):
         length = rows.total
         hidden = self._words(input_ids)
         if self.add_position_embedding:
-            # A row that ranks share has several samples, and `position_ids` counts from 0 in each.
+            # With dynamic context parallelism a sequence has several samples, and `position_ids`
+            # restart in each.
             is_one_sample = position_ids is None or current_step().cp_group is None
             if is_one_sample and length > self.max_sequence_length:
                 raise ConfigError(

@@ -1,8 +1,8 @@
-"""A bias of attention scores that depends on how far apart query and key are.
+"""A bias of attention scores by the distance between query and key.
 
 C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-Transformer", section 2.1, arXiv 1910.10683: distances share buckets, one for each short distance
-and then ever wider ones, and each head has a number for each bucket.
+Transformer", section 2.1, arXiv 1910.10683: each head has one bias per bucket of distances. Short
+distances have one bucket each; the buckets of longer distances grow.
 
 Legend: q queries, k keys, n heads.
 """
@@ -23,17 +23,16 @@ from megatron.core.utils import divide
 
 
 class RelativePositionEmbedding(MegatronModule):
-    """The table of one stack of layers, which all its layers share.
+    """The bias table of one stack of layers; all its layers share the table.
 
-    Every pipeline stage holds a copy of it, and each tensor-parallel rank the columns of its heads.
+    Every pipeline stage has a copy, and each tensor-parallel rank has the columns of its heads.
 
     Args:
-        bidirectional: keys before and after the query have buckets of their own; otherwise those
-            after it, which nobody sees, share the bucket of distance 0.
-        num_buckets: of one head.
-        max_distance: the distance from which on all share the last bucket.
-        name_of_original: name in the model of the module of which this is a copy; None is the
-            original.
+        bidirectional: keys before and after the query have separate buckets; otherwise all keys
+            after the query, which are masked, share the bucket of distance 0.
+        num_buckets: buckets per head.
+        max_distance: this and all longer distances share the last bucket.
+        name_of_original: name of the original table's module if this is a copy, otherwise None.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ def relative_position_buckets(
 ) -> Tensor:
     """Return the bucket of each pair, int64 [q, k].
 
-    Half of the buckets are of one distance each; the others grow with its logarithm.
+    Half of the buckets have one distance each; the others grow with the logarithm of the distance.
     """
     queries = torch.arange(num_queries, device=device)
     ahead = torch.arange(num_keys, device=device) - queries.unsqueeze(1)

@@ -1,11 +1,12 @@
-"""Angles of the rotary position embedding, with the usual ways to stretch it.
+"""Angles of the rotary position embedding, and its scalings for longer contexts.
 
 Rotary embedding: arXiv 2104.09864. Position interpolation: S. Chen et al., "Extending Context
 Window of Large Language Models via Positional Interpolation", arXiv 2306.15595. Scaling by
 frequency bands: "The Llama 3 Herd of Models", section 3.4.2, arXiv 2407.21783, with the band
 limits of its published weights. Positions in time, height and width: P. Wang et al., "Qwen2-VL:
 Enhancing Vision-Language Model's Perception of the World at Any Resolution", section 2.1, arXiv
-2409.12191; in turn over the channels: "Qwen3-VL Technical Report", section 2.1, arXiv 2511.21631.
+2409.12191; interleaved over the channels: "Qwen3-VL Technical Report", section 2.1, arXiv
+2511.21631.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_of_config
 
 ORIGINAL_CONTEXT = 8192
-"""Context that Llama 3 was pretrained with: band limits are relative to it."""
+"""Context length of Llama 3's pretraining; band limits are relative to it."""
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
 
 
@@ -41,7 +42,7 @@ def inverse_frequencies(num_channels: int, base: float) -> Tensor:
 
 
 def scale_by_frequency_band(inverse: Tensor, factor: float) -> Tensor:
-    """Slow long waves [r/2] down by `factor`, keep the short ones, blend in between."""
+    """Divide low frequencies [r/2] by `factor`, keep high ones, interpolate between them."""
     wavelength = 2 * math.pi / inverse
     longest_kept = ORIGINAL_CONTEXT / HIGH_FREQUENCY_FACTOR
     shortest_slowed = ORIGINAL_CONTEXT / LOW_FREQUENCY_FACTOR
@@ -58,11 +59,11 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         kv_channels: head dim.
-        rotary_percent: share of the channels that rotate.
+        rotary_percent: fraction of the channels that rotate.
         rotary_interleaved: pairs are neighbouring channels.
         seq_len_interpolation_factor: positions are divided by it.
         rope_scaling: apply Llama 3's scaling by frequency band with `rope_scaling_factor`.
-        yarn: the config that says how YaRN stretches the positions, or None.
+        yarn: config with YaRN's settings, or None without YaRN.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class RotaryEmbedding(nn.Module):
         """Return the angles of positions offset ... offset + max_seq_len - 1.
 
         Args:
-            packed_seq: return all of them also under context parallelism, where otherwise a rank
-                gets those of its zigzag part.
+            packed_seq: return the angles of all positions; otherwise a context-parallel rank gets
+                the angles of its zigzag shard.
             cp_group: overrides the group of the constructor.
         Returns:
             [max_seq_len/cp, 1, 1, r] fp32; entry i is the angle of channel i of a head.
@@ -125,7 +126,7 @@ class RotaryEmbedding(nn.Module):
         return self._cached[1]
 
     def freqs_of(self, positions: Tensor) -> Tensor:
-        """Return the angles of any positions [s]: [s, 1, 1, r] fp32."""
+        """Return the angles of the given positions [s]: [s, 1, 1, r] fp32."""
         positions = positions.float()
         if self.seq_len_interpolation_factor is not None:
             positions = positions / self.seq_len_interpolation_factor
@@ -144,7 +145,7 @@ class RotaryEmbedding(nn.Module):
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> int:
-        """Return the length of the whole sequence, of which a rank may see a part."""
+        """Return the length of the whole sequence, from the length of this rank's shard."""
         held = getattr(transformer, "input_tensor", None)
         rows = held if transformer_input is None else transformer_input
         assert rows is not None
@@ -160,9 +161,9 @@ class RotaryEmbedding(nn.Module):
 class MultimodalRotaryEmbedding(RotaryEmbedding):
     """Angles for positions in time, height and width; each pair of channels has one of the three.
 
-    Args: as of `RotaryEmbedding`.
-        interleaved_sections: the pairs take time, height and width in turn, as long as a section
-            lasts, and then time; otherwise the sections follow each other.
+    Args: see `RotaryEmbedding`.
+        interleaved_sections: pairs alternate between time, height and width until the sections of
+            height and width are used up, then use time; otherwise the sections are consecutive.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
         Args:
             position_ids: [3, b, s], time, height and width of every token.
-            mrope_section: pairs of channels of each of the three.
+            mrope_section: number of channel pairs for time, height and width.
         Returns:
             [s, b, 1, r] fp32.
         """
@@ -194,16 +195,16 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
         return freqs.unsqueeze(2)
 
     def axis_of_pairs(self, section: Sequence[int]) -> Tensor:
-        """Return which of time, height and width each pair of channels has, int64 [r/2].
+        """Return the axis of each pair of channels, int64 [r/2]: 0 time, 1 height, 2 width.
 
         Raises:
-            ConfigError: the sections are not those of a head.
+            ConfigError: the sections do not add up to the pairs of a head.
         """
         num_pairs = len(self.inv_freq)
         if len(section) != 3 or sum(section) != num_pairs or min(section) < 0:
             raise ConfigError(
                 f"mrope_section={list(section)} for heads of {num_pairs} pairs of channels.",
-                rule="the three sections together are the pairs of channels that rotate",
+                rule="the sum of the three sections is the number of rotating pairs of channels",
                 flags=["--mrope-section", "--kv-channels", "--rotary-percent"],
                 fix=f"use --mrope-section {num_pairs - 2 * (num_pairs // 3)} {num_pairs // 3}"
                 f" {num_pairs // 3}",
@@ -232,8 +233,8 @@ def apply_rotary_pos_emb(
     if cu_seqlens is not None:
         raise ConfigError(
             "packed sequences (cu_seqlens) reached the rotary embedding.",
-            rule="rotary positions are those of one sequence",
-            fix="pass angles per row, from RotaryEmbedding.freqs_of(positions)",
+            rule="the angles belong to the positions of one sequence",
+            fix="pass the angles of each token, from RotaryEmbedding.freqs_of(positions)",
         )
     cos, sin = cos_sin(freqs, t.dtype)
     if mscale != 1.0:

@@ -1,4 +1,4 @@
-"""What all language models share."""
+"""Base class of language models."""
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
 

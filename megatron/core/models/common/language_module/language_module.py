@@ -1,4 +1,4 @@
-"""What language models share: the tied weight, the head and the loss.
+"""Base class of language models: the tied weight, the output layer and the loss.
 
 Tied input and output embedding: O. Press, L. Wolf, "Using the Output Embedding to Improve Language
 Models", arXiv 1608.05859.
@@ -34,15 +34,15 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
-"""Canonical name of the input embedding, of which a tied head on another stage is a copy."""
+"""Canonical name of the input embedding; a tied head on another stage is a copy of it."""
 
 
 class LanguageModule(MegatronModule):
     """Base of models that read tokens and predict tokens.
 
     Subclasses set `pre_process`, `post_process`, `share_embeddings_and_output_weights`,
-    `mtp_process` (whether this stage predicts later tokens), `embedding` (first stage, and where
-    later tokens are predicted) and `output_layer` (last stage).
+    `mtp_process` (whether this stage has the multi-token-prediction layers), `embedding` (first
+    stage and MTP stage) and `output_layer` (last stage).
     """
 
     vocab_size: int
@@ -77,7 +77,7 @@ class LanguageModule(MegatronModule):
 
     @property
     def first_block(self) -> TransformerBlock:
-        """The layers that take the previous stage's output."""
+        """The layers whose input is the previous stage's output."""
         return self.decoder
 
     def set_input_tensor(
@@ -91,7 +91,7 @@ class LanguageModule(MegatronModule):
         self.first_block.set_input_tensor(input_tensor)
 
     def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
-        """Build the head; of a tied model without a weight if this stage has the embedding."""
+        """Build the head; without its own weight if it is tied to an embedding on this stage."""
         config, is_tied = self.config, self.share_embeddings_and_output_weights
         draws_as_embedding = is_tied or config.use_mup
         init_method = config.embedding_init_method if draws_as_embedding else config.init_method
@@ -111,49 +111,43 @@ class LanguageModule(MegatronModule):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """The head's weight [v/tp, h] on the last stage: the embedding if it serves as the head."""
+        """The head's weight [v/tp, h] on the last stage; the embedding if the two are tied."""
         weight: Tensor | None = self.output_layer.weight
         return self.shared_embedding_or_output_weight() if weight is None else weight
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Attach the metadata of embedding and head: what they are, and which one is a copy.
+        """Set the metadata of embedding and head, including which weight is a copy.
 
-        A tied head on another stage is drawn under the embedding's name, so the two start equal
-        without communication; the sum of their gradients keeps them equal.
+        A tied head on another stage is initialised under the embedding's name, so both start equal
+        without communication. Both get the sum of their gradients, so they stay equal.
         """
         is_tied = self.share_embeddings_and_output_weights
         if self.pre_process or self.mtp_process:
             weight = self.embedding.word_embeddings.weight
             meta = replace(get_param_meta(weight), is_embedding_or_output=True)
             if not self.pre_process:
-                # Later tokens are embedded where they are predicted, by a copy.
+                # The MTP stage embeds later tokens with a copy.
                 meta = replace(meta, tied_to=WORD_EMBEDDING)
             set_param_meta(weight, meta)
             if self.pre_process and (is_tied or self.config.mtp_num_layers):
                 weight.shared_embedding = True
-        if self.post_process and self.output_layer.weight is not None:
-            weight = self.output_layer.weight
+        if not self.post_process:
+            return
+        num_rows = self.config.unpadded_vocab_size
+        for parameter in (self.output_layer.weight, self.output_layer.bias):
+            if parameter is None:
+                continue
             meta = replace(
-                get_param_meta(weight),
-                is_embedding_or_output=True,
-                num_rows=self.config.unpadded_vocab_size,
+                get_param_meta(parameter), is_embedding_or_output=True, num_rows=num_rows
             )
-            set_param_meta(
-                weight, replace(meta, tied_to=WORD_EMBEDDING if is_tied else meta.tied_to)
-            )
-        if self.post_process and self.output_layer.bias is not None:
-            bias = self.output_layer.bias
-            meta = replace(
-                get_param_meta(bias),
-                is_embedding_or_output=True,
-                num_rows=self.config.unpadded_vocab_size,
-            )
-            set_param_meta(bias, meta)
+            if is_tied and parameter is self.output_layer.weight:
+                meta = replace(meta, tied_to=WORD_EMBEDDING)
+            set_param_meta(parameter, meta)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """Return the embedding on the first stage, the head's weight on the last, tied or not.
+        """Return the embedding on the first stage and the head's weight on the last one.
 
-        Of a tied model both are one weight, or copies of it. None on the stages between.
+        In a tied model both are the same weight or copies of it. Other stages return None.
         """
         if self.pre_process or (self.mtp_process and self.share_embeddings_and_output_weights):
             return self.embedding.word_embeddings.weight
@@ -171,7 +165,7 @@ class LanguageModule(MegatronModule):
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
             labels, loss_mask: [b, s/cp].
-            weight: [v/tp, h], of the head.
+            weight: [v/tp, h], the head's weight.
         Returns:
             [b, s/cp] fp32.
         """
@@ -188,7 +182,7 @@ class LanguageModule(MegatronModule):
     ) -> Tensor:
         """Return the loss of every token [b, s/cp], or without labels logits [b, s/cp, v/tp].
 
-        Arguments are those of `compute_loss`.
+        See `compute_loss` for the arguments.
         """
         if labels is not None:
             return self.compute_loss(hidden_states, labels, self.head_weight, loss_mask)
@@ -196,8 +190,7 @@ class LanguageModule(MegatronModule):
         return self.softcap_logits(logits).transpose(0, 1).contiguous()
 
     def scale_logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Scale the head's input [...] by the factor that its logits have, that of muP and
-        1 / `logits_scaling`."""
+        """Scale the head's input [...] by muP's factor of the logits / `logits_scaling`."""
         factor = self.config.logits_factor / self.config.logits_scaling
         return hidden_states if factor == 1.0 else hidden_states * factor
 
@@ -214,7 +207,7 @@ class LanguageModule(MegatronModule):
         Args:
             labels: [b, s].
             logits: [s, b, v/tp].
-            overwrite_logits: the logits are not needed any more; the loss may use their memory.
+            overwrite_logits: allow the loss to overwrite the logits.
         Returns:
             [b, s] fp32.
         """
@@ -235,9 +228,9 @@ class LanguageModule(MegatronModule):
         Args:
             labels: [b, s].
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
-            weight: [v/tp, h], of the head.
-            loss_mask: [b, s], weights with which the caller will sum the losses; knowing them
-                saves work, they change no number.
+            weight: [v/tp, h], the head's weight.
+            loss_mask: [b, s], weights of the caller's sum of losses. They do not change the losses;
+                tokens of weight 0 save work.
         Returns:
             [b, s] fp32.
         """
@@ -261,7 +254,7 @@ class LanguageModule(MegatronModule):
         sharded_offsets: Sequence[RankOffset] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        """Declare the model's state; a tied head is a copy of the embedding, not stored twice."""
+        """Declare the model's state; a tied head is declared as a copy and not stored twice."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         name = f"{prefix}output_layer.weight"
         embedding = prefix + WORD_EMBEDDING
@@ -283,10 +276,9 @@ class LanguageModule(MegatronModule):
 
 
 def _transposed(loss: Tensor) -> Tensor:
-    """Return [s, b] as [b, s] in memory of its own, also where one sample makes the two equal.
+    """Return [s, b] as a new tensor [b, s], never a view, also if b is 1.
 
-    What shards the model by hooks on its output could lose them with an operation in place on a
-    view.
+    FSDP hooks the model's output: an in-place operation of the caller on a view loses the hook.
     """
     return loss.t().clone(memory_format=torch.contiguous_format)
 
@@ -298,7 +290,7 @@ def _loss_of_logits(
     weight: Tensor | None,
     _loss_mask: Tensor | None,
 ) -> Tensor:
-    # The loss wants logits split over the vocabulary, whatever the caller gets otherwise.
+    # The loss needs vocabulary shards of the logits, also if `parallel_output` is off.
     logits, _ = model.output_layer(hidden_states, weight=weight, runtime_gather_output=False)
     return model.compute_language_model_loss(
         labels, model.softcap_logits(logits), overwrite_logits=True
@@ -363,12 +355,12 @@ LOSS: KernelTable[
 
 
 def loss_needs(config: TransformerConfig) -> set[str]:
-    """Return what the loss of a model needs."""
+    """Return the features that the loss of a model needs."""
     return {SOFTCAP} if config.final_logit_softcapping else set()
 
 
 def asked_loss(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the kernels that the settings ask for, if any."""
+    """Return the kernels that the settings request, in order of preference."""
     if not config.cross_entropy_loss_fusion:
         return ()
     is_te = config.cross_entropy_fusion_impl == "te"

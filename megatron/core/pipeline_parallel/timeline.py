@@ -1,21 +1,34 @@
-"""Draw pipelines: as text, SVG or PNG, planned or measured, in the same picture.
+"""A timeline of a pipeline, planned or measured: its file formats, and pictures of it.
 
-No torch; PNG needs matplotlib. Rows are pipeline ranks, time goes to the right. `F3` is the
-forward of micro batch 3, `B` its backward, `I` and `W` the halves of a split backward; with more
-than one chunk a rank, `F3.1` is its chunk 1.
+No torch; SVG and PNG need matplotlib. Planned and measured timelines hold the same spans, so
+pictures and `simulate.report` work for both. In pictures each line is a pipeline rank, and time
+runs to the right. `F3` is the forward of micro batch 3, `B` its backward, `I` and `W` the halves of
+a split backward; with several chunks per rank, `F3.1` is the forward of chunk 1.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.core.foundation import optional_imports
-from megatron.core.foundation.errors import ConfigError
-from megatron.core.pipeline_parallel.instructions import Op, Program, Step
-from megatron.core.pipeline_parallel.trace import Trace
+from megatron.core.foundation.errors import ConfigError, DataError
+from megatron.core.foundation.json_text import parse_json
+from megatron.core.pipeline_parallel.instructions import (
+    SHORT_NAME,
+    Op,
+    Placement,
+    PlacementShape,
+    Program,
+    Step,
+)
+from megatron.core.pipeline_parallel.simulate import Costs, Report, Span, report, simulate
 
+FORMAT = "lattice-pipeline-trace-1"
+_OP_OF_NAME = {name: op for op, name in SHORT_NAME.items()}
 # Forward blue, full backward green, input gradient teal, weight gradient amber.
 _COLOUR = {
     Op.FORWARD: (76, 120, 190),
@@ -30,50 +43,109 @@ _NAME = {
     Op.WEIGHT_GRAD: "W: gradient of the weights",
 }
 _FILL = {Op.FORWARD: "-", Op.BACKWARD: "=", Op.INPUT_GRAD: "~", Op.WEIGHT_GRAD: "+"}
-_ROW_HEIGHT, _LEFT, _TOP, _PANEL_GAP, _WIDTH = 26, 64, 34, 30, 1180
 
 
-def order_text(program: Program, marked: dict[int, Step], width: int = 16) -> str:
-    """Return the compute steps of all ranks in program order, with marked cells in brackets.
+@dataclass(frozen=True)
+class Trace:
+    """Compute steps of all ranks of one pipeline with their times.
 
-    Args:
-        program: any program, also a wrong one.
-        marked: rank -> step to point at; a communication step points at its compute step.
-        width: number of columns shown around the first marked cell.
+    Attributes:
+        title: heading of the picture.
+        placement: rank of each stage.
+        num_microbatches: m.
+        unit: unit of the times: "s" for a measured timeline, "" for a plan.
+        spans: one per compute step.
     """
-    rows = []
-    chunks = program.placement.num_chunks
-    centre = None
-    for rank in range(program.placement.num_ranks):
-        cells = [step.label(chunks) for step in program.compute_steps(rank)]
-        if rank in marked:
-            index = _nearest_compute_step(program, rank, marked[rank])
-            if index is None:
-                cells.append(f"[{marked[rank].label(chunks)}]")
-                index = len(cells) - 1
-            else:
-                cells[index] = f"[{cells[index]}]"
-            centre = index if centre is None else centre
-        rows.append(cells)
-    first = max(0, (centre or 0) - width // 2)
-    cell_width = max((len(cell) for row in rows for cell in row), default=1) + 1
-    lines = []
-    for rank, row in enumerate(rows):
-        shown = "".join(cell.ljust(cell_width) for cell in row[first : first + width])
-        left = "... " if first else ""
-        right = "..." if len(row) > first + width else ""
-        lines.append(f"rank {rank:>2} | {left}{shown}{right}".rstrip())
-    return "\n".join(lines)
+
+    title: str
+    placement: Placement
+    num_microbatches: int
+    unit: str
+    spans: list[Span]
+
+    def report(self) -> Report:
+        """Return makespan, bubble and peak live activations."""
+        return report(self.spans, self.placement.num_ranks)
+
+    def to_json(self) -> str:
+        """Return the trace as JSON text."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "title": self.title,
+                "pipeline_size": self.placement.num_ranks,
+                "num_chunks": self.placement.num_chunks,
+                "placement": self.placement.shape.value,
+                "num_microbatches": self.num_microbatches,
+                "unit": self.unit,
+                "spans": [
+                    [s.rank, SHORT_NAME[s.step.op], s.step.microbatch, s.step.chunk, s.start, s.end]
+                    for s in self.spans
+                ],
+            }
+        )
+
+    def to_chrome_json(self) -> str:
+        """Return the trace in the Trace Event Format that chrome://tracing and Perfetto open."""
+        microseconds = 1e6 if self.unit == "s" else 1e3
+        origin = min((span.start for span in self.spans), default=0.0)
+        events: list[dict[str, Any]] = [
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pp rank {rank}"}}
+            for rank in range(self.placement.num_ranks)
+        ]
+        for span in self.spans:
+            events.append(
+                {
+                    "name": span.step.label(self.placement.num_chunks),
+                    "cat": span.step.op.name.lower(),
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": 0,
+                    "ts": (span.start - origin) * microseconds,
+                    "dur": (span.end - span.start) * microseconds,
+                    "args": {"microbatch": span.step.microbatch, "chunk": span.step.chunk},
+                }
+            )
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _nearest_compute_step(program: Program, rank: int, step: Step) -> int | None:
-    """Return the position among the compute steps that a step belongs to."""
-    forward = step.op in (Op.FORWARD, Op.RECV_ACTIVATION, Op.SEND_ACTIVATION, Op.FREE_OUTPUT)
-    for index, candidate in enumerate(program.compute_steps(rank)):
-        same = (candidate.microbatch, candidate.chunk) == (step.microbatch, step.chunk)
-        if same and (candidate.op is step.op or (candidate.op is Op.FORWARD) == forward):
-            return index
-    return None
+def planned_trace(program: Program, costs: Costs | None = None, unit: str = "") -> Trace:
+    """Return the simulated timeline of a program; `unit` is the unit of the costs."""
+    placement = program.placement
+    result = simulate(program, costs)
+    title = (
+        f"plan: {program.schedule}, p={placement.num_ranks}, v={placement.num_chunks}, "
+        f"m={program.num_microbatches}"
+    )
+    return Trace(title, placement, program.num_microbatches, unit, result.spans)
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace written with `Trace.to_json`.
+
+    Raises:
+        DataError: the file is not a trace.
+    """
+    try:
+        content = parse_json(Path(path).read_bytes())
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is {content.get('format')!r}")
+        placement = Placement(
+            content["pipeline_size"], content["num_chunks"], PlacementShape(content["placement"])
+        )
+        spans = [
+            Span(rank, Step(_OP_OF_NAME[op], microbatch, chunk), start, end)
+            for rank, op, microbatch, chunk, start, end in content["spans"]
+        ]
+        return Trace(
+            content["title"], placement, content["num_microbatches"], content["unit"], spans
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DataError(
+            f"{path} is not a pipeline trace: {problem}.",
+            rule=f"a trace is JSON with format {FORMAT!r}",
+            fix="write it with Trace.to_json, or record one with PipelineRecorder",
+        ) from problem
 
 
 def timeline_text(trace: Trace, width: int | None = None) -> str:
@@ -115,32 +187,8 @@ def caption(trace: Trace) -> str:
     )
 
 
-def svg(traces: Sequence[Trace]) -> str:
-    """Return an SVG document with one panel per trace.
-
-    Panels of one unit have one time scale: a plan and a run drawn together show at a glance where
-    the run lost time.
-    """
-    parts: list[str] = []
-    x = float(_LEFT)
-    for text, colour in _legend(traces):
-        parts.append(f'<rect x="{x}" y="8" width="14" height="14" fill="rgb{colour}"/>')
-        parts.append(f'<text x="{x + 19}" y="19">{text}</text>')
-        x += 40 + 6.5 * len(text)
-    top = 26
-    for trace in traces:
-        parts.extend(_svg_panel(trace, top, _WIDTH / _common_makespan(trace, traces)))
-        top += _TOP + _ROW_HEIGHT * trace.placement.num_ranks + _PANEL_GAP
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{top}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="11">'
-    )
-    background = '<rect width="100%" height="100%" fill="white"/>'
-    return "\n".join([head, background, *parts, "</svg>", ""])
-
-
 def _legend(traces: Sequence[Trace]) -> list[tuple[str, tuple[int, int, int]]]:
-    """Return what the colours of these traces mean: ops, and chunks where a rank has several."""
+    """Return (text, colour) of the ops in these traces, and of the chunks if there are several."""
     used = {span.step.op for trace in traces for span in trace.spans}
     entries = [(name, _COLOUR[op]) for op, name in _NAME.items() if op in used]
     chunks = max((trace.placement.num_chunks for trace in traces), default=1)
@@ -154,40 +202,6 @@ def _common_makespan(trace: Trace, traces: Sequence[Trace]) -> float:
     return max(other.report().makespan for other in traces if other.unit == trace.unit) or 1.0
 
 
-def _svg_panel(trace: Trace, top: float, scale: float) -> list[str]:
-    origin = min((span.start for span in trace.spans), default=0.0)
-    chunks = trace.placement.num_chunks
-    body = top + _TOP
-    parts = [
-        f'<text x="{_LEFT}" y="{top + 18}" font-size="13" font-weight="bold">'
-        f"{escape(caption(trace))}</text>"
-    ]
-    for rank in range(trace.placement.num_ranks):
-        y = body + rank * _ROW_HEIGHT
-        parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{_LEFT}" y="{y + 1}" width="{_WIDTH}" height="{_ROW_HEIGHT - 2}" '
-            'fill="#eeeeee"/>'
-        )
-    for span in trace.spans:
-        x, width = _LEFT + (span.start - origin) * scale, (span.end - span.start) * scale
-        y = body + span.rank * _ROW_HEIGHT + 1
-        label = span.step.label(chunks)
-        colour = _shade(span.step.op, span.step.chunk, chunks)
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.3):.2f}" height="{_ROW_HEIGHT - 2}" '
-            f'fill="rgb{colour}" stroke="white" stroke-width="0.5">'
-            f"<title>{label}: {span.start - origin:.6g} to {span.end - origin:.6g}"
-            f"{' ' + trace.unit if trace.unit else ''}</title></rect>"
-        )
-        if width > 6.5 * len(label):
-            parts.append(
-                f'<text x="{x + width / 2:.2f}" y="{y + 16}" fill="{_ink(colour)}" '
-                f'text-anchor="middle">{label}</text>'
-            )
-    return parts
-
-
 def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
     """Return the colour of an op, lighter for later chunks."""
     lighten = 0.45 * chunk / max(1, num_chunks - 1)
@@ -196,21 +210,23 @@ def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
 
 
 def _ink(colour: tuple[int, int, int]) -> str:
-    """Return the colour of a label that is readable on a box of the given colour."""
+    """Return a label colour that is readable on a box of the given colour."""
     red, green, blue = colour
     return "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 150 else "black"
 
 
-def save_png(traces: Sequence[Trace], path: str | Path) -> None:
-    """Write the panels of `svg` as a PNG with matplotlib."""
-    purpose = "drawing a pipeline as PNG"
+def draw(traces: Sequence[Trace], path: str | Path) -> None:
+    """Draw one panel per trace with matplotlib; the suffix of the path is .svg or .png.
+
+    Panels with the same unit share a time scale, so that a plan and a run can be compared.
+    """
+    purpose = "drawing a pipeline"
+    matplotlib = optional_imports.require("matplotlib", purpose=purpose)
     figures = optional_imports.require("matplotlib.figure", purpose=purpose)
     patches = optional_imports.require("matplotlib.patches", purpose=purpose)
-    canvases = optional_imports.require("matplotlib.backends.backend_agg", purpose=purpose)
 
     rows = sum(trace.placement.num_ranks + 2 for trace in traces)
     figure = figures.Figure(figsize=(14, 0.45 * rows + 0.8), layout="constrained")
-    canvases.FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, squeeze=False)
     for axis, trace in zip(panels[:, 0], traces, strict=True):
         origin = min((span.start for span in trace.spans), default=0.0)
@@ -235,19 +251,18 @@ def save_png(traces: Sequence[Trace], path: str | Path) -> None:
         for text, colour in _legend(traces)
     ]
     figure.legend(handles=entries, loc="outside upper left", ncols=len(entries), fontsize=8)
-    figure.savefig(path, dpi=130)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(path, dpi=130)
 
 
 def save(traces: Sequence[Trace], path: str | Path) -> None:
-    """Write traces to a file whose suffix says how: .svg, .png, .txt, .json or .chrome.json.
+    """Write traces to a file; its suffix selects .svg, .png, .txt, .json or .chrome.json.
 
-    The JSON forms hold one trace, the last one given.
+    A JSON file holds one trace: the last of `traces`.
     """
     path = Path(path)
-    if path.suffix == ".png":
-        save_png(traces, path)
-    elif path.suffix == ".svg":
-        path.write_text(svg(traces))
+    if path.suffix in (".png", ".svg"):
+        draw(traces, path)
     elif path.suffix == ".txt":
         path.write_text("\n\n".join(timeline_text(trace) for trace in traces) + "\n")
     elif path.name.endswith(".chrome.json"):
