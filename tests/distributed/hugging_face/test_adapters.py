@@ -321,7 +321,7 @@ def test_what_is_more_than_a_plain_adapter_is_refused(
         ("--load-adapter nowhere", "holds no adapter_config.json"),
         ("--lora-rank 0", "--lora-rank 0"),
         ("--lora-rank 4 --lora-dropout 1.0", "--lora-dropout 1.0"),
-        ("--lora-rank 4 --save-adapter there", "--save-adapter without --save"),
+        ("--lora-rank 4 --save-adapter there", "--save-adapter there without --save"),
         ("--lora-rank 4 --lora-target-modules q_proj", "linear_qkv"),
         (f"--lora-rank 4 --lora-target-modules {EXPERTS}", "of a model without experts"),
         (f"--lora-rank 4 --use-dora --lora-target-modules {EXPERTS}", "--use-dora with adapters"),

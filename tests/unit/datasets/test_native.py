@@ -75,7 +75,7 @@ def test_a_library_of_another_source_is_not_used_and_one_line_says_so(_, tmp_pat
         "megatron/compatibility",
     ):
         (tmp_path / folder).mkdir(exist_ok=True)
-        for file in (ROOT / folder).glob("*.py"):
+        for file in [*(ROOT / folder).glob("*.py"), *(ROOT / folder).glob("*.tsv")]:
             shutil.copy(file, tmp_path / folder)
     look = (
         "from megatron.core.datasets import native, indexed_dataset;"
