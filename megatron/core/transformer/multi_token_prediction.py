@@ -154,7 +154,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         embed: Callable[[Tensor], Tensor],
         **attention: object,
     ) -> list[Tensor]:
-        """Return the hidden states of each depth; see `predictions`."""
+        """Return the hidden states of each depth, [s, b, h] each; see `predictions`."""
         return list(self.predictions(hidden_states, labels, embed=embed, **attention))
 
     def predictions(

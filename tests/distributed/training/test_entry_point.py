@@ -163,7 +163,7 @@ def test_a_dry_run_plans_without_training(tmp_path):
         "32 = tensor 4 x pipeline 4 x context 1 x data 2", "8,03",
         "interleaved 1F1B, 32 micro batches",
         "simulated bubble 4.5%",  # (p-1)/(v*m+p-1) = 3/67
-        "rank   3 |", "stage 3:", "FLOP per token", "--seq-length 8192",
+        "rank   3 |", "tools/memory_report.py", "FLOP per token", "--seq-length 8192",
     ):  # fmt: skip
         assert expected in done.stdout, (expected, done.stdout)
 

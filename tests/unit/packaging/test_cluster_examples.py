@@ -117,7 +117,7 @@ STAND_INS = {
     "scancel": '[ "$*" = "--signal=TERM 41" ] && kill $(cat torchrun-*)',
     "sleep": 'exec "$REAL_SLEEP" 0.01',
     "torchrun": """
-        case "$*" in *node_checks*) exit "${CHECK:-0}" ;; esac
+        case "$*" in *node_health*) exit "${CHECK:-0}" ;; esac
         echo "$@" >>starts
         eval "$TRAINING" """,
 }

@@ -44,6 +44,8 @@ def run_python(code: str) -> str:
 
 WRITTEN_IN_TRITON = "megatron.core.kernels.triton_kernels."
 """Modules that are imported when one of their kernels is chosen: never without Triton."""
+OF_AN_EXTRA = ("megatron.inference.server",)
+"""Modules that only a tool imports, which asks for the extra first."""
 
 
 def public_modules() -> list[str]:
@@ -53,6 +55,7 @@ def public_modules() -> list[str]:
         for name in names
         if not any(p.startswith("_") for p in name.split("."))
         and not name.startswith(WRITTEN_IN_TRITON)
+        and name not in OF_AN_EXTRA
     ]
 
 

@@ -126,7 +126,7 @@ class StaticPlan:
         return _where(self.is_row, received.index_select(0, self.order))
 
     def send_back(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
-        """Undo `send`, with sums over `expt_tp`. What comes after the last row may be anything."""
+        """Undo `send` of rows [n, h], with sums over `expt_tp`; later rows are undefined."""
         rows = _where(self.is_token, values.index_select(0, self.target))
         rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp)
         return mappings.all_to_all(ep, rows, overlap_fn=overlap_fn)
