@@ -282,9 +282,7 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
         parallel.pipeline_schedule != "1f1b" or parallel.virtual_pipeline_model_parallel_size
     ):
         # Only for plain 1F1B one micro batch is enough: the other ranks need minutes.
-        return [
-            "not traced: tools/memory_report.py with these flags traces the schedule in some minutes"
-        ]
+        return ["not traced: tools/memory_report.py with these flags traces it in some minutes"]
     # torch's tensors without memory take seconds to import, which a run does not need.
     from megatron.training.setup.traced_memory import memory_of_stages
     from megatron.training.setup.traced_rank import ModelScript
