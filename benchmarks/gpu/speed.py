@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
@@ -76,12 +78,19 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
     return {name: list(curve.values) for name, curve in read_run(metrics).series.items()}
 
 
-def estimated_bytes(run: ResolvedRun) -> float:
-    """Return a rank's peak memory from the traced step, as `--dry-run` prints it."""
+def estimated_bytes(run: ResolvedRun) -> float | None:
+    """Return a rank's peak memory from the traced step, as `--dry-run` prints it.
+
+    None if an operation of the step needs values, such as the cross entropy that is fused with the
+    output layer: tensors without memory have none.
+    """
     import pretrain_gpt
 
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
-    return max(stage.peak_bytes for stage in memory_of_stages(run, script))
+    try:
+        return max(stage.peak_bytes for stage in memory_of_stages(run, script))
+    except DataDependentOutputException:
+        return None
 
 
 def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:
@@ -97,8 +106,8 @@ def measure(name: str, work: Workload, more: Sequence[str] = ()) -> Row:
         name, work, device.current_device(), curves[STEP_TIME], curves[LOSS][-1],
         device.peak_memory_bytes(), before,
     )  # fmt: skip
-    estimate = estimated_bytes(run_of_words(words, 1)) / GIB
-    return row | {"dry run GiB": round(estimate, 2)}
+    estimate = estimated_bytes(run_of_words(words, 1))
+    return row | {"dry run GiB": None if estimate is None else round(estimate / GIB, 2)}
 
 
 def main() -> None:
