@@ -8,7 +8,7 @@ TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without
 # Tests of several ranks, which leave a third of two cores idle, but for those that measure time.
 RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*)) \
                $(addprefix tests/distributed/pipeline_parallel/,test_executor.py test_p2p_communication.py) \
-               $(addprefix tests/faults/,test_faults.py test_slurm.py) tests/parity
+               tests/faults/test_faults.py tests/parity
 # Files go to whichever of two workers is free, the longest first: `tests/harness/order.py`.
 TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_ARGS ?=
