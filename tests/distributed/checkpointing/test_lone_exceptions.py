@@ -73,7 +73,7 @@ def steps_of(act: Callable[[], object]) -> list[str]:
 
 
 def name_of(code: CodeType) -> str:
-    return f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}"
+    return f"{Path(code.co_filename).relative_to(Path(ROOT).parent)}:{code.co_qualname}"
 
 
 def outcome_with_a_bug_in(step: str | None, act: Callable[[], object]) -> str:
