@@ -144,7 +144,7 @@ def train_and_report(groups, words):
     report = RankReport(
         groups.tp.rank(), groups.expt_tp.rank(), groups.dp_cp.rank(), [0.0], [], {}, {}, {}, {}
     )
-    compute = training_step._compute
+    compute = training_step.compute_gradients
 
     def computed(context, *args, **options):
         found = compute(context, *args, **options)
@@ -155,7 +155,7 @@ def train_and_report(groups, words):
         report.metas |= {n: _split(get_param_meta(p)) for n, _, p in named}
         return found
 
-    with patch.object(training_step, "_compute", computed):
+    with patch.object(training_step, "compute_gradients", computed):
         train_with_flags(groups, words)
     return report
 
