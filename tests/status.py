@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.evidence import RESULTS, ROOT, Result, results, rows_of
+from benchmarks.gpu.evidence import NOTHING, RESULTS, ROOT, Result, results, rows_of
 
 PAGE = ROOT / "docs" / "status.md"
 YES, PARTLY, NO = "●", "○", "–"
@@ -205,6 +205,7 @@ def page() -> str:
         f" test or the result); {PARTLY} runs on two network namespaces of one machine;"
         f" {NO} has not run.", "",
     ]  # fmt: skip
+    lines += [] if found else [NOTHING, ""]
     for group, features in GROUPS.items():
         lines += [f"## {group}", "", "| | CPU | one GPU | several machines |", "|---|:-:|:-:|:-:|"]
         for feature in features:
