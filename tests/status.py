@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.evidence import NOTHING, RESULTS, ROOT, Result, results, rows_of
+from megatron.core.settings.command_line import NoFlags, read_command_line
 
 PAGE = ROOT / "docs" / "status.md"
 YES, PARTLY, NO = "●", "○", "–"
@@ -218,6 +219,7 @@ def page() -> str:
 
 def main() -> int:
     """Write the page."""
+    read_command_line(NoFlags, prog="python -m tests.status", description=__doc__)
     PAGE.write_text(page(), encoding="utf-8")
     return 0
 

@@ -18,8 +18,7 @@ from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from megatron.training.config.run import all_flags
-from megatron.training.reports import RunRecord, Series, read_run
-from tools.report import MEDIANS
+from megatron.training.reports import MEDIANS, RunRecord, Series, read_run
 
 
 @dataclass(frozen=True, kw_only=True)

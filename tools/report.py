@@ -20,15 +20,7 @@ from megatron.core.foundation.exit_status import ExitStatus, tool
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from megatron.training.metrics.log_line import duration
-from megatron.training.reports import STEP_TIME, RunRecord, read_run
-
-MEDIANS = (
-    (STEP_TIME, "time of a step (ms)", 1e3),
-    ("tokens-per-second-per-device", "tokens/s per device", 1.0),
-    ("throughput", "TFLOP/s per device", 1.0),
-    ("mem-max-allocated-bytes", "peak memory (GiB)", 2.0**-30),
-)
-"""Scalar, its name and unit here, factor."""
+from megatron.training.reports import MEDIANS, RunRecord, read_run
 
 
 @dataclass(frozen=True, kw_only=True)

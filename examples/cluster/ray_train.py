@@ -14,6 +14,8 @@ import subprocess
 import sys
 from typing import Any
 
+from megatron.core.settings.command_line import NoFlags, read_command_line
+
 NODES = 2
 GPUS_PER_NODE = 8
 RANKS_PER_NODE = 8
@@ -55,6 +57,7 @@ def train_on_node(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the training on the cluster until it ends, or has failed too often."""
+    read_command_line(NoFlags, description=__doc__)
     from ray import train
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -22,6 +22,13 @@ from megatron.training.config.run import plain
 
 STEP_TIME = "iteration-time"
 """The scalar that every training step has and no evaluation has."""
+MEDIANS = (
+    (STEP_TIME, "time of a step (ms)", 1e3),
+    ("tokens-per-second-per-device", "tokens/s per device", 1.0),
+    ("throughput", "TFLOP/s per device", 1.0),
+    ("mem-max-allocated-bytes", "peak memory (GiB)", 2.0**-30),
+)
+"""Scalar of a run, its title with the unit, and the factor to this unit."""
 _SETTING_SUFFIX = "/text_summary"
 PROGRESS_FILE = "progress.txt"
 _DEPTH = 3
