@@ -112,6 +112,8 @@ def load(
         return wanted, _strictness(wanted, is_strict, contents)
 
     def apply() -> None:
+        for buffer in engine.replica.gradient_buffers:
+            buffer.params.prepare_update()
         if isinstance(contents, InteropContents):
             _complete(state, wanted, contents)
         engine.replica.load_state_dict(state["model"], strict=is_strict)
@@ -130,8 +132,6 @@ def load(
 
     wanted, strictness = run_collectively(peers, "declaring the state to load", declare)
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
-    for buffer in engine.replica.gradient_buffers:
-        buffer.params.prepare_update()
     run_collectively(peers, f"applying the state of {path}", apply)
     return str(path), state.get("client_state", {})
 

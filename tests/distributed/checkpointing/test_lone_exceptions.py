@@ -29,6 +29,7 @@ from tests.unit.dist_checkpointing.runs import TinyModel, checkpointer
 ROOT = str(Path(megatron.__file__).parent)
 COMMUNICATION = (f"{ROOT}/core/transport/", f"{ROOT}/core/foundation/flight_recorder")
 GUARDED = {"SaveInProgress.assign", "SaveInProgress.write", "MemoryReader.__enter__"}
+GUARDED |= {"ShardStorage.take_copy", "Mesh.shard_size"}
 """Functions that consist of a `try` or `return` statement: they fail nowhere but inside of it."""
 WAITS = {"DistributedDataParallel.summon_full_params", "DistributedDataParallel.finish_param_sync"}
 WAITS |= {"ShardedParams.finish_gathers", "CopiesOfGroup._exchange"}

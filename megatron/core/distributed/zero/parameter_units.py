@@ -238,11 +238,16 @@ class ParameterUnits:
         """
         try:
             self._all_ranks(self._allocate)
-            self._all_ranks(self._gather_all)
+            for number in range(len(self._locations)):
+                self._all_ranks(partial(self._prefetch, [number]))
+                self._all_ranks(partial(self._gather, [number], Pass.FORWARD))
             yield
         finally:
-            for buffer in self._buffers:
-                buffer.params.prepare_update()
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for buffer in self._buffers:
+            buffer.params.prepare_update()
 
     def _all_ranks(self, step: Callable[[], None]) -> None:
         problem: MegatronError | None = None
@@ -256,19 +261,9 @@ class ParameterUnits:
             raise problem
 
     def _allocate(self) -> None:
+        self._reshard()  # the end of an earlier call may have failed on this rank alone
         for buffer, section in chain.from_iterable(self._locations):
             buffer.params.units[section].allocate()
-
-    def _gather_all(self) -> None:
-        """Gather all units, also after a unit that this rank fails to unshard."""
-        problems: list[Exception] = []
-        for number in range(len(self._locations)):
-            try:
-                self._gather([number], Pass.FORWARD)
-            except Exception as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
 
 
 def parameter_units(units: Sequence[Unit], stages: Sequence[ZeroStage]) -> ParameterUnits | None:
