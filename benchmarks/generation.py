@@ -24,7 +24,7 @@ import torch
 
 from megatron.core.foundation.optional_imports import require
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.settings.command_line import read_command_line
+from megatron.core.settings.command_line import NoFlags, read_command_line
 from megatron.core.settings.flags import flag
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
@@ -32,11 +32,6 @@ from megatron.inference.session import open_session
 from pretrain_gpt import model_provider
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoFlags:
-    """None beside those of training."""
 
 
 @dataclass(frozen=True, kw_only=True)

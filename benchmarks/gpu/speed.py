@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch._subclasses.fake_tensor import DataDependentOutputException
-
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
 from megatron.core.settings.command_line import read_command_line
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.reports import STEP_TIME, read_run
-from megatron.training.setup.traced_memory import memory_of_stages
+from megatron.training.setup.traced_memory import UntraceableStepError, memory_of_stages
 from megatron.training.setup.traced_rank import ModelScript
 from megatron_lattice.planner.memory import GIB
 from megatron_lattice.planner.search_command import run_of_words
@@ -81,15 +79,14 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
 def estimated_bytes(run: ResolvedRun) -> float | None:
     """Return a rank's peak memory from the traced step, as `--dry-run` prints it.
 
-    None if an operation of the step needs values, such as the cross entropy that is fused with the
-    output layer: tensors without memory have none.
+    None if the step cannot be traced.
     """
     import pretrain_gpt
 
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     try:
         return max(stage.peak_bytes for stage in memory_of_stages(run, script))
-    except DataDependentOutputException:
+    except UntraceableStepError:
         return None
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from tests.architecture import words
 from tests.architecture.ignored_arguments import ignored_arguments
 from tests.architecture.parameters import arguments, docstring_of_method, unread
 from tests.architecture.source import Function, Module, circles, imports, modules
@@ -355,5 +354,4 @@ FIGURES: Mapping[str, Callable[[], Iterator[str]]] = {
     "import circles": import_circles,
     "long files": long_files,
     "crumbs": crumbs,
-    "words of our own": words.findings,
 }

@@ -31,7 +31,6 @@ BOUNDS = {
     "import circles": 0,
     "long files": 0,
     "crumbs": 6,
-    "words of our own": 0,
 }
 """Figure -> how many places it may count. A bound only falls."""
 

@@ -284,16 +284,12 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
         # Only for plain 1F1B one micro batch is enough: the other ranks need minutes.
         return ["not traced: tools/memory_report.py with these flags traces it in some minutes"]
     # torch's tensors without memory take seconds to import, which a run does not need.
-    from megatron.training.setup.traced_memory import memory_of_stages
+    from megatron.training.setup.traced_memory import UntraceableStepError, memory_of_stages
     from megatron.training.setup.traced_rank import ModelScript
 
     script = ModelScript(call.model_provider, call.forward_step)
     try:
         stages = memory_of_stages(run.overlaid(_WITHOUT_FILES), script)
-    except MegatronError:
-        raise
-    except Exception as error:
-        # Some operations need values (torch's FSDP2, the linear cross entropy), and fail on fake
-        # tensors with exceptions of any type. The rest of the plan does not depend on the trace.
-        return [f"not traced: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
+    except UntraceableStepError as error:
+        return [f"not traced: {error.found}"]
     return [stage.describe() for stage in stages]

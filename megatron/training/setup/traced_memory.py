@@ -15,6 +15,7 @@ import io
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.instructions import Op
 from megatron.core.pipeline_parallel.layout import PipelineLayout, pipeline_layout
 from megatron.training.config.resolved import ResolvedRun
@@ -26,6 +27,10 @@ from megatron.training.setup.traced_rank import ModelScript, RankTrace, RankUnde
 
 GIB = 2.0**30
 _TITLES = ("peak", *(kind.value for kind in Kind))
+
+
+class UntraceableStepError(ConfigError):
+    """An operation of the step reads values, which tensors without memory do not have."""
 
 
 def routed_share(run: ResolvedRun) -> float:
@@ -51,6 +56,7 @@ def trace_rank(
         num_microbatches: in place of those of the settings.
     Raises:
         TopologyError: this process is a rank of a run.
+        UntraceableStepError: for example torch's FSDP2, or the linear cross entropy.
     """
     found = RankTrace(rank)
     with (
@@ -58,7 +64,17 @@ def trace_rank(
         MemoryTimeline() as timeline,
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        RankUnderTest(run, script, timeline).step(found, num_microbatches)
+        try:
+            RankUnderTest(run, script, timeline).step(found, num_microbatches)
+        except MegatronError:
+            raise
+        except Exception as error:  # torch raises exceptions of several types
+            text = str(error).partition("\n")[0]
+            raise UntraceableStepError(
+                f"{type(error).__name__}: {text}",
+                rule="the operations of a traced step read no values",
+                fix="measure the peak memory of a short run",
+            ) from error
     return found
 
 

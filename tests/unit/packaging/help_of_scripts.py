@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[3]
 NOT_FOR_USERS = {
     "benchmarks/checkpoint_peer.py": "is started by benchmarks/checkpoint.py",
     "tests/architecture/picture.py": "draws again, of no arguments",
-    "tests/architecture/words.py": "lists, of no arguments",
     "tests/change_it": "follows a document",
     "tests/cluster_schemas": "is started by tools/test_schemas.sh",
     "tests/gpu_without_gpu/triton_kernels": "is started by tools/test_triton.sh",
