@@ -29,7 +29,7 @@ from megatron.core.context_parallel.ulysses import (
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVExchange, blockwise_attention
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import SINGLE_RANK, Group
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.kernels.blockwise_attention import KVBlock
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work

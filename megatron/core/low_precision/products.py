@@ -25,8 +25,9 @@ from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.formats import in_working_dtype
 from megatron.core.low_precision.recipes import Operand, Recipe
 from megatron.core.low_precision.scaling import Cut, Cuts, Quantized, Scaling, TensorScaling
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.context import current_step
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import Group
 from megatron.core.transport import backend, collectives
 

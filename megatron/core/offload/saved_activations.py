@@ -130,7 +130,7 @@ def saving_activations(
     """
     if not is_asked or not torch.is_grad_enabled():
         return nullcontext()
-    return within_step(saved_activations=SavedActivations(min_numel, directory))
+    return within_step(offload_region=SavedActivations(min_numel, directory).region)
 
 
 def offloading(is_asked: bool, *modules: nn.Module) -> AbstractContextManager[None]:
@@ -143,6 +143,6 @@ def offloading(is_asked: bool, *modules: nn.Module) -> AbstractContextManager[No
         modules: whose parameters are used inside.
     """
     step = current_step()
-    if not is_asked or step.saved_activations is None or step.is_checkpointed:
+    if not is_asked or step.offload_region is None or step.is_checkpointed:
         return nullcontext()
-    return step.saved_activations.region(*modules)
+    return step.offload_region(*modules)

@@ -146,7 +146,7 @@ class OptimizerFlags:
     muon_scale_mode: str = flag(
         "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), part_of="optimizer"
     )
-    """Factor on Muon's update by the shape of the matrix; see `newton_schulz.update_scale`."""
+    """Factor on Muon's update by the shape of the matrix; see `muon.update_scale`."""
     muon_extra_scale_factor: float = flag(1.0, part_of="optimizer")
     """One more factor; 0.2 with spectral gives updates the size of Adam's (arXiv 2502.16982)."""
     muon_tp_mode: str = flag(

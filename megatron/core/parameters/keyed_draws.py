@@ -20,8 +20,8 @@ from megatron.core.parameters.counter_random import (
     keyed_word_blocks,
     unit_interval,
 )
-from megatron.core.parameters.rng import SeededGenerators, SequenceShard, derive_seed, rng_state
-from megatron.core.step_context.context import JoinedSamples
+from megatron.core.parameters.rng import SeededGenerators, derive_seed, rng_state
+from megatron.core.step_context.random_scope import JoinedSamples, SequenceShard
 
 MAX_ROW_BLOCKS = 64
 """Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""

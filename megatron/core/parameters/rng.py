@@ -15,12 +15,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from megatron.core.step_context.context import RandomScope, current_step, within_step
+from megatron.core.step_context.context import current_step, within_step
+from megatron.core.step_context.random_scope import RandomScope, SequenceShard
 
 
 def derive_seed(*key: int | str) -> int:
@@ -34,87 +34,6 @@ def _key_bytes(key: tuple[int | str, ...]) -> bytes:
 
 def _seed(key_hash: hashlib.blake2b) -> int:
     return int.from_bytes(key_hash.digest(), "little") >> 1
-
-
-@dataclass(frozen=True)
-class SequenceShard:
-    """Which rows of the full sequence a rank's activation holds, in local order.
-
-    ranges: [begin, end) pairs of absolute positions; total: length of the full sequence.
-    """
-
-    ranges: tuple[tuple[int, int], ...]
-    total: int
-
-    @staticmethod
-    def full(total: int) -> SequenceShard:
-        """All rows: no sequence or context parallelism."""
-        return SequenceShard(((0, total),), total)
-
-    @staticmethod
-    def zigzag(total: int, rank: int, size: int) -> SequenceShard:
-        """Rank `rank`'s part under context parallelism: chunks rank and 2 * size - 1 - rank.
-
-        The sequence is cut into 2 * size chunks. Under a causal mask the early chunk sees little
-        and the late one much, and every rank's pair sees equally much. `total` is a multiple of
-        2 * size.
-        """
-        if size == 1:
-            return SequenceShard.full(total)
-        chunk, last = total // (2 * size), 2 * size - 1
-        pair = ((i * chunk, (i + 1) * chunk) for i in (rank, last - rank))
-        return SequenceShard(tuple(pair), total)
-
-    def index_of(self, position: int) -> int | None:
-        """Return the local row of an absolute position, None where another rank holds it."""
-        before = 0
-        for begin, end in self.ranges:
-            if begin <= position < end:
-                return before + position - begin
-            before += end - begin
-        return None
-
-    @property
-    def length(self) -> int:
-        """Number of rows held."""
-        return sum(end - begin for begin, end in self.ranges)
-
-    def positions(self, device: torch.device | None = None) -> Tensor:
-        """Return the absolute position of every local row, int64 [length]."""
-        parts = [torch.arange(begin, end, device=device) for begin, end in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def shard(self, rank: int, size: int) -> SequenceShard:
-        """The rank-th of `size` equal consecutive pieces (sequence parallelism)."""
-        length = self.length // size
-        return self if size == 1 else self.run(rank * length, (rank + 1) * length)
-
-    def run(self, first: int, last: int) -> SequenceShard:
-        """Rows [first, last) of the local ones."""
-        skip, need, kept = first, last - first, []
-        for begin, end in self.ranges:
-            if skip >= end - begin:
-                skip -= end - begin
-                continue
-            taken = min(end - begin - skip, need)
-            kept.append((begin + skip, begin + skip + taken))
-            need, skip = need - taken, 0
-            if need == 0:
-                break
-        return SequenceShard(tuple(kept), self.total)
-
-    def blocks(self, max_blocks: int) -> list[tuple[int, int, int, int]]:
-        """Cut into fixed blocks: (block index, rows per block, first row in block, rows used)."""
-        count = min(self.total & -self.total, max_blocks)
-        rows = self.total // count
-        cut = []
-        for begin, end in self.ranges:
-            while begin < end:
-                index, first = divmod(begin, rows)
-                used = min(rows - first, end - begin)
-                cut.append((index, rows, first, used))
-                begin += used
-        return cut
 
 
 class RandomState:
@@ -172,16 +91,19 @@ class RandomState:
         and not between layouts.
         """
         outer = self.scope
-        inner = replace(outer, path=path, rows=rows or outer.rows, num_calls=0)
+        inner = replace(outer, path=path, rows=rows or outer.rows, draw_index=0)
         return within_step(random_scope=inner)
 
-    def in_rows(self, first: int, last: int, num_rows: int) -> AbstractContextManager[None]:
-        """Compute rows [first, last) of the local ones alone."""
-        return within_step(random_scope=replace(self.scope, run=(first, last, num_rows)))
+    def in_token_range(
+        self, first: int, last: int, num_tokens: int
+    ) -> AbstractContextManager[None]:
+        """Inside, only the tokens [first, last) of the `num_tokens` local ones are computed."""
+        scope = replace(self.scope, token_range=(first, last, num_tokens))
+        return within_step(random_scope=scope)
 
-    def in_repetition(self, number: int) -> AbstractContextManager[None]:
-        """Pass a layer for the `number`-th time of several: its draws differ from pass to pass."""
-        return within_step(random_scope=replace(self.scope, repetition=number))
+    def in_pass(self, index: int) -> AbstractContextManager[None]:
+        """Inside, a layer runs for the `index`-th time, from 1: each pass has its own draws."""
+        return within_step(random_scope=replace(self.scope, pass_index=index))
 
     def in_saved_scope(self, scope: RandomScope) -> AbstractContextManager[None]:
         """Draw again from a place remembered earlier: activation recomputation uses it."""
@@ -190,9 +112,9 @@ class RandomState:
     def next_key(self) -> tuple[int | str, ...]:
         """Return the key of the next draw (without sample and block) and count the draw."""
         scope = self.scope
-        current_step().random_scope = replace(scope, num_calls=scope.num_calls + 1)
-        again = ("repetition", scope.repetition) if scope.repetition else ()
-        return (self.seed, *scope.path, *again, scope.num_calls)
+        current_step().random_scope = replace(scope, draw_index=scope.draw_index + 1)
+        again = ("repetition", scope.pass_index) if scope.pass_index else ()
+        return (self.seed, *scope.path, *again, scope.draw_index)
 
     def state_dict(self) -> dict[str, int]:
         """All there is to save: draws depend on the seed and the sample counter only."""

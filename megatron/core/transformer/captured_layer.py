@@ -204,7 +204,7 @@ class CapturedLayer:
             device.records_graphs()
             and self._layer.training
             and torch.is_grad_enabled()
-            and step.overlap is None
+            and step.yield_to_peer is None
             and step.cp_group is None  # which changes from one micro batch to the next
             and not (step.is_checkpointed or step.is_recomputing or step.defers_wgrads)
             and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)

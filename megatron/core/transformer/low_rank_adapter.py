@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.parameters.keyed_draws import keyed_dropout, keyed_keep_mask
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -254,7 +255,7 @@ class LowRankAdapter(nn.Module):
     def _rows(self, num_rows: int) -> SequenceShard:
         """Return which positions the input holds."""
         holds_shard = self.split is not WeightSplit.ROW and self.sequence_parallel
-        run = rng_state().scope.run
+        run = rng_state().scope.token_range
         if run is None:
             sp = self.tp if holds_shard else SINGLE_RANK
             return sequence_shard_of_rank(num_rows, cp=self.groups.microbatch_cp, sp=sp)

@@ -180,7 +180,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             cp = self.groups.microbatch_cp
             tokens = shift_left(labels, depth - 1, cp) if depth > 1 else labels
             repeats = len(self.layers) < num_depths
-            with rng_state().in_repetition(depth if repeats else 0):
+            with rng_state().in_pass(depth if repeats else 0):
                 hidden_states = self.layers[0 if repeats else depth - 1](
                     hidden_states, embed(tokens), **attention
                 )

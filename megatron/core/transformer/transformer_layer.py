@@ -22,13 +22,14 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     resolve_group,
     resolve_groups,
 )
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.config.context_parallel import cp_comm_type_of_layer
@@ -351,7 +352,7 @@ class TransformerLayer(GraphableMegatronModule):
         """Run the MLP on one run of rows after the other; backward recomputes each run."""
         outputs, begin, num_rows = [], 0, normed.shape[0]
         for run in normed.chunk(self.config.mlp_chunks_for_training):
-            with rng_state().in_rows(begin, begin + len(run), num_rows):
+            with rng_state().in_token_range(begin, begin + len(run), num_rows):
                 outputs.append(checkpoint(self.mlp, False, run))
             begin += len(run)
         return torch.cat([output for output, _ in outputs]), outputs[0][1]

@@ -11,7 +11,7 @@ from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.chunked_state_builder import state_fields
+from megatron.core.optimizer.chunked_state_optimizer import state_fields
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.metrics.memory import state_bytes

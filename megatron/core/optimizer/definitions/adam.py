@@ -18,9 +18,9 @@ from megatron.core.optimizer.definition import (
     ModelTensors,
     OptimizerDefinition,
     Pieces,
+    eager,
     has_fused_kernel,
 )
-from megatron.core.optimizer.eager import eager
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig

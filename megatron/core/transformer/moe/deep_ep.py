@@ -1,9 +1,9 @@
 """Dispatchers by the library DeepEP: its `Buffer`, and its `HybridEPBuffer`.
 
-Both send a token once to each *rank* that holds one of its experts, where an all-to-all sends it
-once for each expert; the rank then copies it for its experts (`Buffer`: here, by the kernels of
-`kernels.permutation`; `HybridEPBuffer`: in the same kernel). The way back sums the copies before
-they travel. Backward of a dispatch is a combine with the same handle, and the reverse.
+Both send a token once to each *rank* that holds one of its experts; an all-to-all sends it once for
+each expert. The receiving rank copies it for its experts (`Buffer`: here, by the kernels of
+`kernels.permutation`; `HybridEPBuffer`: in the same kernel). A combine sums the copies before it
+sends them back. Backward of a dispatch is a combine with the same handle, and the reverse.
 
 DeepEP: "DeepSeek-V3 Technical Report", section 3.2.2, arXiv 2412.19437. **Run against a stand-in
 for the library on the CPU; never on a GPU.**
@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.static_exchange import OverlapFn
 from megatron.core.transformer.moe.token_dispatcher import (
     DispatchedTokens,
     ExchangeCapacity,
-    TokenDispatcherBase,
+    TokenDispatcher,
     permutation_of,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,13 +37,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 PURPOSE = "--moe-token-dispatcher-type flex"
 
 
-def why_not_deep_ep() -> str | None:
-    """Return what this installation lacks for `Buffer`; None if nothing."""
-    return why_missing("deep_ep")
-
-
 def why_not_hybrid_ep() -> str | None:
-    """Return what this installation lacks for `HybridEPBuffer`; None if nothing."""
+    """Return why `HybridEPBuffer` cannot be used, or None."""
     reason = why_missing("deep_ep")
     if reason is None and not hasattr(require("deep_ep", purpose=PURPOSE), "HybridEPBuffer"):
         return "needs a DeepEP with HybridEPBuffer (its branch hybrid-ep)"
@@ -51,9 +46,9 @@ def why_not_hybrid_ep() -> str | None:
 
 
 class _KeptBuffer:
-    """Memory of the library for one group: made anew where rows are wider or more than before.
+    """Memory of the library for one group, allocated anew if more or wider rows are needed.
 
-    All ranks of the group have equally many tokens, so they make it together.
+    All ranks of the group have the same number of tokens, so they allocate it together.
     """
 
     def __init__(self) -> None:
@@ -61,7 +56,7 @@ class _KeptBuffer:
         self.buffer: Any = None
 
     def fits(self, size: tuple[int, ...]) -> bool:
-        """Return whether it does; if not, remember the size that the next one must have."""
+        """Return whether the buffer is large enough; if not, set the size of the next one."""
         if self.buffer is not None and all(a <= b for a, b in zip(size, self.size, strict=True)):
             return True
         self.size = tuple(map(max, zip(size, self.size or size, strict=True)))
@@ -69,15 +64,35 @@ class _KeptBuffer:
 
 
 class _Exchange(Protocol):
-    """Tokens that one call of the library has sent, and the way back."""
+    """One exchange by the library; both directions use the handle of its first dispatch."""
+
+    def first_dispatch(
+        self, tokens: Tensor, weights: Tensor, choices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Send tokens [t, h] with weights: (received [m, h] or [n, h], their weights)."""
+        ...
 
     def dispatch_again(self, tokens: Tensor) -> Tensor:
         """Send other values [t, h] the same way: [m, h], or [n, h]."""
         ...
 
     def combine(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Send them back and sum what belongs to one token: [t, h], and its weights."""
+        """Send rows back and sum the rows of each token: [t, h], and its weights."""
         ...
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weights: Tensor, choices: Tensor, exchange: _Exchange
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        return exchange.first_dispatch(tokens, weights, choices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_of_weights: Tensor) -> tuple[Tensor | None, ...]:
+        summed, of_weights = ctx.exchange.combine(grad, grad_of_weights.contiguous())
+        return summed, of_weights, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -92,7 +107,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Sent(NamedTuple):
-    """What this rank has received for its experts."""
+    """The rows that this rank has received for its experts."""
 
     rows: Tensor
     """[n, h], by expert."""
@@ -101,14 +116,14 @@ class _Sent(NamedTuple):
     tokens_per_expert: list[int] | RowCounts
     exchange: _Exchange
     to_received: Callable[[Tensor], Tensor]
-    """Brings rows of the experts [n, h] into the form that the library takes back."""
+    """Converts output rows of the experts [n, h] to the form that the library sends back."""
 
 
-class _FusedDispatcher(TokenDispatcherBase):
-    """What both libraries need: their ranks are those of `tp_ep`, with l experts each.
+class _FusedDispatcher(TokenDispatcher):
+    """Common part of both dispatchers: the library exchanges over `tp_ep`, l experts a rank.
 
-    An expert that is split over `expt_tp` is one expert on each of these ranks; the sums on the
-    way back add what its shards have made.
+    A shard of an expert that is split over `expt_tp` counts as an expert of its rank; the combine
+    sums the outputs of the shards.
     """
 
     def __init__(
@@ -136,7 +151,7 @@ class _FusedDispatcher(TokenDispatcherBase):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`; nothing is computed while tokens travel."""
+        """Dispatch after `overlap_fn`: nothing is computed during the exchange."""
         if overlap_fn is not None:
             overlap_fn()
         sent = self.send(tokens, probs, routing_map)
@@ -156,37 +171,39 @@ class _FusedDispatcher(TokenDispatcherBase):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks hold the experts once, each shard counted."""
+        """Number of ranks that together hold every shard of every expert once."""
         return self.tp_ep.size()
 
     def kept(self, name: str) -> _KeptBuffer:
-        """Return the memory of the library for the group."""
+        """Return the library's memory of the group."""
         assert not isinstance(self.tp_ep, SingleRank)
         return keep_for_group(self.tp_ep, name, lambda _: _KeptBuffer())
 
     def for_each_rank(self, of_experts: Tensor) -> Tensor:
-        """Return values [t, e] of experts for the experts of every rank: [t, r*l]."""
+        """Return values [t, e] of experts in the order of the ranks' experts: [t, r*l]."""
         parts = of_experts.view(len(of_experts), -1, self.num_local_experts)
         chosen = parts.index_select(1, self._part_of_rank.to(of_experts.device))
         return chosen.flatten(1)
 
 
 class _DeepEPExchange:
-    """One exchange by `deep_ep.Buffer`: its handle is known once tokens have been sent."""
+    """One exchange by `deep_ep.Buffer`."""
 
     def __init__(self, buffer: Any, num_experts: int) -> None:
         self.buffer, self.num_experts = buffer, num_experts
         self.handle: Any = None
         self.tokens_per_expert: list[int] = []
+        self.choices = torch.empty(0)
+        """Experts of the received tokens [m, k], -1 for experts of other ranks."""
 
     def first_dispatch(
-        self, tokens: Tensor, choices: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Send tokens [t, h]: (received [m, h], choices [m, k] or -1, weights [m, k])."""
+        self, tokens: Tensor, weights: Tensor, choices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Send tokens [t, h]: (received [m, h], weights [m, k])."""
         per_rank, per_node, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(
             choices, self.num_experts
         )
-        received, its_choices, its_weights, counts, self.handle, _ = self.buffer.dispatch(
+        received, self.choices, its_weights, counts, self.handle, _ = self.buffer.dispatch(
             tokens.contiguous(),
             topk_idx=choices,
             topk_weights=weights,
@@ -196,7 +213,7 @@ class _DeepEPExchange:
             num_tokens_per_expert=per_expert,
         )
         self.tokens_per_expert = list(counts)
-        return received, its_choices, its_weights
+        return received, its_weights
 
     def dispatch_again(self, tokens: Tensor) -> Tensor:
         """Send other values [t, h] the same way: [m, h]."""
@@ -204,53 +221,33 @@ class _DeepEPExchange:
         return received
 
     def combine(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Send back [m, h] and sum what belongs to one token: [t, h], and weights [t, k]."""
+        """Send back [m, h] and sum the rows of each token: [t, h], and weights [t, k]."""
         summed, its_weights, _ = self.buffer.combine(
             rows.contiguous(), self.handle, topk_weights=weights
         )
         return summed, its_weights
 
 
-class _DeepEPDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, choices: Tensor, exchange: _DeepEPExchange
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        received, its_choices, its_weights = exchange.first_dispatch(tokens, choices, weights)
-        ctx.exchange = exchange
-        ctx.mark_non_differentiable(its_choices)
-        return received, its_weights, its_choices
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad: Tensor, grad_of_weights: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        summed, of_weights = ctx.exchange.combine(grad, grad_of_weights.contiguous())
-        return summed, of_weights, None, None
-
-
 class MoEDeepEPTokenDispatcher(_FusedDispatcher):
-    """By `deep_ep.Buffer`, which sends bf16. The host waits for the counts of rows."""
+    """Dispatch by `deep_ep.Buffer`, which sends bf16. The host waits for the counts of rows."""
 
     def send(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> _Sent:
-        """See `_FusedDispatcher`."""
+        """Send tokens, and permute the received ones by expert."""
         exchange = _DeepEPExchange(self._buffer(tokens), self.num_ranks * self.num_local_experts)
         is_chosen = self.for_each_rank(routing_map)
         most = min(self.num_choices * self.expt_tp.size(), is_chosen.shape[1])
         marks, choices = is_chosen.to(torch.uint8).topk(most, -1)
         weights = self.for_each_rank(probs).gather(1, choices).float()
         choices = choices.masked_fill(marks == 0, -1)
-        received, its_weights, its_choices = _DeepEPDispatch.apply(
-            tokens, weights, choices, exchange
-        )
-        local_map, local_probs = self._map_of_rows(its_choices, its_weights)
+        received, its_weights = _Dispatch.apply(tokens, weights, choices, exchange)
+        local_map, local_probs = self._map_of_rows(exchange.choices, its_weights)
         counts = exchange.tokens_per_expert
         permutation = permutation_of(received, local_map, sum(counts))
         rows, weights_of_rows = permutation.permute(received), permutation.weights(local_probs)
         return _Sent(rows, weights_of_rows, counts, exchange, permutation.unpermute)
 
     def _map_of_rows(self, choices: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a map bool [m, l] and weights [m, l] of choices [m, k], -1 for none here."""
+        """Return a map bool [m, l] and weights [m, l] of choices [m, k], -1 for other ranks."""
         local = self.num_local_experts
         column = torch.where(choices < 0, local, choices)
         chosen = torch.zeros(len(choices), local + 1, dtype=torch.bool, device=choices.device)
@@ -260,7 +257,7 @@ class MoEDeepEPTokenDispatcher(_FusedDispatcher):
 
     def _buffer(self, tokens: Tensor) -> Any:
         library = require("deep_ep", purpose=PURPOSE)
-        # The library's own measure: rows of at least two bytes an element.
+        # The library sizes its buffer for at least two bytes an element.
         hidden_bytes = tokens.shape[1] * max(tokens.element_size(), 2)
         kept = self.kept("deep_ep.Buffer")
         if not kept.fits((hidden_bytes,)):
@@ -286,13 +283,13 @@ class _HybridEPExchange:
         self.num_rows = 0
 
     def first_dispatch(
-        self, tokens: Tensor, probs: Tensor, routing_map: Tensor
+        self, tokens: Tensor, weights: Tensor, choices: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Send tokens [t, h] by a map [t, r*l]: rows [n, h] by expert, their weights [n]."""
         rows, weights, _, self.counts, self.handle = self.buffer.dispatch_with_permute(
             hidden=tokens.contiguous(),
-            routing_map=routing_map,
-            probs=probs,
+            routing_map=choices,
+            probs=weights,
             scaling_factor=None,
             num_of_experts_per_rank=self.num_local_experts,
             pad_multiple=None,
@@ -301,7 +298,7 @@ class _HybridEPExchange:
         return rows, weights
 
     def dispatch_again(self, tokens: Tensor) -> Tensor:
-        """Send other values [t, h] the same way: [n, h]; the host knows how many, and waits not."""
+        """Send other values [t, h] the same way: [n, h]; the host does not wait for n."""
         rows: Tensor = self.buffer.dispatch_with_permute(
             hidden=tokens.contiguous(),
             scaling_factor=None,
@@ -312,37 +309,21 @@ class _HybridEPExchange:
         return rows
 
     def combine(self, rows: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Send back [n, h] and sum what belongs to one token: [t, h], and weights [t, r*l]."""
+        """Send back [n, h] and sum the rows of each token: [t, h], and weights [t, r*l]."""
         summed, of_weights = self.buffer.combine_with_unpermute(
             hidden=rows.contiguous(), probs=weights, handle=self.handle, pad_multiple=None
         )
         return summed, of_weights
 
 
-class _HybridEPDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, probs: Tensor, routing_map: Tensor, exchange: _HybridEPExchange
-    ) -> tuple[Tensor, Tensor]:
-        ctx.exchange = exchange
-        return exchange.first_dispatch(tokens, probs, routing_map)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_of_weights: Tensor) -> tuple[Tensor | None, ...]:
-        summed, of_weights = ctx.exchange.combine(grad, grad_of_weights.contiguous())
-        return summed, of_weights, None, None
-
-
 class MoEHybridEPTokenDispatcher(_FusedDispatcher):
-    """By `deep_ep.HybridEPBuffer`, which also brings rows into the order of experts and back."""
+    """Dispatch by `deep_ep.HybridEPBuffer`, which also permutes rows by expert and back."""
 
     def send(self, tokens: Tensor, probs: Tensor, routing_map: Tensor) -> _Sent:
-        """See `_FusedDispatcher`."""
+        """Send tokens; the library permutes them by expert."""
         exchange = _HybridEPExchange(self._buffer(tokens), self.num_local_experts)
         of_ranks = self.for_each_rank(probs).float()
-        rows, weights = _HybridEPDispatch.apply(
-            tokens, of_ranks, self.for_each_rank(routing_map), exchange
-        )
+        rows, weights = _Dispatch.apply(tokens, of_ranks, self.for_each_rank(routing_map), exchange)
         counts = exchange.counts
         assert counts is not None
         of_experts = counts.tolist() if is_host_memory(counts.device) else RowCounts(counts.long())

@@ -1,4 +1,4 @@
-"""Which dispatcher a layer takes: by its name, or by what the machine has."""
+"""Choose the dispatcher of a layer: by name, or by the device and the installed libraries."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron.core.foundation import device
+from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels.registry import OTHER_DEVICES, Choice, Kernel, KernelTable, Request
 from megatron.core.kernels.registry import dtype_name as name_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,6 @@ from megatron.core.topology.group import SingleRank
 from megatron.core.transformer.moe.deep_ep import (
     MoEDeepEPTokenDispatcher,
     MoEHybridEPTokenDispatcher,
-    why_not_deep_ep,
     why_not_hybrid_ep,
 )
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -57,7 +57,7 @@ EXCHANGE: KernelTable[MakeDispatcher] = KernelTable(
         OTHER_DEVICES: (
             Kernel(
                 "deepep", MoEDeepEPTokenDispatcher, frozenset({DEEP_EP}), _BF16,
-                missing=why_not_deep_ep, library=True,
+                missing=partial(why_missing, "deep_ep"), library=True,
             ),
             Kernel(
                 "hybridep", MoEHybridEPTokenDispatcher, frozenset({HYBRID_EP}), _BF16,
@@ -67,7 +67,7 @@ EXCHANGE: KernelTable[MakeDispatcher] = KernelTable(
         ),
     },
 )  # fmt: skip
-"""What the flex dispatcher is made of."""
+"""Dispatchers that `--moe-token-dispatcher-type flex` chooses from."""
 
 _BY_NAME: dict[str, MakeDispatcher] = {
     "allgather": partial(_without_config, MoEAllGatherTokenDispatcher),
@@ -78,7 +78,7 @@ _BY_NAME: dict[str, MakeDispatcher] = {
 def choose_exchange(
     config: TransformerConfig, device_type: str, *, is_planned: bool = False
 ) -> Choice[MakeDispatcher]:
-    """Return what the flex dispatcher takes on a type of device, and why not what was asked for."""
+    """Choose the dispatcher of "flex" on a type of device, with the reasons against others."""
     needs = {f"--moe-flex-dispatcher-backend {config.exchange_library}"}
     if config.moe_expert_rank_capacity_factor is not None:
         needs.add(KNOWN_SIZES)
@@ -101,5 +101,5 @@ def build_dispatcher(
     if make is None:
         make = choose_exchange(config, device.device_type()).kernel.run
         if isinstance(groups.tp_ep, SingleRank) or groups.tp_ep.size() == 1:
-            make = _BY_NAME["alltoall"]  # there is nobody to send to
+            make = _BY_NAME["alltoall"]  # without communication on one rank
     return make(config, num_local_experts, local_expert_indices, groups)

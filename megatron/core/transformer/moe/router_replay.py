@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, DataError
-from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.activation_recompute import is_recomputing
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transport import backend

@@ -1,11 +1,11 @@
-"""An exchange of rows in sizes that are known before the router has chosen.
+"""An exchange of tokens in sizes that are fixed before the router has chosen.
 
 NCCL's all-to-all takes its sizes from the host, which therefore waits for the router, in each layer
-and micro batch. Here every rank sends the same number of rows to every rank; which of them hold
-tokens is known to the devices alone, and the products of experts skip the others.
+and micro batch. Here every rank sends the same number of rows to every rank; only the devices hold
+the number of rows that are tokens, and the products of experts skip the padding rows.
 
 Legend: t tokens of this rank, h hidden, e experts, r ranks of `ep`, l = e/r experts of a rank, c
-rows that a rank sends to another, q ranks that send to this one (those of `ep` and of `expt_tp`).
+rows that a rank sends to another, q ranks that send to this one (of `ep` times `expt_tp`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 OverlapFn = Callable[[], None] | None
-"""What a rank computes while its tokens are in flight."""
+"""Computation that runs while tokens are in flight."""
 
 
 @dataclass(frozen=True)
 class SentRows:
-    """Which rows this rank sends.
+    """The rows that this rank sends.
 
     Attributes:
-        token, expert: int64 [r*c], what is in each row; any where there is nothing.
+        token, expert: int64 [r*c], token and expert of each row; arbitrary for padding rows.
         counts: int64 [r, l], rows for each expert.
-        num_dropped: int64 [], choices for which there was no row.
+        num_dropped: int64 [], choices that did not fit.
     """
 
     token: Tensor
@@ -42,11 +42,11 @@ class SentRows:
 
     @staticmethod
     def of(routing_map: Tensor, num_ranks: int, rows_per_rank: int, most: int) -> SentRows:
-        """Place the choices of a router, by expert and then by token.
+        """Assign the choices of a router to rows, by expert and then by token.
 
         Args:
             routing_map: bool [t, e].
-            most: how many choices there can be.
+            most: upper bound on the number of choices.
         """
         num_experts = routing_map.shape[1]
         local = num_experts // num_ranks
@@ -68,13 +68,13 @@ class SentRows:
 
 @dataclass(frozen=True)
 class StaticPlan:
-    """Where rows go and where they come from.
+    """The permutation of received rows by expert, and its inverse.
 
     Attributes:
-        counts: those of each local expert.
-        order: int64 [q*c], the row that comes in each place when rows are ordered by expert.
-        is_row: bool [q*c], whether there is one, in that order.
-        target, is_token: the same the other way: its place, and whether a received row is one.
+        counts: tokens of each local expert.
+        order: int64 [q*c], index of the received row at each place of the order by expert.
+        is_row: bool [q*c], whether a token is at that place.
+        target, is_token: the inverse: the place of each received row, and whether it is a token.
     """
 
     sent: SentRows
@@ -86,7 +86,7 @@ class StaticPlan:
 
     @staticmethod
     def of(sent: SentRows, ep: Group, expt_tp: Group) -> StaticPlan:
-        """Tell every rank how many rows of each expert it receives.
+        """Exchange the number of tokens of each expert.
 
         Communication: an all-to-all of e counts over `ep`, an all-gather over `expt_tp`.
         """
@@ -120,19 +120,19 @@ class StaticPlan:
         )
 
     def send(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
-        """Bring rows [r*c, ...] to their experts: [q*c, ...], by expert, zeros after the last."""
+        """Send rows [r*c, ...] to their experts: [q*c, ...], by expert, padding rows zero."""
         received = mappings.all_to_all(ep, values, overlap_fn=overlap_fn)
         received = mappings.gather_from_sequence_parallel_region(received, group=expt_tp)
         return _where(self.is_row, received.index_select(0, self.order))
 
     def send_back(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
-        """Undo `send`, with sums over `expt_tp`. What comes after the last row may be anything."""
+        """Undo `send`, with sums over `expt_tp`. Padding rows are not read."""
         rows = _where(self.is_token, values.index_select(0, self.target))
         rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp)
         return mappings.all_to_all(ep, rows, overlap_fn=overlap_fn)
 
 
 def _where(mask: Tensor, rows: Tensor) -> Tensor:
-    """Return rows [n, ...] where the mask [n] is True, and zeros: not NaN times zero."""
+    """Return rows [n, ...] where the mask [n] is True, else zeros (NaN times zero would be NaN)."""
     shape = mask.shape + (1,) * (rows.dim() - 1)
     return rows.masked_fill(mask.logical_not().view(shape), 0.0)

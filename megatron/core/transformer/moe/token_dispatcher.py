@@ -1,9 +1,9 @@
-"""How tokens travel to the ranks that hold their experts, and back.
+"""Send tokens to the ranks that hold their experts, and the outputs back.
 
-Every rank of a stage holds tokens of its own. Those of one `tp_ep` group together hold all experts
-once: the experts are distributed over `ep`, and each is split over `expt_tp`. A dispatcher brings
-every token to all shards of its experts, and sums what comes back; layers between know nothing
-of other ranks. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
+Every rank of a stage holds different tokens. The ranks of a `tp_ep` group together hold all experts
+once: the experts are distributed over `ep`, and each expert is split over `expt_tp`. A dispatcher
+sends every token to all shards of its experts, and sums their outputs; the experts themselves do
+not communicate. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
 
 Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, n rows for its experts.
 """
@@ -30,24 +30,24 @@ from megatron.core.transport import collectives
 
 
 class Combine(Protocol):
-    """The way back from the experts."""
+    """Sends the outputs of the experts back to the ranks of their tokens."""
 
     def __call__(self, output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-        """Return the weighted sums [t, h] of what the experts made [n, h]."""
+        """Return the sums [t, h] over experts of their outputs [n, h]."""
 
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What reached the experts of this rank.
+    """The tokens that the experts of this rank have received.
 
     Attributes:
-        tokens: [n, h], those of the first local expert first; there may be rows of no expert after
-            the last one, of which nothing is used.
+        tokens: [n, h], ordered by local expert; padding rows may follow, whose outputs are unused.
         probs: [n], the weight of each row in its token's output.
-        tokens_per_expert: rows of each local expert, `RowCounts` where the host has not read them.
+        tokens_per_expert: rows of each local expert; `RowCounts` if the host has not read them.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
             [t, h] of this rank's own tokens; it takes `overlap_fn` as `dispatch` does.
-        num_dropped: int64 [], choices of this rank's tokens without a row; None: all have one.
+        num_dropped: int64 [], choices of this rank's tokens that did not fit; None if every
+            choice fits by construction.
     """
 
     tokens: Tensor
@@ -59,17 +59,33 @@ class DispatchedTokens:
 
 @dataclass(frozen=True)
 class ExchangeCapacity:
-    """Sizes of an exchange that are known before the router has chosen.
+    """Sizes of an exchange that are fixed before the router has chosen.
 
-    rows_per_rank: those that a rank sends to another; most_choices: of all tokens of a rank.
+    rows_per_rank: rows that a rank sends to each rank; most_choices: upper bound on the choices of
+    the tokens of a rank.
     """
 
     rows_per_rank: int
     most_choices: int
 
 
-class TokenDispatcher(Protocol):
-    """The interface between a router and its experts."""
+class TokenDispatcher:
+    """The interface between a router and its experts.
+
+    Args:
+        num_local_experts: experts of this rank.
+        local_expert_indices: their numbers in the model, consecutive.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: Sequence[int],
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = list(local_expert_indices)
+        self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
 
     def dispatch(
         self,
@@ -80,21 +96,23 @@ class TokenDispatcher(Protocol):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """Bring tokens [t, h] to their experts.
+        """Send tokens [t, h] to their experts.
 
         Args:
             probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
-            overlap_fn: called once, while the tokens travel where the dispatcher can, else before.
-            num_assignments: how many are True in the map, where the host knows.
-            capacity: send as many rows to every rank, so that the host need not know the map.
+            overlap_fn: called once, during the exchange if the dispatcher can, else before it.
+            num_assignments: number of True entries of the map, if the host has it.
+            capacity: send this fixed number of rows to every rank, without reading the map on the
+                host.
         """
+        raise NotImplementedError
 
 
 def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
 
     Args:
-        capacity: as many as an expert can get, at least.
+        capacity: at least the most rows that an expert can receive.
     """
     counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
     num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
@@ -103,7 +121,7 @@ def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
     shift = begins - (counts.cumsum(0) - counts)
     total = num_experts * capacity
     position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
-    # Rows of no expert come in a place after all others, which is cut off.
+    # Padding rows are written to one extra slot at the end, which is dropped.
     spare = int(isinstance(sent.tokens_per_expert, RowCounts))
     position = torch.where(group < num_experts, position, total) if spare else position
     places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
@@ -123,7 +141,7 @@ def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[
     """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token.
 
     Args:
-        number: n, where the host knows it and need not wait for an accelerator to count.
+        number: n, if the host has it; otherwise the host waits for the device to count.
     """
     by_expert = routing_map.t()
     if number is None or is_host_memory(routing_map.device):
@@ -136,39 +154,20 @@ def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[
 def permutation_of(
     tokens: Tensor, routing_map: Tensor, num_assignments: int | None = None
 ) -> Permutation:
-    """Return the order of the rows of tokens [t, h] by a map bool [t, e].
+    """Return the permutation by expert of tokens [t, h] with a map bool [t, e].
 
     Args:
-        num_assignments: how many are True in the map, where the host knows.
+        num_assignments: number of True entries of the map, if the host has it.
     """
     expert, token = expert_assignments(routing_map, num_assignments)
     return PERMUTATION.choose(Request.of(tokens)).kernel.run(expert, token, len(tokens))
 
 
-class TokenDispatcherBase:
-    """Groups, and the numbers of the experts of this rank.
-
-    Args:
-        num_local_experts: experts of this rank.
-        local_expert_indices: their numbers in the model, consecutive.
-    """
-
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: Sequence[int],
-        groups: ProcessGroupCollection,
-    ) -> None:
-        self.num_local_experts = num_local_experts
-        self.local_expert_indices = list(local_expert_indices)
-        self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
-
-
-class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
-    """Every rank of `tp_ep` receives all tokens of the group and keeps those of its experts.
+class MoEAllGatherTokenDispatcher(TokenDispatcher):
+    """Every rank of `tp_ep` receives all tokens of the group and selects its experts' tokens.
 
     Communication: all-gathers of t * h activations and t * e weights over `tp_ep`, and a
-    reduce-scatter of the output; backward the reverse. All ranks have equally many tokens.
+    reduce-scatter of the output; backward the reverse. All ranks have the same number of tokens.
     """
 
     def dispatch(
@@ -180,7 +179,7 @@ class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`; computes nothing while tokens travel, and needs the map."""
+        """Dispatch after `overlap_fn`; the host reads the map."""
         if overlap_fn is not None:
             overlap_fn()
         group = self.tp_ep
@@ -207,8 +206,8 @@ class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
         )
 
 
-class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
-    """Each rank sends a token once for each of its experts, to the rank that holds it.
+class MoEAlltoAllTokenDispatcher(TokenDispatcher):
+    """Each rank sends a token once for each of its experts, to the rank that holds the expert.
 
     Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the rows' activations
     and weights over `ep`, an all-gather over `expt_tp`, and both reversed for the output.
@@ -223,7 +222,7 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`."""
+        """Dispatch; `overlap_fn` runs during the exchange."""
         if capacity is not None and self.ep.size() * self.expt_tp.size() > 1:
             return self._dispatch_in(capacity, tokens, probs, routing_map, overlap_fn)
         permutation = permutation_of(tokens, routing_map, num_assignments)
@@ -256,14 +255,14 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
         routing_map: Tensor,
         overlap_fn: OverlapFn,
     ) -> DispatchedTokens:
-        """Bring tokens to their experts without the host.
+        """Dispatch in fixed sizes: the host does not read the map.
 
         Communication: all-to-alls of equal pieces, one of e counts; the rest as in `dispatch`.
         """
         ep, expt_tp = self.ep, self.expt_tp
         sent = SentRows.of(routing_map, ep.size(), capacity.rows_per_rank, capacity.most_choices)
         plan = StaticPlan.of(sent, ep, expt_tp)
-        # Not in the order of a permutation: there are rows without a token between those of ranks.
+        # No other form of permutation fits: padding rows lie between the rows of ranks.
         permutation = IndexPermutation(sent.expert, sent.token, tokens.shape[0])
         weights: list[Tensor] = []
 
@@ -281,12 +280,12 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
 
 @dataclass(frozen=True)
 class _ExchangePlan:
-    """How many rows go where.
+    """The sizes of an exchange.
 
     sent, received: rows for and from each rank of `ep`; gathered: rows of each rank of `expt_tp`
-    after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in the
-    order in which they arrive; tokens_per_expert: rows of each local expert. A rank that holds all
-    experts sends nothing, and its host does not ask for numbers.
+    after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in order of
+    arrival; tokens_per_expert: rows of each local expert. If the rank holds all experts, the lists
+    are empty and the counts stay on the device.
     """
 
     sent: list[int]
@@ -296,12 +295,15 @@ class _ExchangePlan:
     tokens_per_expert: Sequence[int]
 
     @staticmethod
-    def of(dispatcher: TokenDispatcherBase, assignments: Tensor) -> _ExchangePlan:
-        """Plan the exchange of a rank with [e] assignments. Communication: see above."""
+    def of(dispatcher: TokenDispatcher, assignments: Tensor) -> _ExchangePlan:
+        """Plan the exchange of a rank with [e] assignments.
+
+        Communication: all-gathers of e counts over `ep` and `expt_tp`.
+        """
         ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
         ep_size, tp_size = ep.size(), expt_tp.size()
         counts = assignments.view(1, -1)
-        # The counts travel the way of the rows, so that the order of the ranks is the same.
+        # Gathered over the groups of the rows, so that the order of the ranks is the same.
         if ep_size > 1:
             counts = collectives.all_gather(counts, ep)
         if tp_size > 1:
@@ -338,11 +340,11 @@ class _ExchangePlan:
         )
 
     def scatter(self, rows: Tensor, expt_tp: Group) -> Tensor:
-        """Sum the shards' outputs, each rank keeping the rows that it brought."""
+        """Sum the shards' outputs; each rank keeps the rows that it contributed to `gather`."""
         return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
 
     def by_expert(self, rows: Tensor) -> Tensor:
-        """Put rows ordered by source and expert in order of the experts."""
+        """Reorder rows from (source, expert) to (expert, source)."""
         return _transpose_blocks(rows, self.blocks)
 
     def by_source(self, rows: Tensor) -> Tensor:
