@@ -28,7 +28,7 @@ STATE_DTYPES = {
     "exp_avg_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
     "exp_avg_sq_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
 }
-"""uint8 stands for fp8, as in Megatron."""
+"""uint8 means fp8, as in Megatron."""
 NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 DTYPES = {
@@ -37,7 +37,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.uint8,
 }
-"""What flags call the dtypes of optimizer state."""
+"""Names of the dtypes of optimizer state in flags."""
 _MEGATRON_OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 _NO_OPTIMIZER = "use --optimizer muon"
 _ELEMENTWISE_OPTIMIZERS = tuple(sorted(name for name, each in OPTIMIZERS.items() if each.update))
@@ -45,7 +45,7 @@ _ELEMENTWISE_OPTIMIZERS = tuple(sorted(name for name, each in OPTIMIZERS.items()
 
 @dataclass
 class OptimizerFlags:
-    """Optimizer, learning rate, clipping, loss scale, and how state is kept."""
+    """Optimizer, learning rate, clipping, loss scale, and storage of state."""
 
     optimizer: str = flag(
         "adam",
@@ -59,27 +59,27 @@ class OptimizerFlags:
     2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`). On the command line
     "dist_muon" is muon with a sharded state."""
     lr: float | None = None
-    """Highest learning rate; a scheduler sets that of each step."""
+    """Highest learning rate; a scheduler sets the rate of each step."""
     min_lr: float | None = flag(None, cli_default=0.0)
     """Lowest learning rate of the schedule."""
     decoupled_lr: float | None = None
-    """Own learning rate of the input embedding and the output head."""
+    """Separate learning rate of the input embedding and the output head."""
     decoupled_min_lr: float | None = None
-    """Lowest value of that rate."""
+    """Lowest value of the separate learning rate."""
     weight_decay: float = 0.01
     """Weight decay of matrices; biases and other 1-d parameters have none."""
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key norms as well."""
 
     use_precision_aware_optimizer: bool = False
-    """Keep moments and main weights in the dtypes below. With fp32 main weights, a bf16 model keeps
-    only what its own weights lack of them: two bytes, and nothing is lost."""
+    """Store moments and main weights in the dtypes below. With fp32 main weights, a bf16 model
+    stores only their difference from its own weights, which takes two bytes and is exact."""
     main_grads_dtype: torch.dtype = flag(
         torch.float32,
         values={"fp32": DTYPES["fp32"], "bf16": DTYPES["bf16"]},
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of main gradients; the data-parallel wrapper decides it (grad_reduce_in_fp32)."""
+    """Dtype of main gradients, which the data-parallel wrapper sets (grad_reduce_in_fp32)."""
     main_params_dtype: torch.dtype = flag(
         torch.float32,
         values={"fp32": DTYPES["fp32"], "fp16": DTYPES["fp16"]},
@@ -96,7 +96,7 @@ class OptimizerFlags:
         },
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which stands for fp8)."""
+    """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which means fp8)."""
     exp_avg_sq_dtype: torch.dtype = flag(
         torch.float32,
         values={
@@ -107,7 +107,7 @@ class OptimizerFlags:
         },
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of the second moment; the same choices."""
+    """Dtype of the second moment, with the same choices as the first."""
 
     loss_scale: float | None = None
     """Constant loss scale; None scales dynamically with fp16, and not at all otherwise."""
@@ -116,12 +116,12 @@ class OptimizerFlags:
     min_loss_scale: float = flag(1.0, part_of="fp16")
     """Smallest dynamic loss scale."""
     loss_scale_window: float = flag(1000, part_of="fp16")
-    """Good steps in a row after which the dynamic scale doubles."""
+    """The dynamic scale doubles after this number of good steps in a row."""
     hysteresis: int = flag(2, part_of="fp16")
-    """Overflows that are tolerated before the dynamic scale is halved."""
+    """The dynamic scale is halved after this number of overflows."""
     on_loss_scale_floor: str = flag("warn", choices=("raise", "skip", "warn"), part_of="fp16")
-    """What an overflow at the smallest loss scale does beside skipping the step: raise stops the
-    run, skip says nothing, warn says what to change."""
+    """Reaction to an overflow at the smallest loss scale: raise stops the run, skip skips the step,
+    warn also logs a warning with what to change."""
 
     adam_beta1: float = 0.9
     """Decay of the first moment."""
@@ -140,7 +140,7 @@ class OptimizerFlags:
     muon_use_nesterov: bool = flag(
         False, "--muon-use-nesterov", "--muon-nesterov", part_of="optimizer"
     )
-    """Let Muon look one step ahead along its momentum."""
+    """Use Nesterov momentum in Muon."""
     muon_num_ns_steps: int = flag(5, part_of="optimizer")
     """Newton-Schulz steps of Muon."""
     muon_scale_mode: str = flag(
@@ -152,30 +152,32 @@ class OptimizerFlags:
     muon_tp_mode: str = flag(
         "duplicated", choices=("blockwise", "duplicated", "distributed"), part_of="optimizer"
     )
-    """Matrices split over tensor-parallel ranks under Muon: gather the full matrix on each rank,
-    add Gram matrices in each step, or treat each part as a matrix of its own."""
+    """Muon on matrices split over tensor-parallel ranks: gather the full matrix on each rank
+    (duplicated), sum Gram matrices in each step (distributed), or treat each part as a separate
+    matrix (blockwise)."""
     muon_split_qkv: bool = flag(
         True,
         "--muon-no-split-qkv",
         help="Orthogonalise stacked matrices (q, k, v; gate and up) as one.",
         part_of="optimizer",
     )
-    """Treat stacked matrices (q, k, v; gate and up) one by one."""
+    """Treat stacked matrices (q, k, v; gate and up) as separate matrices."""
     muon_scalar_optimizer: str = flag("adam", choices=_ELEMENTWISE_OPTIMIZERS, part_of="optimizer")
-    """Rule of what is no hidden matrix under Muon: embeddings, head, norms, biases."""
+    """Optimizer of the parameters that are not hidden matrices under Muon: embeddings, head, norms,
+    biases."""
 
     optimizer_cpu_offload: bool = False
-    """Keep optimizer state in host memory, and update there."""
+    """Store optimizer state in host memory, and compute the update there."""
     optimizer_offload_path: str | None = None
-    """Directory on a local disk: keep optimizer state in a file there, read ahead and written back
-    beside the update. Takes a few MiB of host memory."""
+    """Directory on a local disk: store optimizer state in a file there, which is read and written
+    during the update. Takes a few MiB of host memory."""
     optimizer_offload_fraction: float = 1.0
     """Share of the parameters whose state is offloaded."""
 
     clip_grad: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Largest global norm of the gradient; 0 turns clipping off."""
     log_num_zeros_in_grad: bool = False
-    """Count the zeros in the gradient: one more read of it."""
+    """Count and log the zeros in the gradient, which reads it once more."""
 
 
 @dataclass
@@ -187,11 +189,11 @@ class OptimizerConfig(
     StateComputation,
     EveryComputation,
 ):
-    """What the flags say, and what only a caller of the library can."""
+    """Settings of the flags, and settings for callers of the library only."""
 
     on_nonfinite_grad: str = "raise"
-    """What a step without loss scaling does with gradients that are not finite: "raise" a
-    NumericsError on all ranks, or "skip" the update and return False. The weights are untouched
+    """Reaction of a step without loss scaling to gradients that are not finite: "raise" a
+    NumericsError on all ranks, or "skip" the update and return False. The weights do not change
     either way."""
     decoupled_weight_decay: bool = True
     """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
@@ -301,7 +303,7 @@ def _check_precision(config: OptimizerConfig) -> list[MegatronError]:
 
 
 def _check_state(config: OptimizerConfig) -> list[MegatronError]:
-    """Where and in which bytes state is kept."""
+    """Check dtypes and places of state."""
     problems: list[MegatronError] = []
     for name, known in STATE_DTYPES.items():
         value = getattr(config, name)
@@ -319,7 +321,7 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
             problems.append(
                 ConfigError(
                     f"{name}={value} without use_precision_aware_optimizer.",
-                    rule="state in other types than fp32 is an optimizer of its own",
+                    rule="only the precision-aware optimizer stores state in other types than fp32",
                     flags=[spelling, "--use-precision-aware-optimizer"],
                     fix="add --use-precision-aware-optimizer",
                 )
@@ -328,14 +330,14 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
         (
             config.use_precision_aware_optimizer,
             "use_precision_aware_optimizer",
-            "only optimizers that update each element by itself work in few bytes",
+            "only optimizers that update each element by itself work in low precision",
             ["--use-precision-aware-optimizer"],
             "drop --use-precision-aware-optimizer, or use --optimizer lion",
         ),
         (
             config.offloads_optimizer,
             "offloaded optimizer state",
-            "only optimizers that update each element by itself have their state elsewhere",
+            "only optimizers that update each element by itself can offload their state",
             ["--optimizer-cpu-offload", "--optimizer-offload-path"],
             "use --use-distributed-optimizer to shard it over data-parallel ranks",
         ),

@@ -1,13 +1,11 @@
 """Random numbers that do not depend on the layout.
 
-Every random draw is keyed by what it is *for*: (seed, sample, scope, call, block), never by the
-rank that happens to make it. So the same seed gives the same dropout on one device and on a
-thousand, with any micro batch size, and after any resume; there is no generator state to save.
+Every random draw is keyed by its purpose, (seed, sample, scope, call, block), never by the rank
+that makes it. So the same seed gives the same dropout on one device and on a thousand, with any
+micro batch size, and after any resume; there is no generator state to save.
 
-`keyed_draws` makes masks and uniform numbers of these keys.
-
-`rng_state()` is the seed of the process and the sample counter; where the next draw belongs is a
-field of the step context.
+`keyed_draws` makes masks and uniform numbers from these keys. `rng_state()` holds the seed of the
+process and the sample counter; the step context holds the scope of the next draw.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ def _seed(key_hash: hashlib.blake2b) -> int:
 
 
 class RandomState:
-    """The seed, and how micro batches of a step map to samples."""
+    """The seed, and the mapping from micro batches of a step to samples."""
 
     def __init__(self) -> None:
         self.seed = 1234
         self.counts_on_cpu = False
-        """Draw by `counter_random` on the CPU too, as accelerators do."""
+        """Use `counter_random` on the CPU too, as accelerators do."""
         self._consumed_samples = 0
         self._micro_batch_size = 1
         self._dp_rank = 0
@@ -50,7 +48,7 @@ class RandomState:
 
     @property
     def scope(self) -> RandomScope:
-        """Where the next draw belongs; see `StepContext`."""
+        """The scope of the next draw."""
         return current_step().random_scope
 
     @property
@@ -60,17 +58,17 @@ class RandomState:
 
     @property
     def first_sample_of_step(self) -> int:
-        """Absolute index of the first sample of this step, of all replicas."""
+        """Absolute index of the first sample of this step over all replicas."""
         return self._consumed_samples
 
     def set_seed(self, seed: int) -> None:
-        """Choose the seed from which every draw is derived."""
+        """Set the seed of every draw."""
         self.seed = seed
 
     def begin_step(
         self, consumed_samples: int, *, micro_batch_size: int, dp_rank: int, dp_size: int
     ) -> None:
-        """Tell how micro batch indices of this step map to absolute sample indices."""
+        """Set the mapping from micro batches of this step to absolute sample indices."""
         self._consumed_samples = consumed_samples
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
@@ -78,17 +76,17 @@ class RandomState:
 
     def set_microbatch(self, index: int) -> None:
         """Enter micro batch `index` of this step: called before each of its forwards."""
-        row = index * self._dp_size + self._dp_rank
-        first = self._consumed_samples + row * self._micro_batch_size
+        position = index * self._dp_size + self._dp_rank
+        first = self._consumed_samples + position * self._micro_batch_size
         current_step().random_scope = RandomScope(first_sample=first, microbatch=index)
 
     def in_scope(
         self, *path: int | str, rows: SequenceShard | None = None
     ) -> AbstractContextManager[None]:
-        """Name a part of the model, for example `at("decoder", layer_number, rows=...)`.
+        """Enter a part of the model, for example `in_scope("decoder", layer_number, rows=...)`.
 
-        The n-th draw inside belongs to (path, n), so a layer's dropouts differ from each other
-        and not between layouts.
+        The key of the n-th draw inside contains (path, n), so the dropouts of a layer differ from
+        each other, but not between layouts.
         """
         outer = self.scope
         inner = replace(outer, path=path, rows=rows or outer.rows, draw_index=0)
@@ -106,7 +104,7 @@ class RandomState:
         return within_step(random_scope=replace(self.scope, pass_index=index))
 
     def in_saved_scope(self, scope: RandomScope) -> AbstractContextManager[None]:
-        """Draw again from a place remembered earlier: activation recomputation uses it."""
+        """Restore an earlier scope: activation recomputation repeats its draws."""
         return within_step(random_scope=scope)
 
     def next_key(self) -> tuple[int | str, ...]:
@@ -117,7 +115,7 @@ class RandomState:
         return (self.seed, *scope.path, *again, scope.draw_index)
 
     def state_dict(self) -> dict[str, int]:
-        """All there is to save: draws depend on the seed and the sample counter only."""
+        """Return the seed; draws depend on the seed and the sample counter only."""
         return {"seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -146,10 +144,7 @@ class SeededGenerators:
         self._prefix = hashlib.blake2b(_key_bytes(prefix), digest_size=8)
 
     def get(self, *rest: int) -> torch.Generator:
-        """Return the device's scratch generator for (*prefix, *rest), valid until the next call.
-
-        Its seed is `derive_seed(*prefix, *rest)`.
-        """
+        """Return a generator with seed `derive_seed(*prefix, *rest)`, valid until the next call."""
         key_hash = self._prefix.copy()
         for part in rest:
             key_hash.update(b"\x1fi%d" % part)

@@ -46,11 +46,11 @@ def add_adapters(
     """Freeze a model and give its layers adapters, which alone are trained from then on.
 
     Args:
-        chunks: those of this rank, before any wrapper of data parallelism.
+        chunks: the model chunks of this rank, before they are wrapped for data parallelism.
     Returns:
         the number of trained parameters on this rank.
     Raises:
-        ConfigError: a layer that was asked for is on no stage, or cannot have one.
+        ConfigError: a requested layer is on no stage, or cannot have an adapter.
     Communication:
         one all-gather of names over the pipeline stages.
     """
@@ -111,7 +111,7 @@ def _attach(
 def refuse_missing_targets(
     present: set[str], settings: AdapterSettings, groups: ProcessGroupCollection
 ) -> None:
-    """Raise where layers were asked for that no stage has.
+    """Raise if no stage has a requested layer.
 
     Args:
         present: names of the layers of this stage.
@@ -122,7 +122,7 @@ def refuse_missing_targets(
     """
     wanted = set(settings.target_modules)
     missing = wanted.difference(*all_gather_object(present, groups.pp))
-    # All names are never in one model.
+    # No model has all the layers of the default.
     if missing and wanted != set(TARGETS):
         raise ConfigError(
             f"the model has no layer called {', '.join(sorted(missing))}.",

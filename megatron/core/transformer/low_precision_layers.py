@@ -1,7 +1,7 @@
-"""Which linear layers of a transformer layer multiply operands of few bits.
+"""The linear layers of a transformer layer that multiply in low precision.
 
-Those of attention, MLP and experts: column-parallel, row-parallel and grouped ones. Embedding,
-output layer, router, and down projections that every rank holds whole keep the dtype of the model.
+These are the column-parallel, row-parallel and grouped layers of attention, MLP and experts.
+Embedding, output layer, router and replicated down projections keep the dtype of the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HISTORY = "amax_history"
 
 
 def recipe_of(config: TransformerConfig) -> Recipe | None:
-    """Return the recipe that a config asks for, or None."""
+    """Return the low-precision recipe of a config, or None."""
     if config.fp8:
         return fp8_recipe(config.fp8_recipe, config.fp8, config.fp8_margin)
     return fp4_recipe(config.fp4_recipe) if config.fp4 else None
@@ -41,7 +41,7 @@ def recipe_of(config: TransformerConfig) -> Recipe | None:
 def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) -> bool:
     """Return whether layer `layer_number`, from 1, follows the recipe of the config.
 
-    Layers after the last one, which predict further tokens, count as last ones.
+    Prediction layers, whose numbers follow the last layer's, are treated as last layers.
     """
     if not config.first_last_layers_bf16:
         return True
@@ -50,10 +50,10 @@ def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) ->
 
 
 def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupCollection) -> None:
-    """Let the linear layers inside a transformer layer follow the recipe of their config.
+    """Set the recipe of the config on the linear layers inside a transformer layer.
 
     Raises:
-        ConfigError: none of its layers can.
+        ConfigError: it has no linear layer of this package.
     """
     config = getattr(layer, "config", None)
     recipe = recipe_of(config) if isinstance(config, TransformerConfig) else None
@@ -66,12 +66,12 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
         raise ConfigError(
             f"{recipe.name} in a transformer layer of {type(layer).__name__} without linear layers"
             " of this package.",
-            rule="operands of few bits are rounded by the local linear layers",
+            rule="only the local linear layers multiply in low precision",
             flags=["--fp8-format", "--fp4-format", "--transformer-impl"],
             fix="use --transformer-impl local",
         )
     for part in found:
-        # The history of a layer that does not use it is there too: layers are stacked when saved.
+        # Layers that do not use a history have one too, because checkpoints stack the layers.
         names = _history_names(part) if recipe.uses_history else []
         histories = [_new_history(part, name, config) for name in names]
         if not acts:
@@ -81,7 +81,7 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
             LinearProducts(
                 recipe=recipe,
                 tp=part.tp_group,
-                # The tokens of an expert are those that came to this rank.
+                # A rank's experts process tokens of all context-parallel ranks.
                 cp=SINGLE_RANK if part.is_expert else groups.cp,
                 split_dim=get_param_meta(weight).split_dim,
                 stride=get_param_meta(weight).stride,
@@ -120,7 +120,7 @@ def _weights(part: _Linear) -> list[nn.Parameter]:
 def _layers_of_few_bits(
     model: Sequence[nn.Module],
 ) -> Iterator[tuple[_Linear, Sequence[LinearProducts]]]:
-    """Yield the layers that multiply in few bits, with the products of each of their weights."""
+    """Yield the layers that multiply in low precision, with the products of each weight."""
     for chunk in model:
         for part in chunk.modules():
             if isinstance(part, GroupedLinear) and part.products:
@@ -130,7 +130,7 @@ def _layers_of_few_bits(
 
 
 def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, LinearProducts]:
-    """Return the weights that have one scale in their products, and these products."""
+    """Return the weights whose products use one scale for the whole weight, and the products."""
     return {
         weight: products
         for part, owned in _layers_of_few_bits([model])
@@ -147,10 +147,10 @@ def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]
 
 
 def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Enter the amaxes of this step into the histories of all chunks of this rank.
+    """Append the amaxes of this step to the histories of all chunks of this rank.
 
-    Communication, for the delayed recipe alone: one all-reduce of maxima over tp x cp x dp, which
-    are the ranks of one pipeline stage, and for experts over the ranks that share them.
+    Communication, for the delayed recipe only: one all-reduce of maxima over tp x cp x dp, the
+    ranks of one pipeline stage, and for experts over the ranks that share them.
     """
     found = list(_histories(model))
     reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}
