@@ -101,15 +101,6 @@ class ChunkedStateOptimizer:
             if part.has_main:
                 part.reload_main()
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all state."""
-        return sum(
-            field.codec.block_bytes * part.store.chunks[-1][1]
-            for part in self.parts
-            for field in part.fields
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the columns of all parts, and the number of updates."""
         columns = [

@@ -23,7 +23,7 @@ from megatron.core.optimizer.chunk_updates import OTHER_UPDATE
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
     from megatron.core.optimizer.main_param_shard import MainParamShard
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.optimizer.update_settings import UpdateSettings
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 States = Mapping[str, Sequence[Tensor]]
@@ -94,23 +94,23 @@ class OptimizerDefinition:
     """An optimizer, as `--optimizer` names it."""
 
     name: str
-    """Value of `--optimizer`, `OptimizerConfig.optimizer` and "optimizer" of a parameter group."""
+    """Value of `--optimizer`, `UpdateSettings.optimizer` and "optimizer" of a parameter group."""
     state_names: tuple[str, ...]
     """Names of the state tensors, as in checkpoints; each has the shape of its parameter.
     `--exp-avg-sq-dtype` sets the dtype of "exp_avg_sq", `--exp-avg-dtype` the dtype of others."""
-    constants: Callable[[OptimizerConfig], dict[str, Any]] = lambda _config: {}
+    constants: Callable[[UpdateSettings], dict[str, Any]] = lambda _config: {}
     """Settings of parameter groups in addition to "lr" and "weight_decay": a schedule may change
     them, and checkpoints store them."""
-    update: Callable[[OptimizerConfig], Update] | None = None
+    update: Callable[[UpdateSettings], Update] | None = None
     """Returns the update of pieces. None if the update is not elementwise; its state is then always
     fp32 on the device."""
-    kind: Callable[[OptimizerConfig], str] | None = None
+    kind: Callable[[UpdateSettings], str] | None = None
     """Returns `ElementwiseUpdate.kind`, if kernels support the update."""
-    build: Callable[[OptimizerConfig, list[dict[str, Any]], ModelTensors], Any] | None = None
+    build: Callable[[UpdateSettings, list[dict[str, Any]], ModelTensors], Any] | None = None
     """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, if
     `ElementwiseOptimizer` is slower or not possible."""
 
-    def elementwise(self, config: OptimizerConfig) -> ElementwiseUpdate:
+    def elementwise(self, config: UpdateSettings) -> ElementwiseUpdate:
         """Return the update with the constants of a run.
 
         Raises:

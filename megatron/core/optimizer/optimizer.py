@@ -164,7 +164,10 @@ class MegatronOptimizer:
         for optimizer in self._optimizers:
             _update(optimizer, factor, found_inf)
         self.num_updates += 1
-        self._detach_gradients()
+        # Drop gradients that the next backward pass would otherwise add to.
+        for item in self.shards:
+            if item.shard.gradient is not None or item.is_copy:
+                item.main_param.grad = None
         if row_factors:
             self._scale_rows(row_factors)
         if self._copies:
@@ -200,12 +203,6 @@ class MegatronOptimizer:
                 main.mul_(factors)
             else:
                 streamed.scale_main(item, factors)
-
-    def _detach_gradients(self) -> None:
-        """Drop gradients that the next backward pass would otherwise add to."""
-        for item in self.shards:
-            if item.shard.gradient is not None or item.is_copy:
-                item.main_param.grad = None
 
     def nonfinite_parameters(self, bad_shards: Sequence[int]) -> list[tuple[int, int, int, str]]:
         """Return (chunk, stage, number, name) of the parameters of local shards of the reader."""

@@ -11,6 +11,12 @@ from megatron.core.distributed.distributed_data_parallel_config import ShardedOp
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
+from megatron.core.optimizer.update_settings import (
+    SCALE_MODES,
+    TP_MODES,
+    UpdateFlags,
+    UpdateSettings,
+)
 from megatron.core.settings.computation import (
     EveryComputation,
     OptimizerComputation,
@@ -21,8 +27,6 @@ from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.settings.support import refused_settings, warn_of_unused_settings
 
-SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
-TP_MODES = ("duplicated", "distributed", "blockwise")
 STATE_DTYPES = {
     "main_params_dtype": (torch.float32, torch.float16),
     "exp_avg_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
@@ -44,7 +48,7 @@ _ELEMENTWISE_OPTIMIZERS = tuple(sorted(name for name, each in OPTIMIZERS.items()
 
 
 @dataclass
-class OptimizerFlags:
+class OptimizerFlags(UpdateFlags):
     """Optimizer, learning rate, clipping, loss scale, and storage of state."""
 
     optimizer: str = flag(
@@ -58,16 +62,12 @@ class OptimizerFlags:
     """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101), "sgd", "lion" (arXiv
     2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`). On the command line
     "dist_muon" is muon with a sharded state."""
-    lr: float | None = None
-    """Highest learning rate; a scheduler sets the rate of each step."""
     min_lr: float | None = flag(None, cli_default=0.0)
     """Lowest learning rate of the schedule."""
     decoupled_lr: float | None = None
     """Separate learning rate of the input embedding and the output head."""
     decoupled_min_lr: float | None = None
     """Lowest value of the separate learning rate."""
-    weight_decay: float = 0.01
-    """Weight decay of matrices; biases and other 1-d parameters have none."""
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key norms as well."""
 
@@ -123,45 +123,6 @@ class OptimizerFlags:
     """Reaction to an overflow at the smallest loss scale: raise stops the run, skip skips the step,
     warn also logs a warning with what to change."""
 
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.999
-    """Decay of the second moment."""
-    adam_eps: float = 1e-08
-    """Added to the root of the second moment."""
-    sgd_momentum: float = 0.9
-    """Momentum of SGD."""
-    lion_beta1: float = flag(0.95, part_of="optimizer")
-    """Weight of the moment in Lion's update."""
-    lion_beta2: float = flag(0.98, part_of="optimizer")
-    """Decay of Lion's moment."""
-    muon_momentum: float = flag(0.9, part_of="optimizer")
-    """Momentum of Muon."""
-    muon_use_nesterov: bool = flag(
-        False, "--muon-use-nesterov", "--muon-nesterov", part_of="optimizer"
-    )
-    """Use Nesterov momentum in Muon."""
-    muon_num_ns_steps: int = flag(5, part_of="optimizer")
-    """Newton-Schulz steps of Muon."""
-    muon_scale_mode: str = flag(
-        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), part_of="optimizer"
-    )
-    """Factor on Muon's update by the shape of the matrix; see `muon.update_scale`."""
-    muon_extra_scale_factor: float = flag(1.0, part_of="optimizer")
-    """One more factor; 0.2 with spectral gives updates the size of Adam's (arXiv 2502.16982)."""
-    muon_tp_mode: str = flag(
-        "duplicated", choices=("blockwise", "duplicated", "distributed"), part_of="optimizer"
-    )
-    """Muon on matrices split over tensor-parallel ranks: gather the full matrix on each rank
-    (duplicated), sum Gram matrices in each step (distributed), or treat each part as a separate
-    matrix (blockwise)."""
-    muon_split_qkv: bool = flag(
-        True,
-        "--muon-no-split-qkv",
-        help="Orthogonalise stacked matrices (q, k, v; gate and up) as one.",
-        part_of="optimizer",
-    )
-    """Treat stacked matrices (q, k, v; gate and up) as separate matrices."""
     muon_scalar_optimizer: str = flag("adam", choices=_ELEMENTWISE_OPTIMIZERS, part_of="optimizer")
     """Optimizer of the parameters that are not hidden matrices under Muon: embeddings, head, norms,
     biases."""
@@ -183,6 +144,7 @@ class OptimizerFlags:
 @dataclass
 class OptimizerConfig(
     OptimizerFlags,
+    UpdateSettings,
     HalfPrecision,
     ShardedOptimizerFlags,
     OptimizerComputation,
@@ -195,8 +157,6 @@ class OptimizerConfig(
     """Reaction of a step without loss scaling to gradients that are not finite: "raise" a
     NumericsError on all ranks, or "skip" the update and return False. The weights do not change
     either way."""
-    decoupled_weight_decay: bool = True
-    """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
     timers: Any = None
     """`megatron.core.timers.Timers` or None."""
 

@@ -64,9 +64,11 @@ class Float32Codec:
     is_exact: bool = True
 
     def decode(self, stored: Tensor) -> Tensor:
+        """Return fp32 [blocks, BLOCK]."""
         return stored.view(torch.float32)
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """Write fp32 [blocks, BLOCK]."""
         current = stored.view(torch.float32)
         if current.data_ptr() != values.data_ptr():
             current.copy_(values)
@@ -80,9 +82,11 @@ class BFloat16Codec:
     is_exact: bool = False
 
     def decode(self, stored: Tensor) -> Tensor:
+        """Return fp32 [blocks, BLOCK]."""
         return stored.view(torch.bfloat16).float()
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """Write fp32 [blocks, BLOCK]."""
         if noise is not None:
             values = _round_at_random(values, noise, dropped_bits=16)
         stored.view(torch.bfloat16).copy_(values)
@@ -106,10 +110,12 @@ class BlockScaledCodec:
         return BLOCK * self.dtype.itemsize + SCALE_BYTES
 
     def decode(self, stored: Tensor) -> Tensor:
+        """Return fp32 [blocks, BLOCK]."""
         values = self._values(stored).float().mul_(_scales(stored))
         return values.square_() if self.stores_root else values
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
+        """Write fp32 [blocks, BLOCK]."""
         is_positive = values > 0
         values = values.sqrt() if self.stores_root else values
         largest = values.abs().amax(dim=1, keepdim=True)

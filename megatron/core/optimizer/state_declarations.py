@@ -197,8 +197,10 @@ def _declare(
     declaration: Declaration, item: MainParamShard, tensor: Tensor, name: str
 ) -> Declaration:
     shard = item.shard
-    # Ranks that own different ranges are not copies of each other.
-    replica_id = _with_replica(declaration.replica_id, shard.mesh.replicate.rank())
+    # Ranks that own different ranges are not copies of each other: the last index of a replica id,
+    # over data-parallel ranks, counts the copies of the range.
+    whole, copy = declaration.replica_id, shard.mesh.replicate.rank()
+    replica_id: ReplicaId = (*whole[:-1], copy) if isinstance(whole, tuple) else copy
     is_range = not shard.is_full
     return make_sharded_optimizer_tensor(
         declaration,
@@ -207,11 +209,6 @@ def _declare(
         flattened_range=slice(shard.begin, shard.end) if is_range else None,
         replica_id=replica_id if shard.mesh.shard_size > 1 else None,
     )
-
-
-def _with_replica(replica_id: ReplicaId, data_replica: int) -> ReplicaId:
-    """Replace the data-parallel index, which is the last one."""
-    return (*replica_id[:-1], data_replica) if isinstance(replica_id, tuple) else data_replica
 
 
 def _declarations(tree: Any) -> Iterator[Declaration]:

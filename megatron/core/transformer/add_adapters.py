@@ -95,7 +95,13 @@ def _attach(
         if name not in settings.target_modules:
             continue
         if layer.is_expert and (settings.use_dora or settings.dropout):
-            raise _is_more_than_experts_have(settings)
+            what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
+            raise ConfigError(
+                f"{what} with adapters of routed experts.",
+                rule="the adapter of an expert is the product of two matrices, as in PEFT",
+                flags=[what.split()[0], "--lora-target-modules"],
+                fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
+            )
         if is_grouped:
             layer.add_module(ATTRIBUTE, GroupedLowRankAdapter(layer, settings))
             layer.register_forward_hook(_add_grouped_output)
@@ -131,13 +137,3 @@ def refuse_missing_targets(
             flags=["--lora-target-modules", "--transformer-impl"],
             fix="name layers that the model has, with --transformer-impl local",
         )
-
-
-def _is_more_than_experts_have(settings: AdapterSettings) -> ConfigError:
-    what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
-    return ConfigError(
-        f"{what} with adapters of routed experts.",
-        rule="the adapter of an expert is the product of two matrices, as PEFT's of a parameter is",
-        flags=[what.split()[0], "--lora-target-modules"],
-        fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
-    )

@@ -330,7 +330,7 @@ class SelfAttention(Attention):
             query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d]; with
             `config.attention_output_gate` the gate [s, b, n/tp * d].
         """
-        rule = "keys and values of self-attention come from the queries' own sequence"
+        rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
         with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):

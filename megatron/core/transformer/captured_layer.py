@@ -175,7 +175,7 @@ class CapturedLayer:
                 part.spec = replace(part.spec, fuses_main_grad=False)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the layer returns: (hidden states, context)."""
+        """Return the outputs of the layer, (hidden states, context)."""
         leaves, spec = tree_flatten((arguments, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self._is_capturable(leaves):

@@ -16,11 +16,10 @@ from torch.distributed import ReduceOp
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.products import LinearProducts
-from megatron.core.low_precision.recipes import Recipe, fp4_recipe, fp8_recipe
+from megatron.core.low_precision.recipes import fp4_recipe, fp8_recipe
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,13 +28,6 @@ from megatron.core.transport import backend
 _ONE = (ColumnParallelLinear, RowParallelLinear)
 _Linear = GroupedLinear | ColumnParallelLinear | RowParallelLinear
 _HISTORY = "amax_history"
-
-
-def recipe_of(config: TransformerConfig) -> Recipe | None:
-    """Return the low-precision recipe of a config, or None."""
-    if config.fp8:
-        return fp8_recipe(config.fp8_recipe, config.fp8, config.fp8_margin)
-    return fp4_recipe(config.fp4_recipe) if config.fp4 else None
 
 
 def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) -> bool:
@@ -56,10 +48,14 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
         ConfigError: it has no linear layer of this package.
     """
     config = getattr(layer, "config", None)
-    recipe = recipe_of(config) if isinstance(config, TransformerConfig) else None
-    if recipe is None:
+    if not isinstance(config, TransformerConfig) or not (config.fp8 or config.fp4):
         return
-    assert isinstance(config, TransformerConfig)
+    if config.fp8:
+        recipe = fp8_recipe(config.fp8_recipe, config.fp8, config.fp8_margin)
+    else:
+        assert config.fp4
+        recipe = fp4_recipe(config.fp4_recipe)
+    uses_largest = config.fp8_amax_compute_algo == "max"
     acts = multiplies_in_low_precision(config, layer_number)
     found = [part for part in layer.modules() if isinstance(part, (*_ONE, GroupedLinear))]
     if not found:
@@ -72,11 +68,18 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
         )
     for part in found:
         # Layers that do not use a history have one too, because checkpoints stack the layers.
-        names = _history_names(part) if recipe.uses_history else []
-        histories = [_new_history(part, name, config) for name in names]
+        weights = _weights(part)
+        names = [_HISTORY]
+        if isinstance(part, GroupedLinear):
+            names = [f"{_HISTORY}{index}" for index in range(len(weights))]
+        histories = []
+        for name in names if recipe.uses_history else []:
+            histories.append(
+                AmaxHistory(part, name, config.fp8_amax_history_len, uses_largest=uses_largest)
+            )
+            set_param_meta(part.get_buffer(name), ParamMeta(is_expert=part.is_expert))
         if not acts:
             continue
-        weights = _weights(part)
         products = [
             LinearProducts(
                 recipe=recipe,
@@ -94,20 +97,6 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
             part.products = products
         else:
             part.spec = replace(part.spec, products=products[0])
-
-
-def _history_names(part: ParallelLayer) -> list[str]:
-    if isinstance(part, GroupedLinear):
-        return [f"{_HISTORY}{index}" for index in range(part.num_gemms)]
-    return [_HISTORY]
-
-
-def _new_history(part: ParallelLayer, name: str, config: TransformerConfig) -> AmaxHistory:
-    history = AmaxHistory(
-        part, name, config.fp8_amax_history_len, uses_largest=config.fp8_amax_compute_algo == "max"
-    )
-    set_param_meta(part.get_buffer(name), ParamMeta(is_expert=part.is_expert))
-    return history
 
 
 def _weights(part: _Linear) -> list[nn.Parameter]:
@@ -139,20 +128,18 @@ def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, LinearProducts]
     }
 
 
-def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
-    for part, owned in _layers_of_few_bits(model):
-        for products in owned:
-            if products.history is not None:
-                yield part.is_expert, products.history
-
-
 def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Append the amaxes of this step to the histories of all chunks of this rank.
 
     Communication, for the delayed recipe only: one all-reduce of maxima over tp x cp x dp, the
     ranks of one pipeline stage, and for experts over the ranks that share them.
     """
-    found = list(_histories(model))
+    found = [
+        (part.is_expert, products.history)
+        for part, owned in _layers_of_few_bits(model)
+        for products in owned
+        if products.history is not None
+    ]
     reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}
     for is_expert, reducing in reduced_over.items():
         histories = [history for expert, history in found if expert == is_expert]

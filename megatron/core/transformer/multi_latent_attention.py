@@ -114,7 +114,7 @@ class MLASelfAttention(Attention):
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and the tensors of
             `extra_core_inputs`.
         """
-        rule = "keys and values of self-attention come from the queries' own sequence"
+        rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
         config, p = self.config, self.config.qk_pos_emb_head_dim

@@ -83,15 +83,10 @@ def build_module(
     try:
         return module(*args, **kwargs)
     except TypeError as error:
-        if _raised_inside(error):
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:  # raised inside the constructor
             raise
         raise TypeError(f"{error} (when building {describe_spec(spec_or_module)})") from error
-
-
-def _raised_inside(error: TypeError) -> bool:
-    """Return whether the constructor's body ran: then the call itself was well-formed."""
-    trace = error.__traceback__
-    return trace is not None and trace.tb_next is not None
 
 
 def describe_spec(spec: object, indent: str = "") -> str:

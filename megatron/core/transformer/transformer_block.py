@@ -219,12 +219,9 @@ class TransformerBlock(GraphableMegatronModule):
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
-            own_layers: Any = self.layers[first:last]
+            own_layers = self.layers[first:last]
             # Chosen now: a recomputation may run after the next micro batch, with other options.
-            chosen = [
-                common | local if self.config.window_of(layer.layer_number) is not None else common
-                for layer in own_layers
-            ]
+            chosen = [self._options_of_layer(layer, common, local) for layer in own_layers]
 
             def layers(
                 hidden: Tensor,
@@ -273,6 +270,19 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
             hidden_states = in_compute_dtype(hidden_states, self.config)
         return hidden_states
+
+    def _options_of_layer(
+        self, layer: Any, common: dict[str, Any], local: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the arguments of one layer.
+
+        Args:
+            common: arguments of all layers.
+            local: arguments that replace them in layers with a window.
+        """
+        if local and self.config.window_of(layer.layer_number) is not None:
+            return common | local
+        return common
 
     def _segments(self) -> list[tuple[int, int, bool]]:
         """Return segments of layers: (first, last, whether to recompute them in backward)."""

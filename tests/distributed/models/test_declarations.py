@@ -56,7 +56,7 @@ SITES_ELSEWHERE = {
     "low_precision.products:LinearProducts.call": _INTEGERS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
-    "transformer.moe.static_exchange:StaticPlan.of": _INTEGERS,
+    "transformer.moe.token_dispatcher:StaticPlan.of": _INTEGERS,
     "transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch": _INTEGERS,
     "transformer.moe.token_dispatcher:_ExchangePlan.of": _INTEGERS,
 }

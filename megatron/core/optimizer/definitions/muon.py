@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.optimizer.definition import ModelTensors, OptimizerDefinition
 from megatron.core.optimizer.muon import Muon, MuonSettings
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_settings import UpdateSettings
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelTensors) -> Any:
+def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], parts: ModelTensors) -> Any:
     mine = {id(tensor) for group in param_groups for tensor in group["params"]}
     settings = MuonSettings(
         momentum=config.muon_momentum,

@@ -179,7 +179,7 @@ def _weight_products(
     """Return a function for each trained weight that computes its gradient."""
     if needs_no_host_counts(x, counts):
         of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
-        return [partial(_gradient_of_all, of_all, index, fuses) for index in trained]
+        return [partial(lambda i, weight: _place(weight, of_all()[i], fuses), i) for i in trained]
     pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
     return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
 
@@ -203,10 +203,13 @@ class _LowPrecisionLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = ctx.products.input_gradient(grad, weight, ctx.call)
         if ctx.needs_input_grad[1]:
-            call = partial(ctx.products.weight_gradient, grad, x, ctx.call)
-            later = partial(_add_low_precision_wgrad, ctx.weight, call, ctx.fuses)
-            if not deferred_wgrad.defer_wgrad(later):
-                grad_weight = _place(ctx.weight, call(), ctx.fuses)
+            products, call, fuses = ctx.products, ctx.call, ctx.fuses
+
+            def product(weight: Tensor) -> Tensor | None:
+                return _place(weight, products.weight_gradient(grad, x, call), fuses)
+
+            if not deferred_wgrad.defer_wgrad(partial(_add_weight_gradient, ctx.weight, product)):
+                grad_weight = product(ctx.weight)
         return grad_x, grad_weight, None, None, None
 
 
@@ -216,18 +219,6 @@ def _place(weight: Tensor, total: Tensor, fuses: bool) -> Tensor | None:
         accumulate_main_grad(weight, total)
         return None
     return total
-
-
-def _add_low_precision_wgrad(weight: Tensor, call: Callable[[], Tensor], fuses: bool) -> None:
-    total = _place(weight, call(), fuses)
-    if total is not None:
-        add_gradient(weight, total)
-
-
-def _gradient_of_all(
-    of_all: Callable[[], Tensor], index: int, fuses: bool, weight: Tensor
-) -> Tensor | None:
-    return _place(weight, of_all()[index], fuses)
 
 
 def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -> Tensor | None:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.kernels.permutation import PLACES
+from megatron.core.kernels.registry import Request
+from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -35,9 +38,9 @@ from megatron.core.transformer.moe.load_balancing import TokenGroups
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
+    DispatchedTokens,
     ExchangeCapacity,
     TokenDispatcher,
-    pad_to_capacity,
 )
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -288,3 +291,32 @@ def _shard_of_rows(x: Tensor, group: Group) -> Tensor:
     """Return this rank's part of x [s, b] along s."""
     length = x.shape[0] // group.size()
     return x.narrow(0, group.rank() * length, length)
+
+
+def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
+    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
+
+    Args:
+        capacity: at least the most rows that an expert can receive.
+    """
+    counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
+    num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
+    group = group_of_row(counts, num_rows)
+    begins = torch.arange(num_experts, device=counts.device) * capacity
+    shift = begins - (counts.cumsum(0) - counts)
+    total = num_experts * capacity
+    position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
+    # Padding rows are written to one extra slot at the end, which is dropped.
+    spare = int(isinstance(sent.tokens_per_expert, RowCounts))
+    position = torch.where(group < num_experts, position, total) if spare else position
+    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
+    weights = sent.probs.new_zeros(total + spare).index_copy(0, position, sent.probs)
+    return DispatchedTokens(
+        places.put(sent.tokens)[:total],
+        weights[:total],
+        [capacity] * num_experts,
+        lambda output, overlap_fn=None: sent.combine(
+            places.take(F.pad(output, (0, 0, 0, spare))), overlap_fn
+        ),
+        sent.num_dropped,
+    )

@@ -6,27 +6,30 @@ sends every token to all shards of its experts, and sums their outputs; the expe
 not communicate. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
 
 Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, n rows for its experts.
+In exchanges of fixed sizes: r ranks of `ep`, c rows that a rank sends to each of them, q ranks (of
+`ep` times `expt_tp`) that send to this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import is_host_memory
-from megatron.core.kernels.permutation import PERMUTATION, PLACES, IndexPermutation, Permutation
+from megatron.core.kernels.permutation import PERMUTATION, IndexPermutation, Permutation
 from megatron.core.kernels.registry import Request
-from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
+from megatron.core.kernels.row_counts import RowCounts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
-from megatron.core.transformer.moe.static_exchange import OverlapFn, SentRows, StaticPlan
 from megatron.core.transport import collectives
+
+OverlapFn = Callable[[], None] | None
+"""Computation that runs while tokens are in flight."""
 
 
 class Combine(Protocol):
@@ -106,35 +109,6 @@ class TokenDispatcher:
                 host.
         """
         raise NotImplementedError
-
-
-def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
-    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
-
-    Args:
-        capacity: at least the most rows that an expert can receive.
-    """
-    counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
-    num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
-    group = group_of_row(counts, num_rows)
-    begins = torch.arange(num_experts, device=counts.device) * capacity
-    shift = begins - (counts.cumsum(0) - counts)
-    total = num_experts * capacity
-    position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
-    # Padding rows are written to one extra slot at the end, which is dropped.
-    spare = int(isinstance(sent.tokens_per_expert, RowCounts))
-    position = torch.where(group < num_experts, position, total) if spare else position
-    places = PLACES.choose(Request.of(sent.tokens)).kernel.run(position, total + spare)
-    weights = sent.probs.new_zeros(total + spare).index_copy(0, position, sent.probs)
-    return DispatchedTokens(
-        places.put(sent.tokens)[:total],
-        weights[:total],
-        [capacity] * num_experts,
-        lambda output, overlap_fn=None: sent.combine(
-            places.take(F.pad(output, (0, 0, 0, spare))), overlap_fn
-        ),
-        sent.num_dropped,
-    )
 
 
 def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[Tensor, Tensor]:
@@ -225,16 +199,23 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
         """Dispatch; `overlap_fn` runs during the exchange."""
         if capacity is not None and self.ep.size() * self.expt_tp.size() > 1:
             return self._dispatch_in(capacity, tokens, probs, routing_map, overlap_fn)
+        ep, expt_tp = self.ep, self.expt_tp
         permutation = permutation_of(tokens, routing_map, num_assignments)
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
         def send_to_experts(values: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            received = plan.gather(plan.send(values, self.ep, overlap_fn), self.expt_tp)
-            return plan.by_expert(received)
+            received = mappings.all_to_all(ep, values, plan.received, plan.sent, overlap_fn)
+            received = mappings.gather_from_sequence_parallel_region(
+                received, group=expt_tp, output_split_sizes=plan.gathered
+            )
+            return _transpose_blocks(received, plan.blocks)
 
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            summed = plan.scatter(plan.by_source(output), self.expt_tp)
-            back = plan.send_back(summed, self.ep, overlap_fn)
+            by_source = _transpose_blocks(output, list(zip(*plan.blocks, strict=True)))
+            summed = mappings.reduce_scatter_to_sequence_parallel_region(
+                by_source, expt_tp, plan.gathered
+            )
+            back = mappings.all_to_all(ep, summed, plan.sent, plan.received, overlap_fn)
             return permutation.unpermute(back)
 
         weights: list[Tensor] = []
@@ -325,32 +306,6 @@ class _ExchangePlan:
             [sum(column) for column in zip(*blocks, strict=True)],
         )
 
-    def send(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
-        """Exchange rows over `ep`."""
-        return mappings.all_to_all(ep, rows, self.received, self.sent, overlap_fn)
-
-    def send_back(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
-        """Undo `send`."""
-        return mappings.all_to_all(ep, rows, self.sent, self.received, overlap_fn)
-
-    def gather(self, rows: Tensor, expt_tp: Group) -> Tensor:
-        """Collect the rows of all ranks that hold a shard of the same experts."""
-        return mappings.gather_from_sequence_parallel_region(
-            rows, group=expt_tp, output_split_sizes=self.gathered
-        )
-
-    def scatter(self, rows: Tensor, expt_tp: Group) -> Tensor:
-        """Sum the shards' outputs; each rank keeps the rows that it contributed to `gather`."""
-        return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
-
-    def by_expert(self, rows: Tensor) -> Tensor:
-        """Reorder rows from (source, expert) to (expert, source)."""
-        return _transpose_blocks(rows, self.blocks)
-
-    def by_source(self, rows: Tensor) -> Tensor:
-        """Undo `by_expert`."""
-        return _transpose_blocks(rows, list(zip(*self.blocks, strict=True)))
-
 
 def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Reorder rows from (outer, inner) to (inner, outer).
@@ -363,3 +318,120 @@ def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     width = len(counts[0])
     pieces = rows.split([count for row in counts for count in row])
     return torch.cat([piece for inner in range(width) for piece in pieces[inner::width]])
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """The rows that this rank sends in an exchange of fixed sizes.
+
+    NCCL's all-to-all takes its sizes from the host, which would wait for the router in each layer
+    and micro batch. Here every rank sends c rows to each of the r ranks of `ep`; only the devices
+    hold the number of rows that are tokens, and the products of experts skip the padding rows.
+
+    Attributes:
+        token, expert: int64 [r*c], token and expert of each row; arbitrary for padding rows.
+        counts: int64 [r, l], rows for each expert.
+        num_dropped: int64 [], choices that did not fit.
+    """
+
+    token: Tensor
+    expert: Tensor
+    counts: Tensor
+    num_dropped: Tensor
+
+    @staticmethod
+    def of(routing_map: Tensor, num_ranks: int, rows_per_rank: int, most: int) -> SentRows:
+        """Assign the choices of a router to rows, by expert and then by token.
+
+        Args:
+            routing_map: bool [t, e].
+            most: upper bound on the number of choices.
+        """
+        num_experts = routing_map.shape[1]
+        local = num_experts // num_ranks
+        chosen = torch.nonzero_static(routing_map.t(), size=most)
+        expert, token = chosen[:, 0], chosen[:, 1]  # -1 after the last one
+        counts = routing_map.sum(0).view(num_ranks, local)
+        of_rank = counts.sum(1)
+        ends = counts.cumsum(1).clamp(max=rows_per_rank)
+        kept = ends - torch.cat([ends.new_zeros(num_ranks, 1), ends[:, :-1]], 1)
+        rank = expert.clamp(min=0) // local
+        row = torch.arange(most, device=expert.device) - (of_rank.cumsum(0) - of_rank)[rank]
+        fits = (expert >= 0) & (row < rows_per_rank)
+        total = num_ranks * rows_per_rank
+        place = torch.where(fits, rank * rows_per_rank + row, total)
+        found = expert.new_zeros(2, total + 1)
+        found.scatter_(1, place.expand(2, -1), torch.stack([token, expert]))
+        return SentRows(found[0, :-1], found[1, :-1], kept, (of_rank - kept.sum(1)).sum())
+
+
+@dataclass(frozen=True)
+class StaticPlan:
+    """The permutation of received rows by expert, and its inverse.
+
+    Attributes:
+        counts: tokens of each local expert.
+        order: int64 [q*c], index of the received row at each place of the order by expert.
+        is_row: bool [q*c], whether a token is at that place.
+        target, is_token: the inverse: the place of each received row, and whether it is a token.
+    """
+
+    sent: SentRows
+    counts: RowCounts
+    order: Tensor
+    is_row: Tensor
+    target: Tensor
+    is_token: Tensor
+
+    @staticmethod
+    def of(sent: SentRows, ep: Group, expt_tp: Group) -> StaticPlan:
+        """Exchange the number of tokens of each expert.
+
+        Communication: an all-to-all of e counts over `ep`, an all-gather over `expt_tp`.
+        """
+        rows_per_rank = sent.token.shape[0] // ep.size()
+        counts = sent.counts
+        if ep.size() > 1:
+            counts = collectives.all_to_all(counts, ep)
+        if expt_tp.size() > 1:
+            counts = collectives.all_gather(counts, expt_tp)
+        num_sources, local = counts.shape
+        total = num_sources * rows_per_rank
+        ends = counts.cumsum(1)
+        row = torch.arange(rows_per_rank, device=counts.device).expand(num_sources, -1)
+        expert = torch.searchsorted(ends, row.contiguous(), right=True)
+        is_token = expert < local
+        by_expert = counts.t().reshape(-1)
+        begins = (by_expert.cumsum(0) - by_expert).view(local, num_sources).t()
+        shift = begins - (ends - counts)
+        target = shift.gather(1, expert.clamp(max=local - 1)) + row
+        target = torch.where(is_token, target, total).view(-1)
+        order = target.new_zeros(total + 1)
+        order.scatter_(0, target, torch.arange(total, device=target.device))
+        is_row = torch.arange(total, device=target.device) < counts.sum()
+        return StaticPlan(
+            sent,
+            RowCounts(counts.sum(0)),
+            order[:-1],
+            is_row,
+            target.clamp(max=total - 1),
+            is_token.view(-1),
+        )
+
+    def send(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
+        """Send rows [r*c, ...] to their experts: [q*c, ...], by expert, padding rows zero."""
+        received = mappings.all_to_all(ep, values, overlap_fn=overlap_fn)
+        received = mappings.gather_from_sequence_parallel_region(received, group=expt_tp)
+        return _where(self.is_row, received.index_select(0, self.order))
+
+    def send_back(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
+        """Undo `send`, with sums over `expt_tp`. Padding rows are not read."""
+        rows = _where(self.is_token, values.index_select(0, self.target))
+        rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp)
+        return mappings.all_to_all(ep, rows, overlap_fn=overlap_fn)
+
+
+def _where(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [n, ...] where the mask [n] is True, else zeros (NaN times zero would be NaN)."""
+    shape = mask.shape + (1,) * (rows.dim() - 1)
+    return rows.masked_fill(mask.logical_not().view(shape), 0.0)
