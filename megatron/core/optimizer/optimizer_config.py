@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,8 +173,7 @@ class OptimizerConfig(
         warn_of_unused_settings(self)
 
 
-def _check_update(config: OptimizerConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
+def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
     limits = [
         ("adam_beta1", "--adam-beta1", 0.0, 1.0),
         ("adam_beta2", "--adam-beta2", 0.0, 1.0),
@@ -192,13 +192,11 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
         if not (value >= low and (high is None or value < high)):
             default = OptimizerConfig.__dataclass_fields__[name].default
             span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
-            problems.append(
-                ConfigError(
-                    f"{name}={value}.",
-                    rule=f"{name} is {span}",
-                    flags=[spelling],
-                    fix=f"drop {spelling} to use {default}",
-                )
+            yield ConfigError(
+                f"{name}={value}.",
+                rule=f"{name} is {span}",
+                flags=[spelling],
+                fix=f"drop {spelling} to use {default}",
             )
     for name, known in (
         ("optimizer", tuple(OPTIMIZERS)),
@@ -209,82 +207,64 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
         ("on_loss_scale_floor", FLOOR_POLICIES),
     ):
         if getattr(config, name) not in known:
-            problems.append(
-                ConfigError(
-                    f"{name}={getattr(config, name)!r}.",
-                    rule=f"{name} is one of {', '.join(known)}",
-                    flags=["--" + name.replace("_", "-")],
-                    fix=f"use {known[0]!r}",
-                )
+            yield ConfigError(
+                f"{name}={getattr(config, name)!r}.",
+                rule=f"{name} is one of {', '.join(known)}",
+                flags=["--" + name.replace("_", "-")],
+                fix=f"use {known[0]!r}",
             )
-    return problems
 
 
-def _check_precision(config: OptimizerConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
+def _check_precision(config: OptimizerConfig) -> Iterator[MegatronError]:
     if config.fp16 and config.bf16:
-        problems.append(
-            ConfigError(
-                "fp16 and bf16 are both on.",
-                rule="a model computes in one half precision",
-                flags=["--fp16", "--bf16"],
-                fix="keep --bf16",
-            )
+        yield ConfigError(
+            "fp16 and bf16 are both on.",
+            rule="a model computes in one half precision",
+            flags=["--fp16", "--bf16"],
+            fix="keep --bf16",
         )
     if config.loss_scale is not None and not config.loss_scale > 0:
-        problems.append(
-            ConfigError(
-                f"loss_scale={config.loss_scale}.",
-                rule="a loss scale is positive",
-                flags=["--loss-scale"],
-                fix="drop --loss-scale to scale dynamically",
-            )
+        yield ConfigError(
+            f"loss_scale={config.loss_scale}.",
+            rule="a loss scale is positive",
+            flags=["--loss-scale"],
+            fix="drop --loss-scale to scale dynamically",
         )
     if not 0 < config.min_loss_scale <= config.initial_loss_scale:
-        problems.append(
-            ConfigError(
-                f"min_loss_scale={config.min_loss_scale} and"
-                f" initial_loss_scale={config.initial_loss_scale}.",
-                rule="the dynamic scale begins at or above its positive floor",
-                flags=["--min-loss-scale", "--initial-loss-scale"],
-                fix="use a smaller --min-loss-scale",
-            )
+        yield ConfigError(
+            f"min_loss_scale={config.min_loss_scale} and"
+            f" initial_loss_scale={config.initial_loss_scale}.",
+            rule="the dynamic scale begins at or above its positive floor",
+            flags=["--min-loss-scale", "--initial-loss-scale"],
+            fix="use a smaller --min-loss-scale",
         )
     if config.loss_scale_window < 1 or config.hysteresis < 1:
-        problems.append(
-            ConfigError(
-                f"loss_scale_window={config.loss_scale_window}, hysteresis={config.hysteresis}.",
-                rule="both count steps and are at least 1",
-                flags=["--loss-scale-window", "--hysteresis"],
-                fix="use --loss-scale-window 1000 --hysteresis 2",
-            )
+        yield ConfigError(
+            f"loss_scale_window={config.loss_scale_window}, hysteresis={config.hysteresis}.",
+            rule="both count steps and are at least 1",
+            flags=["--loss-scale-window", "--hysteresis"],
+            fix="use --loss-scale-window 1000 --hysteresis 2",
         )
-    return problems
 
 
-def _check_state(config: OptimizerConfig) -> list[MegatronError]:
+def _check_state(config: OptimizerConfig) -> Iterator[MegatronError]:
     """Check dtypes and places of state."""
-    problems: list[MegatronError] = []
     for name, known in STATE_DTYPES.items():
         value = getattr(config, name)
         spelling = "--" + name.replace("_", "-")
         if value not in known:
-            problems.append(
-                ConfigError(
-                    f"{name}={value}.",
-                    rule=f"{name} is one of {', '.join(map(str, known))}",
-                    flags=[spelling],
-                    fix=f"drop {spelling} to use float32",
-                )
+            yield ConfigError(
+                f"{name}={value}.",
+                rule=f"{name} is one of {', '.join(map(str, known))}",
+                flags=[spelling],
+                fix=f"drop {spelling} to use float32",
             )
         elif value != torch.float32 and not config.use_precision_aware_optimizer:
-            problems.append(
-                ConfigError(
-                    f"{name}={value} without use_precision_aware_optimizer.",
-                    rule="only the precision-aware optimizer stores state in other types than fp32",
-                    flags=[spelling, "--use-precision-aware-optimizer"],
-                    fix="add --use-precision-aware-optimizer",
-                )
+            yield ConfigError(
+                f"{name}={value} without use_precision_aware_optimizer.",
+                rule="only the precision-aware optimizer stores state in other types than fp32",
+                flags=[spelling, "--use-precision-aware-optimizer"],
+                fix="add --use-precision-aware-optimizer",
             )
     for is_on, what, rule, flags, fix in (
         (
@@ -304,14 +284,11 @@ def _check_state(config: OptimizerConfig) -> list[MegatronError]:
     ):
         if is_on and config.optimizer not in _ELEMENTWISE_OPTIMIZERS:
             found = f"{what} with optimizer={config.optimizer!r}."
-            problems.append(ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix))
+            yield ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix)
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
-        problems.append(
-            ConfigError(
-                f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
-                rule="a share is in [0, 1]",
-                flags=["--optimizer-offload-fraction"],
-                fix="drop it to offload everything",
-            )
+        yield ConfigError(
+            f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
+            rule="a share is in [0, 1]",
+            flags=["--optimizer-offload-fraction"],
+            fix="drop it to offload everything",
         )
-    return problems
