@@ -271,5 +271,5 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_()
     # No overflow or underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts, because an fp64
     # copy of all gradients would set the peak memory of a step that overflows in fp16.
-    squares = (x.to(torch.float64, copy=True).square_() for x in blocks.split(_EXACT_BLOCKS))
-    return torch.cat([part.sum(dim=1) for part in squares])
+    parts = blocks.split(_EXACT_BLOCKS)
+    return torch.cat([x.to(torch.float64, copy=True).square_().sum(dim=1) for x in parts])

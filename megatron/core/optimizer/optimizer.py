@@ -243,16 +243,16 @@ class MegatronOptimizer:
         if "state" in state_dict:
             load_declared_state(self.optimizer, self.shards, state_dict)
             self.num_updates = int(state_dict["state"]["step"])
-            self._round_again()
+            self._requantize()
             return
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.num_updates = state_dict["num_updates"]
         for (_, main), stored in zip(self._copies, state_dict["main_params"], strict=True):
             main.data.copy_(stored)
-        self._round_again()
+        self._requantize()
 
     @torch.no_grad()
-    def _round_again(self) -> None:
+    def _requantize(self) -> None:
         """Write weights that are gathered in low precision from the main weights again.
 
         The weights do not change, but the gather reads the scales of the unrounded weights.

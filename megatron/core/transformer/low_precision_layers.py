@@ -106,7 +106,7 @@ def _weights(part: _Linear) -> list[nn.Parameter]:
     return [part.weight]
 
 
-def _layers_of_few_bits(
+def _low_precision_layers(
     model: Sequence[nn.Module],
 ) -> Iterator[tuple[_Linear, Sequence[LinearProducts]]]:
     """Yield the layers that multiply in low precision, with the products of each weight."""
@@ -122,7 +122,7 @@ def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, LinearProducts]
     """Return the weights whose products use one scale for the whole weight, and the products."""
     return {
         weight: products
-        for part, owned in _layers_of_few_bits([model])
+        for part, owned in _low_precision_layers([model])
         for weight, products in zip(_weights(part), owned, strict=True)
         if products.has_one_weight_scale
     }
@@ -136,7 +136,7 @@ def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCo
     """
     found = [
         (part.is_expert, products.history)
-        for part, owned in _layers_of_few_bits(model)
+        for part, owned in _low_precision_layers(model)
         for products in owned
         if products.history is not None
     ]
