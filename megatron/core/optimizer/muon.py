@@ -33,6 +33,7 @@ from megatron.core.distributed.communication import Mesh
 from megatron.core.foundation.device import computes_fast_in_bf16
 from megatron.core.optimizer.definition import EagerOptimizer
 from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.update_settings import UpdateSettings
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, shard_of, unshard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK, Group
@@ -44,24 +45,6 @@ ROUND_NUMEL = 1 << 25
 """Elements of the matrices that are exchanged at a time: bounds the memory of the exchange."""
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c: the steepest slope at 0 that keeps singular values near 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonSettings:
-    """Constants of the update."""
-
-    momentum: float = 0.9
-    uses_nesterov: bool = False
-    num_ns_steps: int = 5
-    scale_mode: str = "spectral"
-    extra_scale: float = 1.0
-    tp_mode: str = "duplicated"
-    """How a matrix that is split over tensor-parallel ranks is orthogonalised: every rank gathers
-    the whole matrix ("duplicated"), the ranks sum Gram matrices in each step of the iteration
-    ("distributed"), or each rank orthogonalises its own part ("blockwise", a different update
-    without communication)."""
-    splits_fused: bool = True
-    """Treat q, k and v, and the two halves of a gated layer, as separate matrices."""
 
 
 def is_muon_matrix(parameter: nn.Parameter) -> bool:
@@ -79,10 +62,7 @@ class Muon(EagerOptimizer):
         matrices: Sequence[nn.Parameter],
         groups: ProcessGroupCollection,
         meshes: tuple[Mesh, Mesh],
-        settings: MuonSettings,
-        *,
-        lr: float = 0.0,
-        weight_decay: float = 0.0,
+        settings: UpdateSettings,
     ) -> None:
         """
         Args:
@@ -91,7 +71,8 @@ class Muon(EagerOptimizer):
             matrices: all matrices of this model-parallel rank, in one order on all its replicas.
             meshes: the replicas of dense and of expert parameters.
         """
-        super().__init__(list(param_groups), {"lr": lr, "weight_decay": weight_decay})
+        defaults = {"lr": settings.lr or 0.0, "weight_decay": settings.weight_decay}
+        super().__init__(list(param_groups), defaults)
         self.settings, self._groups = settings, groups
         self._exchanges = []
         for is_expert, mesh in zip((False, True), meshes, strict=True):
@@ -113,7 +94,7 @@ class Muon(EagerOptimizer):
         """Update every shard that has a gradient.
 
         Communication: two all-to-alls over the data-parallel ranks per round of matrices, and the
-        collectives of `MuonSettings.tp_mode` over the tensor-parallel ranks.
+        collectives of `muon_tp_mode` over the tensor-parallel ranks.
         """
         if closure is not None:
             raise TypeError(f"{type(self).__name__}.step() takes no closure: gradients are ready")
@@ -131,9 +112,9 @@ class Muon(EagerOptimizer):
         if gradient is None:
             return torch.zeros_like(item.main_param).view(-1)
         momentum = self.state[item.main_param]["momentum_buffer"]
-        momentum.lerp_(gradient, 1.0 - self.settings.momentum)
-        if self.settings.uses_nesterov:
-            return torch.lerp(gradient, momentum, self.settings.momentum).view(-1)
+        momentum.lerp_(gradient, 1.0 - self.settings.muon_momentum)
+        if self.settings.muon_use_nesterov:
+            return torch.lerp(gradient, momentum, self.settings.muon_momentum).view(-1)
         return momentum.clone().view(-1)
 
     def _full_update(self, parameter: nn.Parameter, direction: Tensor) -> Tensor:
@@ -142,7 +123,7 @@ class Muon(EagerOptimizer):
         tp = self._groups.expt_tp if meta.is_expert else self._groups.tp
         if meta.split_dim is None or tp.size() == 1:
             return self._fused_update(direction, meta, SINGLE_RANK)
-        if self.settings.tp_mode != "duplicated":
+        if self.settings.muon_tp_mode != "duplicated":
             return self._fused_update(direction, meta, tp)
         parts = all_gather(direction.contiguous(), tp).chunk(tp.size())
         update = self._fused_update(unshard(parts, meta), meta, SINGLE_RANK)
@@ -166,16 +147,19 @@ class Muon(EagerOptimizer):
         for number, height in enumerate(heights):
             mine = (owners == number).nonzero().view(-1)
             part = direction if len(heights) == 1 else direction[mine]
-            if self.settings.tp_mode == "distributed":
+            if self.settings.muon_tp_mode == "distributed":
                 part = orthogonalize(
-                    part, self.settings.num_ns_steps, split_dim=meta.split_dim, group=tp
+                    part, self.settings.muon_num_ns_steps, split_dim=meta.split_dim, group=tp
                 )
                 shape = (height, num_columns)
             else:
                 if part.numel():
-                    part = orthogonalize(part, self.settings.num_ns_steps, group=SINGLE_RANK)
+                    part = orthogonalize(part, self.settings.muon_num_ns_steps, group=SINGLE_RANK)
                 shape = (max(1, part.shape[0]), part.shape[1])
-            scale = update_scale(*shape, self.settings.scale_mode) * self.settings.extra_scale
+            scale = (
+                update_scale(*shape, self.settings.muon_scale_mode)
+                * self.settings.muon_extra_scale_factor
+            )
             update[mine] = part.mul_(scale)
         return update
 
@@ -184,7 +168,7 @@ class Muon(EagerOptimizer):
     ) -> tuple[list[int], Tensor]:
         """Return the heights of the stacked matrices, and the index of the matrix of each row."""
         rows = torch.arange(num_local)
-        if not self.settings.splits_fused:
+        if not self.settings.muon_split_qkv:
             return [num_rows], torch.zeros_like(rows)
         if meta.stride > 1 and meta.split_dim == 0:
             return [num_rows // meta.stride] * meta.stride, rows // (num_local // meta.stride)
