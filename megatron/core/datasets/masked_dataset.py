@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from megatron.core.datasets.mock_tokens import MockSentences
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError, refuse_given
-from megatron.core.tokenizers.base import TextTokenizer
+
+if TYPE_CHECKING:
+    from megatron.core.tokenizers.base import TextTokenizer
 
 GEOMETRIC_SUCCESS = 0.2
 """Parameter of the geometric distribution of the lengths of runs (SpanBERT, section 3.1)."""
