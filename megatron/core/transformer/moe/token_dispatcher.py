@@ -425,7 +425,7 @@ class StaticPlan:
         return _where(self.is_row, received.index_select(0, self.order))
 
     def send_back(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
-        """Undo `send`, with sums over `expt_tp`. Padding rows are not read."""
+        """Undo `send` of rows [q*c, ...], with sums over `expt_tp`; padding rows are not read."""
         rows = _where(self.is_token, values.index_select(0, self.target))
         rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp)
         return mappings.all_to_all(ep, rows, overlap_fn=overlap_fn)
