@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from megatron.core.datasets.mock_tokens import MockSentences
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError, refuse_given
-
-if TYPE_CHECKING:
-    from megatron.core.tokenizers.base import TextTokenizer
 
 GEOMETRIC_SUCCESS = 0.2
 """Parameter of the geometric distribution of the lengths of runs (SpanBERT, section 3.1)."""
@@ -273,7 +270,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return min(int(random.choice(longest, p=weights / weights.sum())) + 1, limit)
 
 
-def continues_word(tokenizer: TextTokenizer, vocab_size: int) -> np.ndarray:
+def continues_word(tokenizer: Any, vocab_size: int) -> np.ndarray:
     """Return bool [v], True for tokens that continue the word of the token before them.
 
     WordPiece marks those by "##". SentencePiece and byte-level BPE mark tokens that begin a word;
@@ -291,7 +288,7 @@ def continues_word(tokenizer: TextTokenizer, vocab_size: int) -> np.ndarray:
     return found
 
 
-def special_ids(tokenizer: TextTokenizer, names: Sequence[str], purpose: str) -> list[int]:
+def special_ids(tokenizer: Any, names: Sequence[str], purpose: str) -> list[int]:
     """Return ids of special tokens of a tokenizer.
 
     Raises:
