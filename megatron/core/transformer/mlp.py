@@ -142,7 +142,11 @@ class MLP(MegatronModule):
             # A spec's layer may return its bias.
             intermediate, bias = self.linear_fc1(hidden_states)
         with offloading(self.is_expert and self.config.offloads("moe_act")):
-            return self._scaled_activation(intermediate, bias, None)
+            return self.activate(intermediate, bias)
+
+    def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]. Models may override it."""
+        return gated(x, self.activation_func, self.config, bias=bias)
 
 
 def gated(
