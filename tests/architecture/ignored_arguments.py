@@ -86,11 +86,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "DistributedDataParallel.start_param_sync unused",
     ),
     "a label for logs and buffers of other backends": (
-        f"{_CORE}.extensions.transformer_engine:TEColumnParallelLinear.__init__"
-        " tp_comm_buffer_name",
-        f"{_CORE}.extensions.transformer_engine:TELayerNormColumnParallelLinear.__init__"
-        " tp_comm_buffer_name",
-        f"{_CORE}.extensions.transformer_engine:TERowParallelLinear.__init__ tp_comm_buffer_name",
+        f"{_CORE}.extensions.transformer_engine:_TEParallelLinear.__init__ tp_comm_buffer_name",
         f"{_CORE}.transformer.attention:Attention.__init__ name",
         f"{_CORE}.transformer.mlp:MLP.__init__ name",
         f"{_MOE}.experts:SequentialMLP.__init__ name",

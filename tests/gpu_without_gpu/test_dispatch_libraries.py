@@ -7,11 +7,11 @@ import torch
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.common.kernel_choices import kernel_choices
-from megatron.core.transformer.moe.deep_ep import (
+from megatron.core.transformer.moe.dispatchers import (
     MoEDeepEPTokenDispatcher,
     MoEHybridEPTokenDispatcher,
+    choose_exchange,
 )
-from megatron.core.transformer.moe.dispatchers import choose_exchange
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.gpu_without_gpu.deep_ep_library import CALLS, library_on_cpu
 from tests.harness.distributed import distributed

@@ -31,7 +31,7 @@ from megatron.core.context_parallel.partition import join_zigzag, split_zigzag
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.blockwise_attention import KVBlock, KVExchange, blockwise_attention
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transport import collectives
 from megatron.core.transport.work import Work

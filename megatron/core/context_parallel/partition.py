@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import resolve_groups
-from megatron.core.step_context.context import JoinedSamples, current_step
+from megatron.core.step_context.context import current_step
+from megatron.core.step_context.random_scope import JoinedSamples, SequenceShard
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 

@@ -3,7 +3,7 @@
 Dropout is keyed (`megatron.core.parameters.keyed_draws`): the same elements are dropped in every
 layout.
 
-Shapes: `s` local rows of the sequence, `b` micro batch, `h` hidden.
+Shapes: `s` local tokens of the sequence, `b` micro batch, `h` hidden.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def bias_dropout_add(
     Args:
         x: [s, b, h].
         bias: [h] or None.
-        residual: [s, b, h]; may be fp32 beside an x of half precision, and decides the dtype of
-            the result.
-        probability: of dropping an element; kept ones are divided by 1 - probability.
+        residual: [s, b, h]; the result has its dtype, which may be fp32 for an x in half precision.
+        probability: of dropping an element; kept elements are divided by 1 - probability.
     """
     if not training or probability == 0.0:
-        # Autograd keeps nothing for sums: there is nothing to fuse but kernel launches.
+        # Autograd saves nothing for sums: fusion would save kernel launches only.
         return residual + (x if bias is None else x + bias)
     return BIAS_DROPOUT_ADD.choose(Request.of(x)).kernel.run(x, bias, residual, probability)
 
@@ -42,7 +41,7 @@ def bias_dropout_add(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float
 ) -> Tensor:
-    """Return residual + dropout(x + bias) of x, residual [s, b, h] by a mask, which is kept."""
+    """Return residual + dropout(x + bias) of x, residual [s, b, h]; backward reads the mask."""
     mask = keyed_keep_mask(x, 1.0 - probability)
     return _BiasDropoutAdd.apply(x, bias, residual, mask, 1.0 / (1.0 - probability))
 
@@ -65,7 +64,7 @@ BIAS_DROPOUT_ADD: KernelTable[Callable[[Tensor, Tensor | None, Tensor, float], T
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """One new tensor forward, one backward; the mask is all that is kept."""
+    """Allocates one tensor in forward and one in backward; saves the mask only."""
 
     @staticmethod
     def forward(
@@ -88,23 +87,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
         (mask,) = ctx.saved_tensors
         of_x, of_bias, of_residual = ctx.dtypes
         dropped = (grad * mask).mul_(ctx.scale).to(of_x)
-        return dropped, _bias_gradient(ctx, dropped, of_bias), grad.to(of_residual), None, None
-
-
-def _bias_gradient(ctx: Any, grad: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    if dtype is None or not ctx.needs_input_grad[1]:
-        return None
-    return grad.reshape(-1, grad.shape[-1]).sum(0).to(dtype)
-
-
-def _train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-    x, bias = x_with_bias
-    return bias_dropout_add(x, bias, residual, prob, True)
-
-
-def _evaluate(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-    x, bias = x_with_bias
-    return bias_dropout_add(x, bias, residual, prob, False)
+        grad_bias = None
+        if of_bias is not None and ctx.needs_input_grad[1]:
+            grad_bias = dropped.reshape(-1, dropped.shape[-1]).sum(0).to(of_bias)
+        return dropped, grad_bias, grad.to(of_residual), None, None
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
@@ -114,4 +100,8 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
         training: False leaves dropout out.
         fused: accepted for compatibility; there is one implementation.
     """
-    return _train if training else _evaluate
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        return bias_dropout_add(*x_with_bias, residual, prob, training)
+
+    return add

@@ -9,8 +9,8 @@ from torch import Tensor
 def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
     """Return gelu(input + bias) with the tanh approximation.
 
-    torch's kernels keep one tensor for backward and there is nothing left to save. On the CPU a
-    linear layer adds its bias for nothing while it writes its output; prefer that, and pass None.
+    torch's kernel saves only one tensor for backward. On the CPU a linear layer adds its bias at no
+    cost while it writes its output; prefer that, and pass None.
 
     Args:
         input: [s, b, f] or [t, f].

@@ -1,4 +1,4 @@
-"""Scale, mask and softmax of attention scores, for attention that holds its scores.
+"""Scale, mask and softmax of attention scores, for attention that materialises its scores.
 
 Shapes: `b` micro batch, `n` heads of this rank, `q`/`k` query and key positions.
 """
@@ -18,17 +18,17 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.vocab_softmax import row_blocks
 
 MASKED_SCORE = -10000.0
-"""What a masked score becomes: finite, so a row without any visible key is uniform, not NaN."""
+"""Value of masked scores: finite, so a query without a visible key has uniform probabilities."""
 
 
 @functools.lru_cache(maxsize=4)
 def causal_mask(
     num_queries: int, num_keys: int, window: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
-    """Return bool [q, k], True where a query must not look.
+    """Return bool [q, k], True for keys that are hidden from a query.
 
-    The last query sits at the last key. `window` is (keys to the left, keys to the right) of a
-    query that it may see, -1 for no limit; a causal mask never looks to the right.
+    The last query has the position of the last key. `window` is the number of visible keys to the
+    left and right of a query, -1 for no limit; a causal mask hides all keys to the right.
     """
     query = torch.arange(num_queries, device=device).unsqueeze(1) + (num_keys - num_queries)
     key = torch.arange(num_keys, device=device).unsqueeze(0)
@@ -43,13 +43,13 @@ def scaled_masked_softmax(
 ) -> Tensor:
     """Return softmax(scale * scores) over the last dimension, masked scores excluded.
 
-    One new tensor, the probabilities, which is also all that backward needs; fp32 exists only for
-    a block of rows at a time.
+    It allocates and saves one tensor, the probabilities; fp32 exists only for a block of queries at
+    a time.
 
     Args:
         scores: [b, n, q, k].
         mask: bool, True is masked, broadcastable to the scores; None masks nothing.
-        in_fp32: compute in fp32 where the scores have fewer bits.
+        in_fp32: compute half-precision scores in fp32.
     """
     return _ScaledMaskedSoftmax.apply(scores, mask, scale, in_fp32)
 
@@ -93,13 +93,13 @@ class FusedScaleMaskSoftmax(nn.Module):
     """Megatron's module of the same name.
 
     Args:
-        input_in_fp16, input_in_bf16: accepted for compatibility; the dtype is seen.
+        input_in_fp16, input_in_bf16: accepted for compatibility; the input's dtype decides.
         attn_mask_type: a member of `AttnMaskType`; the causal kinds mask by position, and by
             `mask` too if one is passed.
         scaled_masked_softmax_fusion: accepted for compatibility; there is one implementation.
         mask_func: accepted for compatibility; masked scores become `MASKED_SCORE`.
         softmax_in_fp32: compute in fp32.
-        scale: factor on the scores; None is 1.
+        scale: factor on the scores; default 1.
         window_size: (left, right) sliding window, or None.
     """
 

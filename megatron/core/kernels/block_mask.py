@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron.core.kernels.online_softmax import (
     expand_sinks,
 )
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.kernels.attention_options import raise_max_logits
 from megatron.core.kernels.block_mask import MaskSpec, Tile, masks_in_tile, tiles
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""

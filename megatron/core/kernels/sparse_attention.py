@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import masked_keys
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 
 
 class Compared(Enum):

@@ -34,8 +34,9 @@ from megatron.core.low_precision.scaling import (
     TensorScaling,
     in_working_dtype,
 )
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.step_context.context import current_step
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives, torch_collectives
 

@@ -131,7 +131,7 @@ def saving_activations(is_on: bool, min_numel: int) -> AbstractContextManager[No
     """
     if not is_on or not torch.is_grad_enabled():
         return nullcontext()
-    return within_step(saved_activations=SavedActivations(min_numel))
+    return within_step(offload_region=SavedActivations(min_numel).region)
 
 
 def offloading(is_on: bool, *modules: nn.Module) -> AbstractContextManager[None]:
@@ -144,9 +144,9 @@ def offloading(is_on: bool, *modules: nn.Module) -> AbstractContextManager[None]
         modules: their parameters are used inside, and stay on the device.
     """
     step = current_step()
-    if not is_on or step.saved_activations is None or step.is_checkpointed:
+    if not is_on or step.offload_region is None or step.is_checkpointed:
         return nullcontext()
-    return step.saved_activations.region(*modules)
+    return step.offload_region(*modules)
 
 
 class OffloadedTensor(Protocol):

@@ -1,4 +1,4 @@
-"""Kernels that update a chunk of state as it is stored, without decoding it to memory first."""
+"""Kernels that update a chunk of state in its stored form, without decoding it to memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OTHER_UPDATE = "another update than Adam's"
 
 @dataclass(frozen=True)
 class StoredSegment:
-    """What of a shard is in a chunk, which begins there with a block.
+    """The part of a shard that is in a chunk; it begins at the start of a block.
 
     Attributes:
-        gradient: its part of the gradient, [e]; weight: of the model's weight, a view.
-        settings: those of its parameter group.
+        gradient: the segment's gradient, [e]; weight: a view of its model weights.
+        settings: the settings of its parameter group.
         first_block: its first block in the chunk.
-        first_place: number of that block, by which random bits are drawn.
+        first_place: number of that block, the key of its random bits.
     """
 
     gradient: Tensor
@@ -36,7 +36,7 @@ class StoredSegment:
 
 
 def storage_kind(codec: Codec, *, is_remainder: bool) -> int:
-    """Return how the kernel of Adam calls the form of a column."""
+    """Return the number by which Adam's kernel identifies the form of a column."""
     if is_remainder:
         return 4
     if isinstance(codec, Float32Codec):
@@ -64,8 +64,8 @@ def update_segments(
 
     Args:
         columns: uint8 [blocks, bytes] of the chunk by name of the state; kinds: `storage_kind`.
-        main_name: name of the main weight, which need not be there.
-        step: updates before this one. factor: on gradients.
+        main_name: name of the main weight, if there is a column for it.
+        step: updates before this one. factor: factor on gradients.
     """
     names = ("exp_avg", "exp_avg_sq", main_name)
     for segment in segments:

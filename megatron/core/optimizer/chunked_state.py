@@ -1,4 +1,4 @@
-"""Shards whose optimizer state is in the columns of one store, and is updated chunk by chunk."""
+"""Optimizer state of shards in the columns of one store, updated chunk by chunk."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ MAIN = "fp32_param"
 """Name of the main weight among the state tensors."""
 
 NOISE_SHIFTS = (0, 12, 6)
-"""Which bits of an element's hash round its first, second and third state: no type drops more than
-20 of fp32's, so the first two share 8 of 20, which stand for other powers of two in each."""
+"""Shifts of an element's hash that give the random bits of its first, second and third state. No
+type drops more than 20 bits of fp32, so the first two states share 8 of their 20 bits, which have
+different significance in each."""
 
 
 @dataclass(frozen=True)
@@ -47,35 +48,36 @@ class StateField:
     name: str
     codec: Codec
     is_remainder: bool = False
-    """The column holds what bf16 model weights lack of fp32 main weights."""
+    """The column holds the differences between fp32 main weights and bf16 model weights."""
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """What of a shard is in a chunk."""
+    """The part of a shard that is in a chunk."""
 
     item: MainParamShard
     begin: int
     end: int
     """[begin, end) of the shard's elements."""
     offset: int
-    """Element of the chunk at which it begins."""
+    """Index in the chunk of the element `begin`."""
 
     def of_chunk(self, flat: Tensor) -> Tensor:
-        """Return its part of a flat tensor over the chunk."""
+        """Return the segment of a flat tensor over the chunk."""
         return flat[self.offset : self.offset + self.end - self.begin]
 
     def of_shard(self, tensor: Tensor) -> Tensor:
-        """Return its part of a tensor of the shard's shape."""
+        """Return the segment of a tensor of the shard's shape."""
         return tensor.view(-1)[self.begin : self.end]
 
 
 @dataclass(frozen=True)
 class ChunkUpdate:
-    """One update of all shards, which each chunk takes its part of.
+    """One update of all shards; each chunk applies its part.
 
     Attributes:
-        gradient_of, settings_of: by the id of the main tensor; without gradient: no update.
+        gradient_of, settings_of: by the id of the main tensor; shards without a gradient are not
+            updated.
     """
 
     rule: ElementwiseUpdate
@@ -96,7 +98,7 @@ class ChunkedState:
     ) -> None:
         """
         Args:
-            fields: those of the optimizer, and `MAIN` if model weights are not updated in place.
+            fields: the optimizer's states, and `MAIN` if model weights are not updated in place.
             make_store: called with the bytes of a block in each column and the number of blocks.
         """
         self.shards, self.fields = list(shards), list(fields)
@@ -108,8 +110,8 @@ class ChunkedState:
             length = -(-item.main_param.numel() // BLOCK)
             self._starts[id(item.main_param)] = num_blocks
             num_blocks += length
-            # Places of elements in the full parameter: equal however it is sharded, and for a tied
-            # weight on every stage that holds it.
+            # Places of elements in the full parameter, which are the same for every sharding, and
+            # on every stage that holds a tied weight.
             name = get_param_meta(item.shard.parameter).tied_to or item.shard.name
             first = item.shard.begin // BLOCK + derive_seed("rounding", name) % (1 << 24)
             positions.append(torch.arange(first, first + length, dtype=torch.int32))
@@ -120,7 +122,7 @@ class ChunkedState:
             self.reload_main()
 
     def _segments_of(self, begin: int, end: int) -> list[_Segment]:
-        """Return what is in blocks [begin, end)."""
+        """Return the segments in blocks [begin, end)."""
         found = []
         for item in self.shards:
             first, numel = self._starts[id(item.main_param)], item.main_param.numel()
@@ -142,7 +144,7 @@ class ChunkedState:
         """Update state and weights of all shards.
 
         Args:
-            gradient_of, settings_of: by the id of the main tensor; without gradient: no update.
+            gradient_of, settings_of: as in `ChunkUpdate`.
         """
         request = Request(self.store.device.type, "float32", frozenset({update.kind}))
         run = CHUNK_UPDATES.choose(request).kernel.run
@@ -172,7 +174,7 @@ class ChunkedState:
             self._publish(number, works[MAIN])
 
     def update_stored(self, number: int, columns: Sequence[Tensor], asked: ChunkUpdate) -> None:
-        """Update one chunk by a kernel that reads and writes state as it is stored."""
+        """Update one chunk by a kernel that reads and writes the stored form of state."""
         begin, _ = self.store.chunks[number]
         segments = []
         for segment in self._segments[number]:
@@ -267,7 +269,7 @@ class ChunkedState:
         return main.view(-1, BLOCK)
 
     def reload_main(self) -> None:
-        """Take the main weights from the model."""
+        """Copy the main weights from the model."""
         field_index = [field.name for field in self.fields].index(MAIN)
         field = self.fields[field_index]
         for number, columns in self.store.sweep():
@@ -285,8 +287,8 @@ class ChunkedState:
     def states(self) -> Iterator[tuple[MainParamShard, dict[str, Tensor]]]:
         """Yield each shard with its state tensors, fp32, of its shape.
 
-        State that is stored as fp32 is shown in place (in a file: page by page); other
-        state is decoded.
+        State that is stored as fp32 is returned as views (of a mapped file, if it is in a file);
+        other state is decoded.
         """
         for item in self.shards:
             yield item, {field.name: self._state(item, i) for i, field in enumerate(self.fields)}
@@ -333,7 +335,7 @@ class ChunkedState:
 _DECODED = Kernel("decoded", ChunkedState.update_decoded, frozenset({ADAM, ADAMW, OTHER_UPDATE}))
 
 CHUNK_UPDATES: KernelTable[Callable[..., None]] = KernelTable(
-    "update of state in few bytes",
+    "update of state in low precision",
     {
         "cpu": (_DECODED,),
         OTHER_DEVICES: (

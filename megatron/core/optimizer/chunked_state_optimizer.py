@@ -1,28 +1,41 @@
-"""An optimizer that updates its state chunk by chunk: in few bytes, in host memory or in files.
+"""An optimizer that updates its state chunk by chunk: in low precision, host memory or files.
 
 Optimizer states in host memory: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model
-Training", section 4, arXiv 2101.06840. State stays where it is and the update is computed there;
-what travels is the gradient and the new weight. On a device that is the host, nothing travels.
+Training", section 4, arXiv 2101.06840. The update is computed where the state is stored: the
+gradient is copied there and the new weight is copied back. If that device is the host, nothing is
+copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.chunked_state import MAIN, ChunkedState
+from megatron.core.distributed.sharding_arithmetic import BLOCK
+from megatron.core.foundation.device import is_host_memory
+from megatron.core.foundation.errors import ConfigError
+from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
+from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
+from megatron.core.transport import torch_collectives
+from megatron.core.transport.object_collectives import raise_on_all_ranks
+
+CHUNK_BLOCKS = 2048
+"""Blocks of a chunk: 262,144 elements, 1 MiB per fp32 column."""
 
 
 class ChunkedStateOptimizer:
     """The interface of a `torch.optim.Optimizer`, as far as `MegatronOptimizer` uses it.
 
-    Gradients come through `set_gradient`, because they need not have the dtype of the tensors
-    that they belong to: those are the model's own weights.
+    Gradients are passed to `set_gradient`, because their dtype may differ from the dtype of the
+    model weights that they belong to.
     """
 
     def __init__(
@@ -33,9 +46,8 @@ class ChunkedStateOptimizer:
     ) -> None:
         """
         Args:
-            param_groups: "params" are the `main` tensors of the parts' shards. They are given the
-                optimizer's constants, as the groups of torch's optimizers have them: a schedule may
-                change them.
+            param_groups: "params" are the `main` tensors of the parts' shards. The constructor adds
+                the optimizer's constants, as torch's optimizers do: a schedule may change them.
         """
         for group in param_groups:
             for name, value in update.constants.items():
@@ -57,7 +69,7 @@ class ChunkedStateOptimizer:
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
-        """Update with `factor` times the gradients taken, and forget them."""
+        """Update with `factor` times the gradients, and drop the gradients."""
         settings_of = {id(main): group for group in self.param_groups for main in group["params"]}
         for part in self.parts:
             part.update(self.update, self._gradients, settings_of, self.num_steps, factor)
@@ -66,12 +78,9 @@ class ChunkedStateOptimizer:
 
     @property
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """State tensors of each shard, by its `main`, decoded; a snapshot where that copies."""
-        return {item.main_param: values for item, values in self._states()}
-
-    def _states(self) -> Iterator[tuple[MainParamShard, dict[str, Any]]]:
-        for part in self.parts:
-            yield from part.states()
+        """Decoded state tensors of each shard by its `main`; copies unless stored in fp32."""
+        states = (pair for part in self.parts for pair in part.states())
+        return {item.main_param: values for item, values in states}
 
     def set_state(self, item: MainParamShard, values: Mapping[str, Tensor]) -> None:
         """Store state tensors of one shard."""
@@ -92,15 +101,6 @@ class ChunkedStateOptimizer:
             if part.has_main:
                 part.reload_main()
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all state, wherever it is."""
-        return sum(
-            field.codec.block_bytes * part.store.chunks[-1][1]
-            for part in self.parts
-            for field in part.fields
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the columns of all parts, and the number of updates."""
         columns = [
@@ -117,3 +117,139 @@ class ChunkedStateOptimizer:
             if part.has_main:
                 for item, values in part.states():
                     part.set_state(item, {MAIN: values[MAIN]})
+
+
+def build_chunked_state_optimizer(
+    update: ElementwiseUpdate,
+    config: OptimizerConfig,
+    param_groups: Sequence[dict[str, object]],
+    shards: Sequence[MainParamShard],
+) -> ChunkedStateOptimizer:
+    """Return the optimizer over `shards`, with the state dtypes and places of the config.
+
+    Raises:
+        ConfigError: on all ranks, if host memory or disk space does not suffice on any.
+    Communication: one agreement over all processes if anything is offloaded.
+    """
+    problem: ConfigError | None = None
+    offloaded = choose_offloaded(shards, config)
+    try:
+        _check_memory(offloaded, update, config)
+        parts = [
+            *_parts(update, config, offloaded, is_offloaded=True),
+            *_parts(update, config, [s for s in shards if s not in offloaded], is_offloaded=False),
+        ]
+    except ConfigError as error:
+        problem = error
+    if config.offloads_optimizer:
+        raise_on_all_ranks(problem, torch_collectives.world())
+    elif problem is not None:
+        raise problem
+    return ChunkedStateOptimizer(update, param_groups, parts)
+
+
+def choose_offloaded(
+    shards: Sequence[MainParamShard], config: OptimizerConfig
+) -> list[MainParamShard]:
+    """Return the shards whose state is stored on host or disk: about the configured fraction.
+
+    These shards are spread over the model, so that updates of both kinds alternate.
+    """
+    if not config.offloads_optimizer:
+        return []
+    chosen, chosen_numel, total = [], 0, 0
+    for item in shards:
+        total += item.main_param.numel()
+        if chosen_numel + item.main_param.numel() / 2 <= config.optimizer_offload_fraction * total:
+            chosen.append(item)
+            chosen_numel += item.main_param.numel()
+    return chosen
+
+
+def state_fields(
+    update: ElementwiseUpdate, config: OptimizerConfig, dtype: torch.dtype, *, keeps_main: bool
+) -> list[StateField]:
+    """Return the columns of shards whose model weights have `dtype`.
+
+    Args:
+        keeps_main: the state includes main weights, because the model weights are in half
+            precision or on another device.
+    """
+    fields = []
+    for name in update.state_names:
+        is_second = name == "exp_avg_sq"
+        kind = config.exp_avg_sq_dtype if is_second else config.exp_avg_dtype
+        fields.append(StateField(name, codec_of(kind, is_second_moment=is_second)))
+    if keeps_main:
+        # bf16 weights and their remainders together are exact fp32 weights.
+        if (
+            config.use_precision_aware_optimizer
+            and dtype == torch.bfloat16
+            and config.main_params_dtype == torch.float32
+        ):
+            fields.append(StateField(MAIN, BFloat16Codec(), is_remainder=True))
+        else:
+            fields.append(StateField(MAIN, codec_of(config.main_params_dtype)))
+    return fields
+
+
+def _parts(
+    update: ElementwiseUpdate,
+    config: OptimizerConfig,
+    shards: Sequence[MainParamShard],
+    *,
+    is_offloaded: bool,
+) -> list[ChunkedState]:
+    """Return one part per dtype of model weights."""
+    by_dtype: dict[torch.dtype, list[MainParamShard]] = {}
+    for item in shards:
+        if item.main_param.numel():
+            by_dtype.setdefault(item.shard.values.dtype, []).append(item)
+    parts = []
+    for dtype, members in by_dtype.items():
+        # Buffers begin with the last layers; the first ones are needed first.
+        members.reverse()
+        device = members[0].shard.values.device
+        on_accelerator = not is_host_memory(device)
+
+        def make_store(
+            block_bytes: list[int], num_blocks: int, device: torch.device = device
+        ) -> StateStore:
+            is_pinned = not is_host_memory(device)
+            if not is_offloaded:
+                return HostStateStore(
+                    block_bytes, num_blocks, chunk_blocks=CHUNK_BLOCKS, device=device
+                )
+            if config.optimizer_offload_path is not None:
+                return FileStateStore(
+                    config.optimizer_offload_path, block_bytes, num_blocks,
+                    chunk_blocks=CHUNK_BLOCKS, is_pinned=is_pinned,
+                )  # fmt: skip
+            return HostStateStore(
+                block_bytes, num_blocks, chunk_blocks=CHUNK_BLOCKS,
+                device=torch.device("cpu"), is_pinned=is_pinned,
+            )  # fmt: skip
+
+        keeps_main = dtype != torch.float32 or (is_offloaded and on_accelerator)
+        fields = state_fields(update, config, dtype, keeps_main=keeps_main)
+        parts.append(ChunkedState(members, fields, make_store))
+    return parts
+
+
+def _check_memory(
+    shards: Sequence[MainParamShard], update: ElementwiseUpdate, config: OptimizerConfig
+) -> None:
+    """Raise if the ranks of this machine together need more host memory than there is."""
+    if config.optimizer_offload_path is not None or not shards:
+        return
+    needed = 0
+    for item in shards:
+        values = item.shard.values
+        keeps_main = values.dtype != torch.float32 or not is_host_memory(values.device)
+        fields = state_fields(update, config, values.dtype, keeps_main=keeps_main)
+        needed += -(-item.main_param.numel() // BLOCK) * sum(f.codec.block_bytes for f in fields)
+    # torchrun sets the number of its ranks on this machine.
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    problem = host_memory_problem(needed, "optimizer state", num_local_ranks=num_local_ranks)
+    if problem is not None:
+        raise problem

@@ -1,16 +1,17 @@
-"""What an optimizer is: one record that says its state, its constants and its update.
+"""The record of an optimizer: its state, its constants and its update.
 
-Each file of `definitions/` holds one as `OPTIMIZER`. The flags, the checks of a run, the estimate
-of memory and the builders read it; nothing asks for a name. An optimizer whose elements do not
-depend on each other is one function on pieces of tensors: full ones, shards of any ZeRO stage, and
-chunks of state that is kept in few bytes, in host memory or in files.
+Each file of `definitions/` has one as `OPTIMIZER`. The flags, the checks of a run, the estimate of
+memory and the builders read these records; no code compares names. An elementwise optimizer is one
+function on pieces of tensors: full tensors, shards of any ZeRO stage, and chunks of state in low
+precision, in host memory or in files.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,11 @@ from torch.optim.optimizer import ParamsT
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer.chunk_updates import OTHER_UPDATE
-from megatron.core.optimizer.eager import EagerOptimizer
 
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
     from megatron.core.optimizer.main_param_shard import MainParamShard
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+    from megatron.core.optimizer.update_settings import UpdateSettings
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 States = Mapping[str, Sequence[Tensor]]
@@ -32,21 +32,21 @@ States = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of parameters of one group, and all that one update of them needs."""
+    """Pieces of parameters of one group, and the other inputs of an update."""
 
     weights: list[Tensor]
     gradients: list[Tensor]
-    """Both fp32 and of one shape; gradients may be changed."""
+    """fp32, of the shapes of `weights`; the update may overwrite gradients."""
     states: States
     settings: Mapping[str, Any]
     """ "lr" and "weight_decay" of the group, and the constants of the optimizer."""
     step: int
     """Updates before this one."""
     factor: float = 1.0
-    """On the gradients."""
+    """Factor on the gradients."""
 
     def scaling(self) -> dict[str, Any]:
-        """Return the arguments by which a fused kernel divides gradients as it reads them."""
+        """Return the arguments of fused kernels that divide gradients while they read them."""
         if self.factor == 1.0:
             return {}
         device = self.weights[0].device
@@ -63,7 +63,7 @@ class Pieces:
 
 
 Update = Callable[[Pieces], None]
-"""Updates weights and states in place; no element depends on another."""
+"""Updates weights and states in place, element by element."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,19 @@ class ElementwiseUpdate:
     update: Update
     constants: Mapping[str, Any] = field(default_factory=dict)
     kind: str = OTHER_UPDATE
-    """What a kernel that updates state as it is stored must support."""
+    """The update that a kernel on stored state must support."""
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What optimizers may need to know of this rank's model besides the tensors they update."""
+    """This rank's model, for optimizers that need more than the tensors that they update."""
 
     shards: Sequence[MainParamShard]
     matrices: Sequence[nn.Parameter]
-    """Parameters of Muon, also those of which this rank owns no piece."""
+    """Parameters of Muon, whether this rank owns a piece of them or not."""
     groups: ProcessGroupCollection
     meshes: tuple[Mesh, Mesh]
     """Replicas of dense and of expert parameters."""
-
-
-def _no_constants(_config: OptimizerConfig) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,31 +94,31 @@ class OptimizerDefinition:
     """An optimizer, as `--optimizer` names it."""
 
     name: str
-    """Value of `--optimizer`, `OptimizerConfig.optimizer` and "optimizer" of a parameter group."""
+    """Value of `--optimizer`, `UpdateSettings.optimizer` and "optimizer" of a parameter group."""
     state_names: tuple[str, ...]
-    """Names of the state tensors, as in checkpoints; each has the shape of its parameter. The one
-    called "exp_avg_sq" is kept as `--exp-avg-sq-dtype` says, others as `--exp-avg-dtype`."""
-    constants: Callable[[OptimizerConfig], dict[str, Any]] = _no_constants
-    """Settings that parameter groups have beside "lr" and "weight_decay": a schedule may change
-    them, and checkpoints keep them."""
-    update: Callable[[OptimizerConfig], Update] | None = None
-    """Returns the update of pieces; None for one whose elements depend on each other, so that
-    its state stays in fp32 on the device."""
-    kind: Callable[[OptimizerConfig], str] | None = None
-    """Returns `ElementwiseUpdate.kind`, where kernels know the update."""
-    build: Callable[[OptimizerConfig, list[dict[str, Any]], ModelTensors], Any] | None = None
-    """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, where another than
-    `ElementwiseOptimizer` is faster or needed."""
+    """Names of the state tensors, as in checkpoints; each has the shape of its parameter.
+    `--exp-avg-sq-dtype` sets the dtype of "exp_avg_sq", `--exp-avg-dtype` the dtype of others."""
+    constants: Callable[[UpdateSettings], dict[str, Any]] = lambda _config: {}
+    """Settings of parameter groups in addition to "lr" and "weight_decay": a schedule may change
+    them, and checkpoints store them."""
+    update: Callable[[UpdateSettings], Update] | None = None
+    """Returns the update of pieces. None if the update is not elementwise; its state is then always
+    fp32 on the device."""
+    kind: Callable[[UpdateSettings], str] | None = None
+    """Returns `ElementwiseUpdate.kind`, if kernels support the update."""
+    build: Callable[[UpdateSettings, list[dict[str, Any]], ModelTensors], Any] | None = None
+    """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, if
+    `ElementwiseOptimizer` is slower or not possible."""
 
-    def elementwise(self, config: OptimizerConfig) -> ElementwiseUpdate:
+    def elementwise(self, config: UpdateSettings) -> ElementwiseUpdate:
         """Return the update with the constants of a run.
 
         Raises:
-            ConfigError: its elements depend on each other.
+            ConfigError: the optimizer is not elementwise.
         """
         if self.update is None:
             raise ConfigError(
-                f"{self.name} with optimizer state in few bytes or off the device.",
+                f"{self.name} with optimizer state in low precision or off the device.",
                 rule="only optimizers that update each element by itself work on chunks of state",
                 flags=["--optimizer", "--param-rules", "--use-precision-aware-optimizer",
                        "--optimizer-cpu-offload", "--optimizer-offload-path"],
@@ -132,8 +128,29 @@ class OptimizerDefinition:
         return found if self.kind is None else replace(found, kind=self.kind(config))
 
 
+_Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
+
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """Base of optimizers that are not compiled.
+
+    Several methods of `torch.optim` import `torch._dynamo` at their first call, to mark the end of
+    a graph: 1.6 s of CPU time and 70 MB of each process (torch 2.13, x86). These are the functions
+    before torch wrapped them.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+def eager(kind: type[_Kind]) -> type[_Kind]:
+    """Return a class of `torch.optim` whose step does not differentiate and is not compiled."""
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (EagerOptimizer, kind), {"step": step, "__doc__": kind.__doc__})
+
+
 class ElementwiseOptimizer(EagerOptimizer):
-    """Runs an elementwise update on full tensors, or on any shards of them."""
+    """Applies an elementwise update to full tensors, or to any shards."""
 
     def __init__(
         self, params: ParamsT, update: ElementwiseUpdate, *, lr: float, weight_decay: float
@@ -172,7 +189,7 @@ class ElementwiseOptimizer(EagerOptimizer):
 
 
 def has_fused_kernel(param_groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether torch's fused update of Adam and SGD takes all tensors of the groups.
+    """Return whether torch's fused update of Adam and SGD supports all tensors of the groups.
 
     Fused, one pass reads and writes everything. On CPU (one thread, 20 million weights) AdamW
     takes 12 ms fused, 35 ms as a loop over tensors and 74 ms with foreach.

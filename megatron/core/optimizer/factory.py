@@ -12,7 +12,13 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from megatron.core.distributed.model_parameters import names_in_model
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.errors import ConfigError, refuse_given
-from megatron.core.optimizer.definition import ModelTensors
+from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
+from megatron.core.optimizer.definition import (
+    ElementwiseOptimizer,
+    ModelTensors,
+    OptimizerDefinition,
+)
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
@@ -25,7 +31,6 @@ from megatron.core.optimizer.param_groups import (
     group_key,
     optimizer_name_of,
 )
-from megatron.core.optimizer.torch_optimizers import build_torch_optimizer, chunks_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK, Group
 
@@ -41,8 +46,8 @@ def get_megatron_optimizer(
     """Build the optimizer of this rank.
 
     Args:
-        model_chunks: usually `DistributedDataParallel`; a bare module is taken as the only
-            replica, with gradients in `.grad`.
+        model_chunks: usually `DistributedDataParallel`; a bare module counts as the only replica,
+            with gradients in `.grad`.
         config_overrides: {ParamKey(name="*.router.*"): {"lr_mult": 0.1}, ...}; later rules win.
         use_gloo_process_groups: accepted; checkpoints need no groups of their own.
     Communication:
@@ -57,7 +62,9 @@ def get_megatron_optimizer(
     groups = resolve_groups(pg_collection)
     named = [pair for chunk in model_chunks for pair in _named_parameters(chunk)]
     width_multiplier = _width_multiplier(model_chunks)
-    tables = {id(p) for chunk in model_chunks for p in _lookup_tables(chunk)}
+    modules = (module for chunk in model_chunks for module in chunk.modules())
+    # Rows of a lookup table, such as learned positions, are used one by one.
+    tables = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
     keys = {
         id(parameter): group_key(
             name,
@@ -95,7 +102,8 @@ def torch_optimizer_of_groups(
     """Return the optimizer of the config over torch parameter groups of main tensors.
 
     Args:
-        matrices: the parameters of Muon, also those of which this rank owns no piece.
+        matrices: the parameters of Muon on this model-parallel rank, whether this rank owns a
+            piece of them or not.
     Communication: see `build_torch_optimizer`.
     """
     meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
@@ -114,9 +122,9 @@ def assemble_optimizer(
 
     Args:
         make_torch_optimizer: given the shards that this rank updates, returns a torch optimizer
-            (or what `build_torch_optimizer` returns) over their main tensors.
+            (or the result of `build_torch_optimizer`) over their main tensors.
     Raises:
-        ConfigError: the config and the model chunks disagree on what is sharded.
+        ConfigError: only one of the config and the model chunks shards the optimizer.
     """
     _check_agreement(config, model_chunks)
     is_chunked = chunks_state(config)
@@ -133,7 +141,7 @@ def assemble_optimizer(
 
 
 def build_grad_scaler(config: OptimizerConfig) -> ConstantGradScaler | None:
-    """Return the loss scale that the config asks for; None if there is none."""
+    """Return the loss scaler of the config, or None."""
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     if not config.fp16:
@@ -184,15 +192,8 @@ def _named_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield names[name], parameter
 
 
-def _lookup_tables(chunk: nn.Module) -> Iterator[Tensor]:
-    """Yield matrices whose rows are looked up one by one, such as learned positions."""
-    for module in chunk.modules():
-        if isinstance(module, nn.Embedding):
-            yield module.weight
-
-
 def _width_multiplier(model_chunks: Sequence[nn.Module]) -> float | None:
-    """Return how many times wider than its base a model under muP is, None for others."""
+    """Return width / base width of a model under muP, None for others."""
     for chunk in model_chunks:
         config: Any = getattr(chunk, "config", None)
         if getattr(config, "use_mup", False):
@@ -201,19 +202,15 @@ def _width_multiplier(model_chunks: Sequence[nn.Module]) -> float | None:
 
 
 def _mesh(model_chunks: Sequence[nn.Module], is_expert: bool) -> Mesh:
-    """Return the replicas of the dense or of the expert parameters; all chunks have the same."""
+    """Return the replicas of the dense or of the expert parameters, equal for all chunks."""
     for chunk in model_chunks:
         if isinstance(chunk, DistributedDataParallel):
             return chunk.mesh(is_expert)
     return UNSHARDED
 
 
-def _is_sharded(chunk: nn.Module) -> bool:
-    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer
-
-
 def _check_gathers(model_chunks: Sequence[nn.Module], is_chunked: bool) -> None:
-    """Refuse weights that are rounded for their gather where state completes them."""
+    """Refuse weights that are rounded for their gather and completed by optimizer state."""
     if is_chunked and any(
         isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.gathers_params_in_fp8
         for chunk in model_chunks
@@ -228,8 +225,11 @@ def _check_gathers(model_chunks: Sequence[nn.Module], is_chunked: bool) -> None:
 
 
 def _check_agreement(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer and model chunks that disagree on what is sharded."""
-    sharded = {_is_sharded(chunk) for chunk in model_chunks}
+    """Refuse a sharded optimizer over unsharded model chunks, and the reverse."""
+    sharded = {
+        isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer
+        for chunk in model_chunks
+    }
     if sharded and sharded != {config.use_distributed_optimizer}:
         raise ConfigError(
             f"OptimizerConfig.use_distributed_optimizer={config.use_distributed_optimizer}, but the"
@@ -238,3 +238,91 @@ def _check_agreement(config: OptimizerConfig, model_chunks: Sequence[nn.Module])
             flags=["--use-distributed-optimizer"],
             fix="give DistributedDataParallelConfig and OptimizerConfig the same value",
         )
+
+
+class MultiOptimizer:
+    """Several optimizers with the interface of one `torch.optim.Optimizer`."""
+
+    def __init__(self, optimizers: Sequence[Any], param_groups: list[dict[str, Any]]) -> None:
+        """
+        Args:
+            param_groups: the groups of all optimizers, in the order that all ranks agree on.
+        """
+        self.optimizers, self.param_groups = list(optimizers), param_groups
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The state of all tensors."""
+        return {
+            tensor: entry
+            for optimizer in self.optimizers
+            for tensor, entry in optimizer.state.items()
+        }
+
+    def step(self) -> None:
+        """Update the tensors of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer under its number."""
+        return {
+            str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(number)])
+
+
+def chunks_state(config: OptimizerConfig) -> bool:
+    """Return whether state is stored in low precision or off the device, and updated in chunks."""
+    return config.use_precision_aware_optimizer or config.offloads_optimizer
+
+
+def build_torch_optimizer(
+    config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelTensors
+) -> Any:
+    """Return one optimizer, or `MultiOptimizer` where groups name different ones.
+
+    Args:
+        param_groups: a group's "optimizer" names its optimizer, `config.optimizer` without one. The
+            groups of the result are the same dictionaries, in this order.
+    Communication: as of `MuonRedistribute`, if Muon updates any group.
+    """
+    names = [group.get("optimizer", config.optimizer) for group in param_groups]
+    groups_of: dict[str, list[dict[str, Any]]] = {}
+    for name, group in zip(names, param_groups, strict=True):
+        groups_of.setdefault(name, []).append(group)
+    optimizers = {
+        name: _build_one(OPTIMIZERS[name], config, groups, parts)
+        for name, groups in groups_of.items()
+    }
+    if len(optimizers) == 1:
+        return optimizers[names[0]]
+    remaining = {name: iter(optimizer.param_groups) for name, optimizer in optimizers.items()}
+    return MultiOptimizer(list(optimizers.values()), [next(remaining[name]) for name in names])
+
+
+def _build_one(
+    optimizer: OptimizerDefinition,
+    config: OptimizerConfig,
+    param_groups: list[dict[str, Any]],
+    parts: ModelTensors,
+) -> Any:
+    """Build a `ChunkedStateOptimizer`, the definition's own class, or `ElementwiseOptimizer`."""
+    if chunks_state(config):
+        mine = {id(tensor) for group in param_groups for tensor in group["params"]}
+        shards = [item for item in parts.shards if id(item.main_param) in mine]
+        return build_chunked_state_optimizer(
+            optimizer.elementwise(config), config, param_groups, shards
+        )
+    if optimizer.build is not None:
+        return optimizer.build(config, param_groups, parts)
+    return ElementwiseOptimizer(
+        param_groups,
+        optimizer.elementwise(config),
+        lr=config.lr or 0.0,
+        weight_decay=config.weight_decay,
+    )

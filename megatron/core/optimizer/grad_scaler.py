@@ -1,4 +1,4 @@
-"""Loss scaling: fp16 gradients are kept in range by a factor on the loss.
+"""Loss scaling: a factor on the loss keeps fp16 gradients in range.
 
 P. Micikevicius et al., "Mixed Precision Training", section 3.2, arXiv 1710.03740.
 """
@@ -25,14 +25,18 @@ class ConstantGradScaler:
 
     @property
     def inv_scale(self) -> float:
-        """Factor that takes gradients back."""
+        """Factor on the gradients, 1 / scale."""
         return 1.0 / self._scale
 
     def update(self, found_inf: bool, where: str = "") -> None:
-        """Learn whether the last step overflowed, and in which gradient."""
+        """Update the scale after a step.
+
+        Args:
+            found_inf: whether the gradients overflowed; where: in which parameter.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
@@ -40,7 +44,7 @@ class ConstantGradScaler:
 
 
 class DynamicGradScaler(ConstantGradScaler):
-    """A factor that grows after a run of good steps and shrinks on overflow.
+    """A factor that grows after `growth_interval` good steps in a row and shrinks on overflow.
 
     Hysteresis: the first `hysteresis - 1` overflows after a growth only skip their step.
     """

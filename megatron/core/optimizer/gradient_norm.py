@@ -1,4 +1,4 @@
-"""The norm of the whole model's gradient, in which every parameter counts once in any layout.
+"""The norm of the whole model's gradient, which counts every parameter once in any layout.
 
 Squares are summed in fp32 inside blocks of 128 elements that begin at the same elements of a
 parameter in every layout, and in fp64 from there on; the sums of all parameters are added with
@@ -28,16 +28,16 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import torch_collectives
 
 SMALLEST_FAST_NORM = 1e-15
-"""Below it, squares of fp32 elements underflow: the exact path is taken."""
+"""Below it squares of fp32 elements underflow, so the norm is computed exactly in fp64."""
 _EXACT_BLOCKS = 2**11
-"""Blocks that are fp64 at a time in the exact path: 2 MiB."""
+"""Blocks that are converted to fp64 at a time: 2 MiB."""
 
 
 def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> bool:
-    """Return whether this rank is the one that counts its piece of the parameter.
+    """Return whether this rank counts its piece of the parameter.
 
-    Copies do not count: of a tied weight on another stage, and of a parameter that is not split
-    over the tensor-parallel ranks.
+    Copies are not counted: copies of a tied weight on other stages, and copies of a replicated
+    parameter on other tensor-parallel ranks.
     """
     meta = get_param_meta(parameter)
     if meta.tied_to is not None or getattr(parameter, "shared", False):
@@ -50,7 +50,7 @@ def is_counted_on_rank(parameter: Tensor, groups: ProcessGroupCollection) -> boo
 def without_padding(
     shard: ParameterShard, values: Tensor, groups: ProcessGroupCollection
 ) -> Tensor:
-    """Return the elements of `values` (flat or of the shard's shape) that are no padding, [n]."""
+    """Return the elements of `values` (flat or of the shard's shape) before the padding, [n]."""
     meta = get_param_meta(shard.parameter)
     if meta.num_rows is None:
         return values
@@ -61,10 +61,10 @@ def without_padding(
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What is known about the gradient before the update."""
+    """The sums of squares of the gradient, read before the update."""
 
     sums_of_squares: list[float]
-    """One per parameter piece that counts, of all model-parallel ranks; zeros for the others."""
+    """One per counted parameter piece of all model-parallel ranks; zeros for other pieces."""
     bad_shards: list[int] = field(default_factory=list)
     """Local shards whose reduced gradient is not finite."""
 
@@ -76,7 +76,7 @@ class GradientReport:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What the device knows about the gradient, and the host has not read.
+    """The sum of squares of the gradient on the device, which the host has not read.
 
     Attributes:
         total: fp64 [], the sum of squares over the whole model; equal on all ranks.
@@ -90,15 +90,15 @@ class DeviceReport:
 def joint_norm(reports: Sequence[GradientReport], inv_scale: float = 1.0) -> float:
     """Return the norm over several reports, times `inv_scale`, as an fp32 value.
 
-    Rounded to fp32 so that the last bits of the fp64 sums, in which sharded and full gradients
-    may differ, cannot reach the weights.
+    Rounded to fp32, because the last bits of the fp64 sums may differ between sharded and full
+    gradients; they must not change the weights.
     """
     total = math.fsum(value for report in reports for value in report.sums_of_squares)
     return float(torch.tensor(math.sqrt(total) * inv_scale, dtype=torch.float32))
 
 
 class GradientReader:
-    """Measures the gradients of an optimizer's shards."""
+    """Reads the gradients of an optimizer's shards."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class GradientReader:
             spans: shards in gradient buffers.
             unbucketed: full parameters outside of buffers, whose gradient is in `.grad`.
             parameters: all parameters of this model-parallel rank, in one order on all its
-                replicas, also those of which this rank owns no piece.
-            shard_groups: the ranks over which dense and expert gradients are sharded.
+                replicas, whether this rank owns a piece of them or not.
+            shard_groups: the ranks that shard dense and expert gradients.
         """
         self.spans, self.unbucketed = list(spans), list(unbucketed)
         self.shards = [shard for span in self.spans for shard in span.shards] + self.unbucketed
@@ -127,7 +127,7 @@ class GradientReader:
             if span.shards
         ]
         for span in self.spans:
-            if span.shards:  # what `_segment_sums` rests on
+            if span.shards:  # a precondition of `_segment_sums`
                 assert min(span.num_blocks) >= 0
                 assert sum(span.num_blocks) * BLOCK == span.gradients.numel()
         self.groups, self._device = groups, device
@@ -136,9 +136,9 @@ class GradientReader:
         self._agreed_parts: list[_Part] | None = None
 
     def _parts(self) -> list[_Part]:
-        """Return dense parameters, and experts if any pipeline stage has some."""
+        """Return dense parameters, and experts if any pipeline stage has experts."""
         if self._agreed_parts is None:
-            # Each model-parallel rank sends as many numbers as the one with the most parameters.
+            # All model-parallel ranks send the largest number of parameters of any rank.
             lengths = torch.tensor([self._dense.length, self._expert.length], device=self._device)
             torch_collectives.all_reduce(lengths, self.groups.mp, dist.ReduceOp.MAX)
             self._dense.length, self._expert.length = lengths.tolist()
@@ -154,7 +154,7 @@ class GradientReader:
         report = self._read(exactly=False)
         total = math.fsum(report.sums_of_squares)
         if not SMALLEST_FAST_NORM**2 < total < math.inf:
-            # All ranks see the same total and come here together.
+            # The total is equal on all ranks, so all of them read again.
             report = self._read(exactly=True)
         return report
 
@@ -164,12 +164,12 @@ class GradientReader:
         return is_host_memory(self._device)
 
     def read_on_device(self) -> DeviceReport:
-        """Read all gradients once, and leave what was found on their device.
+        """Read all gradients once, and leave the sums on their device.
 
-        No host waits. Elements whose squares overflow in fp32 (beyond about 1e19) count as not
-        finite, for nobody can say here that a second, exact pass is needed.
+        The host does not wait. Elements whose squares overflow in fp32 (beyond about 1e19) count as
+        not finite, because only the host could start a second, exact pass.
 
-        Communication: as of `read`.
+        Communication: as in `read`.
         """
         sums, is_bad = self._sums(exactly=False)
         parts = [part.gather(sums).sum() for part in self._parts()]
@@ -196,7 +196,7 @@ class GradientReader:
         else:
             sums = torch.cat([part.to(self._device) for part in parts])
         is_bad = ~sums.isfinite()
-        # A copy does not count, but a NaN in it must be seen.
+        # A copy is not counted, but a NaN in it must be reported.
         return torch.where(self._counts | is_bad, sums, 0.0), is_bad
 
     def count_zeros(self) -> int:
@@ -218,7 +218,7 @@ class GradientReader:
 
 
 class _Part:
-    """Dense or expert parameters: their sums travel over different groups."""
+    """Dense or expert parameters, whose sums are reduced over different groups."""
 
     def __init__(
         self,
@@ -257,9 +257,9 @@ def _sum_of_squares(gradient: Tensor | None, exactly: bool) -> Tensor:
 
 
 def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of consecutive runs of `values` [n]; `lengths` [runs] add up to n.
+    """Return the sums of consecutive segments of `values` [n]; `lengths` add up to n.
 
-    `unsafe` leaves out torch's check of the lengths, for which the host would wait for the device.
+    `unsafe` skips torch's check of the lengths, which would make the host wait for the device.
     """
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
@@ -269,12 +269,7 @@ def _block_squares(flat: Tensor, exactly: bool) -> Tensor:
     blocks = flat.view(-1, BLOCK)
     if not exactly and flat.dtype != torch.float64:
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float32).double().square_()
-    # Neither overflow nor underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts: an fp64
-    # copy of all gradients at once would be the most memory of a step that overflows in fp16.
+    # No overflow or underflow: 2^-149 and 2^128 squared are fp64 numbers. In parts, because an fp64
+    # copy of all gradients would set the peak memory of a step that overflows in fp16.
     parts = blocks.split(_EXACT_BLOCKS)
-    return torch.cat([_squares_in_fp64(part).sum(dim=1) for part in parts])
-
-
-def _squares_in_fp64(x: Tensor) -> Tensor:
-    """Return x² of any shape [...] in fp64. A copy also of what is fp64 already."""
-    return x.to(torch.float64, copy=True).square_()
+    return torch.cat([x.to(torch.float64, copy=True).square_().sum(dim=1) for x in parts])

@@ -16,8 +16,8 @@ class MainParamShard:
 
     shard: ParameterShard
     main_param: nn.Parameter
-    """The model's own values if they are fp32 (a view if only a part is owned), else a copy. With
-    chunked state the model's own values in any case: a main weight is a part of the state."""
+    """The model's own values if they are fp32 (a view if the rank owns a part only), else a copy.
+    With chunked state always the model's own values, because the state includes main weights."""
     param_index: tuple[int, int]
     """(model chunk, number of the parameter in it)."""
 
@@ -28,7 +28,7 @@ class MainParamShard:
 
 
 def main_param_of(shard: ParameterShard, *, is_chunked: bool = False) -> nn.Parameter:
-    """Return the tensor to be optimized for a shard."""
+    """Return the tensor that the optimizer updates for a shard."""
     if shard.values.dtype != torch.float32 and not is_chunked:
         return nn.Parameter(shard.values.detach().float())
     if shard.values is shard.parameter:

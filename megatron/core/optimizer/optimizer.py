@@ -1,8 +1,8 @@
 """Optimizers of a training step: main weights, loss scale, finite check, clipping, update.
 
-The update itself is that of a torch optimizer (one fused pass over weights, gradients and moments,
-which also applies the loss scale and the clipping factor). It works on shards of parameters: all of
-a parameter without sharding, the owned ranges with ZeRO. Nothing here asks which.
+A torch optimizer computes the update (one fused pass over weights, gradients and moments, which
+also applies the loss scale and the clipping factor). It works on shards of parameters: whole
+parameters without sharding, the rank's ranges with ZeRO. The code is the same for both.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron.core.optimizer.update import NormCheck, StepOutcome, StepResult, s
 class MegatronOptimizer:
     """A torch optimizer over the shards that this rank owns.
 
-    step(): the loss scale is taken out, the gradient checked on all ranks, clipped by its global
-    norm, and applied; half-precision weights are written from the main weights, sharded ones
-    gathered.
+    `step()` divides the gradient by the loss scale, checks it on all ranks, clips it by its global
+    norm and applies it; then it writes half-precision weights from the main weights and gathers
+    sharded weights.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class MegatronOptimizer:
         """
         Args:
             optimizer: a torch optimizer, or `MultiOptimizer`, over the `main` tensors of `shards`.
-            reader: measures the gradients of the same shards.
-            model_chunks: those that are `DistributedDataParallel` gather their parameters.
+            reader: reads the gradients of the same shards.
+            model_chunks: chunks that are `DistributedDataParallel` gather their parameters.
             grad_scaler: None without loss scaling.
         """
         self.optimizer, self.config, self.grad_scaler = optimizer, config, grad_scaler
@@ -58,11 +58,11 @@ class MegatronOptimizer:
         self.model_chunks = list(model_chunks)
         self.attention_logits = AttentionLogits(self.model_chunks, reader.groups)
         self.nonfinite: str | None = None
-        """What the last step found in the gradient, if it was not finite or was refused."""
+        """Why the last step was refused, if the gradient was not finite or a check refused it."""
         self.norm_checks: list[NormCheck] = []
-        """Called by every step before its update, also if the norm is not finite."""
+        """Every step calls these before its update, also if the norm is not finite."""
         self.num_updates = step_count(optimizer)
-        """Updates that the weights have seen; equal on all ranks, also on those without shards."""
+        """Updates of the weights so far; equal on all ranks, also on ranks without shards."""
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
         self._streamed = {
             main: optimizer
@@ -70,7 +70,7 @@ class MegatronOptimizer:
             if isinstance(optimizer, ChunkedStateOptimizer)
             for main in optimizer.main_params
         }
-        """id of a main tensor -> the optimizer that takes its gradient in any dtype."""
+        """id of a main tensor -> its optimizer, which accepts gradients of any dtype."""
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
 
@@ -105,8 +105,8 @@ class MegatronOptimizer:
     # A step ---------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of parameters outside of buffers; buffers begin by themselves
-        (`DistributedDataParallel.zero_grad_buffer`)."""
+        """Drop the gradients of parameters outside of buffers
+        (`DistributedDataParallel.zero_grad_buffer` resets buffers)."""
         for item in self.shards:
             item.main_param.grad = None
             item.shard.parameter.grad = None
@@ -122,19 +122,19 @@ class MegatronOptimizer:
         return self.start_step().read()
 
     def start_step(self, is_refused: Tensor | None = None) -> StepOutcome:
-        """Update the weights as `step` does, without waiting for the device where that can be.
+        """Update the weights like `step`, without waiting for the device if it decides there.
 
-        Args: see `update.start_step`.
+        Args: as in `update.start_step`.
         """
         return start_step([self], self.config, self.grad_scaler, is_refused)
 
     @property
     def decides_on_device(self) -> bool:
-        """Whether an update is taken or refused without the host. Equal on all ranks.
+        """Whether the device decides if an update is taken or refused. Equal on all ranks.
 
-        The host decides where it reads the gradients without waiting, and where something needs
-        their norm, or what goes with it, before the update: checks of the norm (`norm_checks`), the
-        count of zeros, QK-Clip, and optimizers other than fused Adam and SGD over resident state.
+        The host decides if it reads the gradients without waiting, or if it needs their norm or
+        another figure before the update: for checks of the norm (`norm_checks`), the count of
+        zeros, QK-Clip, and optimizers other than fused Adam and SGD over resident state.
         """
         return not (
             self.reader.is_on_host
@@ -150,21 +150,24 @@ class MegatronOptimizer:
         row_factors: RowFactors | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update the weights from `factor` times the gradients, and publish them.
+        """Update the weights from `factor` times the gradients, and start to gather them.
 
         Args:
             factor: a number, or fp64 [] on the device together with `found_inf`.
-            found_inf: fp32 [], 1 where the update is refused.
-            row_factors: on rows of updated weights, by the id of their parameter.
+            found_inf: fp32 [], 1 if the update is refused.
+            row_factors: factors on rows of updated weights, by the id of their parameter.
         """
         for chunk in self._replicated_chunks():
-            # A parameter that no forward pass has read may still be on its way.
+            # A gather may still run for parameters that no forward pass has read.
             chunk.finish_param_sync()
         self._attach_gradients()
         for optimizer in self._optimizers:
             _update(optimizer, factor, found_inf)
         self.num_updates += 1
-        self._detach_gradients()
+        # Drop gradients that the next backward pass would otherwise add to.
+        for item in self.shards:
+            if item.shard.gradient is not None or item.is_copy:
+                item.main_param.grad = None
         if row_factors:
             self._scale_rows(row_factors)
         if self._copies:
@@ -187,7 +190,7 @@ class MegatronOptimizer:
                 item.main_param.grad = gradient.to(item.main_param.dtype)
 
     def _scale_rows(self, row_factors: RowFactors) -> None:
-        """Scale rows of main weights, whatever range of them this rank owns."""
+        """Scale the rows of main weights in the ranges that this rank owns."""
         for item in self.shards:
             shard, main = item.shard, item.main_param
             rows = row_factors.get(id(shard.parameter))
@@ -201,12 +204,6 @@ class MegatronOptimizer:
             else:
                 streamed.scale_main(item, factors)
 
-    def _detach_gradients(self) -> None:
-        """Let no gradient survive that the next backward pass would add to."""
-        for item in self.shards:
-            if item.shard.gradient is not None or item.is_copy:
-                item.main_param.grad = None
-
     def nonfinite_parameters(self, bad_shards: Sequence[int]) -> list[tuple[int, int, int, str]]:
         """Return (chunk, stage, number, name) of the parameters of local shards of the reader."""
         param_index = {id(item.shard): item.param_index for item in self.shards}
@@ -218,7 +215,7 @@ class MegatronOptimizer:
         return sorted(found)
 
     def reload_model_params(self) -> None:
-        """Take the main weights from the model: after it was loaded without optimizer state."""
+        """Copy the main weights from the model, after a load without optimizer state."""
         for values, main in self._copies:
             main.data.copy_(values)
         for optimizer in self._optimizers:
@@ -278,8 +275,8 @@ class MegatronOptimizer:
 
         Args:
             model_sharded_state_dict: the declarations of all model chunks, with the parameters
-                themselves as data.
-            sharding_type: accepted; there is one form, by parameter.
+                as data.
+            sharding_type: accepted for compatibility; there is one form, by parameter.
         Returns:
             "state": declarations with keys `optimizer.state.{exp_avg,...}.{parameter's key}`,
             "param_groups": settings, "step", "grad_scaler": plain values.
@@ -297,7 +294,7 @@ class MegatronOptimizer:
 
 
 def _update(optimizer: Any, factor: float | Tensor, found_inf: Tensor | None) -> None:
-    """Let one optimizer update from `factor` times the gradients, see `MegatronOptimizer.apply`."""
+    """Step one optimizer with `factor` times the gradients, see `MegatronOptimizer.apply`."""
     if isinstance(factor, Tensor):
         _update_fused(optimizer, factor.reciprocal().float(), found_inf)
         return
@@ -323,7 +320,7 @@ def _update_fused(optimizer: Any, grad_scale: Tensor, found_inf: Tensor | None) 
     """Update by the protocol of torch.amp.GradScaler: the kernel divides as it reads.
 
     Args:
-        grad_scale, found_inf: fp32 []; the latter 1 keeps weights, moments and step counts.
+        grad_scale, found_inf: fp32 []; found_inf 1 keeps weights, moments and step counts.
     """
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
     try:

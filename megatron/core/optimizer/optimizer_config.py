@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,12 @@ from megatron.core.distributed.distributed_data_parallel_config import ShardedOp
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer.definitions import OPTIMIZERS
+from megatron.core.optimizer.update_settings import (
+    SCALE_MODES,
+    TP_MODES,
+    UpdateFlags,
+    UpdateSettings,
+)
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
@@ -20,14 +27,12 @@ from megatron.core.settings.inert_flags import (
     with_inert_fields,
 )
 
-SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
-TP_MODES = ("duplicated", "distributed", "blockwise")
 STATE_DTYPES = {
     "main_params_dtype": (torch.float32, torch.float16),
     "exp_avg_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
     "exp_avg_sq_dtype": (torch.float32, torch.bfloat16, torch.float16, torch.uint8),
 }
-"""uint8 stands for fp8, as in Megatron."""
+"""uint8 means fp8, as in Megatron."""
 NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 DTYPES = {
@@ -36,15 +41,15 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.uint8,
 }
-"""What flags call the dtypes of optimizer state."""
+"""Names of the dtypes of optimizer state in flags."""
 _MEGATRON_OPTIMIZERS = ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon")
 _NO_OPTIMIZER = "use --optimizer muon"
 _ELEMENTWISE_OPTIMIZERS = tuple(sorted(name for name, each in OPTIMIZERS.items() if each.update))
 
 
 @dataclass
-class OptimizerFlags:
-    """Optimizer, learning rate, clipping, loss scale, and how state is kept."""
+class OptimizerFlags(UpdateFlags):
+    """Optimizer, learning rate, clipping, loss scale, and storage of state."""
 
     optimizer: str = flag(
         "adam",
@@ -57,28 +62,24 @@ class OptimizerFlags:
     """"adam" (with decoupled weight decay: AdamW, arXiv 1711.05101), "sgd", "lion" (arXiv
     2302.06675) or "muon" (matrices; the rest by `muon_scalar_optimizer`). On the command line
     "dist_muon" is muon with a sharded state."""
-    lr: float | None = None
-    """Highest learning rate; a scheduler sets that of each step."""
     min_lr: float | None = flag(None, cli_default=0.0)
     """Lowest learning rate of the schedule."""
     decoupled_lr: float | None = None
-    """Own learning rate of the input embedding and the output head."""
+    """Separate learning rate of the input embedding and the output head."""
     decoupled_min_lr: float | None = None
-    """Lowest value of that rate."""
-    weight_decay: float = 0.01
-    """Weight decay of matrices; biases and other 1-d parameters have none."""
+    """Lowest value of the separate learning rate."""
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key norms as well."""
 
     use_precision_aware_optimizer: bool = False
-    """Keep moments and main weights in the dtypes below. With fp32 main weights, a bf16 model keeps
-    only what its own weights lack of them: two bytes, and nothing is lost."""
+    """Store moments and main weights in the dtypes below. With fp32 main weights, a bf16 model
+    stores only their difference from its own weights, which takes two bytes and is exact."""
     main_grads_dtype: torch.dtype = flag(
         torch.float32,
         values={"fp32": DTYPES["fp32"], "bf16": DTYPES["bf16"]},
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of main gradients; the data-parallel wrapper decides it (grad_reduce_in_fp32)."""
+    """Dtype of main gradients, which the data-parallel wrapper sets (grad_reduce_in_fp32)."""
     main_params_dtype: torch.dtype = flag(
         torch.float32,
         values={"fp32": DTYPES["fp32"], "fp16": DTYPES["fp16"]},
@@ -95,7 +96,7 @@ class OptimizerFlags:
         },
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which stands for fp8)."""
+    """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which means fp8)."""
     exp_avg_sq_dtype: torch.dtype = flag(
         torch.float32,
         values={
@@ -106,7 +107,7 @@ class OptimizerFlags:
         },
         part_of="use_precision_aware_optimizer",
     )
-    """Dtype of the second moment; the same choices."""
+    """Dtype of the second moment, with the same choices as the first."""
 
     loss_scale: float | None = None
     """Constant loss scale; None scales dynamically with fp16, and not at all otherwise."""
@@ -115,79 +116,40 @@ class OptimizerFlags:
     min_loss_scale: float = flag(1.0, part_of="fp16")
     """Smallest dynamic loss scale."""
     loss_scale_window: float = flag(1000, part_of="fp16")
-    """Good steps in a row after which the dynamic scale doubles."""
+    """The dynamic scale doubles after this number of good steps in a row."""
     hysteresis: int = flag(2, part_of="fp16")
-    """Overflows that are tolerated before the dynamic scale is halved."""
+    """The dynamic scale is halved after this number of overflows."""
     on_loss_scale_floor: str = flag("warn", choices=("raise", "skip", "warn"), part_of="fp16")
-    """What an overflow at the smallest loss scale does beside skipping the step: raise stops the
-    run, skip says nothing, warn says what to change."""
+    """Reaction to an overflow at the smallest loss scale: raise stops the run, skip skips the step,
+    warn also logs a warning with what to change."""
 
-    adam_beta1: float = 0.9
-    """Decay of the first moment."""
-    adam_beta2: float = 0.999
-    """Decay of the second moment."""
-    adam_eps: float = 1e-08
-    """Added to the root of the second moment."""
-    sgd_momentum: float = 0.9
-    """Momentum of SGD."""
-    lion_beta1: float = flag(0.95, part_of="optimizer")
-    """Weight of the moment in Lion's update."""
-    lion_beta2: float = flag(0.98, part_of="optimizer")
-    """Decay of Lion's moment."""
-    muon_momentum: float = flag(0.9, part_of="optimizer")
-    """Momentum of Muon."""
-    muon_use_nesterov: bool = flag(
-        False, "--muon-use-nesterov", "--muon-nesterov", part_of="optimizer"
-    )
-    """Let Muon look one step ahead along its momentum."""
-    muon_num_ns_steps: int = flag(5, part_of="optimizer")
-    """Newton-Schulz steps of Muon."""
-    muon_scale_mode: str = flag(
-        "spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"), part_of="optimizer"
-    )
-    """Factor on Muon's update by the shape of the matrix; see `newton_schulz.update_scale`."""
-    muon_extra_scale_factor: float = flag(1.0, part_of="optimizer")
-    """One more factor; 0.2 with spectral gives updates the size of Adam's (arXiv 2502.16982)."""
-    muon_tp_mode: str = flag(
-        "duplicated", choices=("blockwise", "duplicated", "distributed"), part_of="optimizer"
-    )
-    """Matrices split over tensor-parallel ranks under Muon: gather the full matrix on each rank,
-    add Gram matrices in each step, or treat each part as a matrix of its own."""
-    muon_split_qkv: bool = flag(
-        True,
-        "--muon-no-split-qkv",
-        help="Orthogonalise stacked matrices (q, k, v; gate and up) as one.",
-        part_of="optimizer",
-    )
-    """Treat stacked matrices (q, k, v; gate and up) one by one."""
     muon_scalar_optimizer: str = flag("adam", choices=_ELEMENTWISE_OPTIMIZERS, part_of="optimizer")
-    """Rule of what is no hidden matrix under Muon: embeddings, head, norms, biases."""
+    """Optimizer of the parameters that are not hidden matrices under Muon: embeddings, head, norms,
+    biases."""
 
     optimizer_cpu_offload: bool = False
-    """Keep optimizer state in host memory, and update there."""
+    """Store optimizer state in host memory, and compute the update there."""
     optimizer_offload_path: str | None = None
-    """Directory on a local disk: keep optimizer state in a file there, read ahead and written back
-    beside the update. Takes a few MiB of host memory."""
+    """Directory on a local disk: store optimizer state in a file there, which is read and written
+    during the update. Takes a few MiB of host memory."""
     optimizer_offload_fraction: float = 1.0
     """Share of the parameters whose state is offloaded."""
 
     clip_grad: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Largest global norm of the gradient; 0 turns clipping off."""
     log_num_zeros_in_grad: bool = False
-    """Count the zeros in the gradient: one more read of it."""
+    """Count and log the zeros in the gradient, which reads it once more."""
 
 
 @dataclass
 @with_inert_fields("optimizer")
-class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
-    """What the flags say, and what only a caller of the library can."""
+class OptimizerConfig(OptimizerFlags, UpdateSettings, HalfPrecision, ShardedOptimizerFlags):
+    """Settings of the flags, and settings for callers of the library only."""
 
     on_nonfinite_grad: str = "raise"
-    """What a step without loss scaling does with gradients that are not finite: "raise" a
-    NumericsError on all ranks, or "skip" the update and return False. The weights are untouched
+    """Reaction of a step without loss scaling to gradients that are not finite: "raise" a
+    NumericsError on all ranks, or "skip" the update and return False. The weights do not change
     either way."""
-    decoupled_weight_decay: bool = True
-    """Decay weights directly (AdamW); otherwise add weight_decay * weight to the gradient."""
     timers: Any = None
     """`megatron.core.timers.Timers` or None."""
 
@@ -203,8 +165,7 @@ class OptimizerConfig(OptimizerFlags, HalfPrecision, ShardedOptimizerFlags):
         warn_of_unused_settings(self)
 
 
-def _check_update(config: OptimizerConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
+def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
     limits = [
         ("adam_beta1", "--adam-beta1", 0.0, 1.0),
         ("adam_beta2", "--adam-beta2", 0.0, 1.0),
@@ -223,13 +184,11 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
         if not (value >= low and (high is None or value < high)):
             default = OptimizerConfig.__dataclass_fields__[name].default
             span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
-            problems.append(
-                ConfigError(
-                    f"{name}={value}.",
-                    rule=f"{name} is {span}",
-                    flags=[spelling],
-                    fix=f"drop {spelling} to use {default}",
-                )
+            yield ConfigError(
+                f"{name}={value}.",
+                rule=f"{name} is {span}",
+                flags=[spelling],
+                fix=f"drop {spelling} to use {default}",
             )
     for name, known in (
         ("optimizer", tuple(OPTIMIZERS)),
@@ -240,109 +199,88 @@ def _check_update(config: OptimizerConfig) -> list[MegatronError]:
         ("on_loss_scale_floor", FLOOR_POLICIES),
     ):
         if getattr(config, name) not in known:
-            problems.append(
-                ConfigError(
-                    f"{name}={getattr(config, name)!r}.",
-                    rule=f"{name} is one of {', '.join(known)}",
-                    flags=["--" + name.replace("_", "-")],
-                    fix=f"use {known[0]!r}",
-                )
+            yield ConfigError(
+                f"{name}={getattr(config, name)!r}.",
+                rule=f"{name} is one of {', '.join(known)}",
+                flags=["--" + name.replace("_", "-")],
+                fix=f"use {known[0]!r}",
             )
-    return problems
 
 
-def _check_precision(config: OptimizerConfig) -> list[MegatronError]:
-    problems: list[MegatronError] = []
+def _check_precision(config: OptimizerConfig) -> Iterator[MegatronError]:
     if config.fp16 and config.bf16:
-        problems.append(
-            ConfigError(
-                "fp16 and bf16 are both on.",
-                rule="a model computes in one half precision",
-                flags=["--fp16", "--bf16"],
-                fix="keep --bf16",
-            )
+        yield ConfigError(
+            "fp16 and bf16 are both on.",
+            rule="a model computes in one half precision",
+            flags=["--fp16", "--bf16"],
+            fix="keep --bf16",
         )
     if config.loss_scale is not None and not config.loss_scale > 0:
-        problems.append(
-            ConfigError(
-                f"loss_scale={config.loss_scale}.",
-                rule="a loss scale is positive",
-                flags=["--loss-scale"],
-                fix="drop --loss-scale to scale dynamically",
-            )
+        yield ConfigError(
+            f"loss_scale={config.loss_scale}.",
+            rule="a loss scale is positive",
+            flags=["--loss-scale"],
+            fix="drop --loss-scale to scale dynamically",
         )
     if not 0 < config.min_loss_scale <= config.initial_loss_scale:
-        problems.append(
-            ConfigError(
-                f"min_loss_scale={config.min_loss_scale} and"
-                f" initial_loss_scale={config.initial_loss_scale}.",
-                rule="the dynamic scale begins at or above its positive floor",
-                flags=["--min-loss-scale", "--initial-loss-scale"],
-                fix="use a smaller --min-loss-scale",
-            )
+        yield ConfigError(
+            f"min_loss_scale={config.min_loss_scale} and"
+            f" initial_loss_scale={config.initial_loss_scale}.",
+            rule="the dynamic scale begins at or above its positive floor",
+            flags=["--min-loss-scale", "--initial-loss-scale"],
+            fix="use a smaller --min-loss-scale",
         )
     if config.loss_scale_window < 1 or config.hysteresis < 1:
-        problems.append(
-            ConfigError(
-                f"loss_scale_window={config.loss_scale_window}, hysteresis={config.hysteresis}.",
-                rule="both count steps and are at least 1",
-                flags=["--loss-scale-window", "--hysteresis"],
-                fix="use --loss-scale-window 1000 --hysteresis 2",
-            )
+        yield ConfigError(
+            f"loss_scale_window={config.loss_scale_window}, hysteresis={config.hysteresis}.",
+            rule="both count steps and are at least 1",
+            flags=["--loss-scale-window", "--hysteresis"],
+            fix="use --loss-scale-window 1000 --hysteresis 2",
         )
-    return problems
 
 
-def _check_state(config: OptimizerConfig) -> list[MegatronError]:
-    """Where and in which bytes state is kept."""
-    problems: list[MegatronError] = []
+def _check_state(config: OptimizerConfig) -> Iterator[MegatronError]:
+    """Check dtypes and places of state."""
     for name, known in STATE_DTYPES.items():
         value = getattr(config, name)
         spelling = "--" + name.replace("_", "-")
         if value not in known:
-            problems.append(
-                ConfigError(
-                    f"{name}={value}.",
-                    rule=f"{name} is one of {', '.join(map(str, known))}",
-                    flags=[spelling],
-                    fix=f"drop {spelling} to use float32",
-                )
+            yield ConfigError(
+                f"{name}={value}.",
+                rule=f"{name} is one of {', '.join(map(str, known))}",
+                flags=[spelling],
+                fix=f"drop {spelling} to use float32",
             )
         elif value != torch.float32 and not config.use_precision_aware_optimizer:
-            problems.append(
-                ConfigError(
-                    f"{name}={value} without use_precision_aware_optimizer.",
-                    rule="state in other types than fp32 is an optimizer of its own",
-                    flags=[spelling, "--use-precision-aware-optimizer"],
-                    fix="add --use-precision-aware-optimizer",
-                )
+            yield ConfigError(
+                f"{name}={value} without use_precision_aware_optimizer.",
+                rule="only the precision-aware optimizer stores state in other types than fp32",
+                flags=[spelling, "--use-precision-aware-optimizer"],
+                fix="add --use-precision-aware-optimizer",
             )
     for is_on, what, rule, flags, fix in (
         (
             config.use_precision_aware_optimizer,
             "use_precision_aware_optimizer",
-            "only optimizers that update each element by itself work in few bytes",
+            "only optimizers that update each element by itself work in low precision",
             ["--use-precision-aware-optimizer"],
             "drop --use-precision-aware-optimizer, or use --optimizer lion",
         ),
         (
             config.offloads_optimizer,
             "offloaded optimizer state",
-            "only optimizers that update each element by itself have their state elsewhere",
+            "only optimizers that update each element by itself can offload their state",
             ["--optimizer-cpu-offload", "--optimizer-offload-path"],
             "use --use-distributed-optimizer to shard it over data-parallel ranks",
         ),
     ):
         if is_on and config.optimizer not in _ELEMENTWISE_OPTIMIZERS:
             found = f"{what} with optimizer={config.optimizer!r}."
-            problems.append(ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix))
+            yield ConfigError(found, rule=rule, flags=[*flags, "--optimizer"], fix=fix)
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
-        problems.append(
-            ConfigError(
-                f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
-                rule="a share is in [0, 1]",
-                flags=["--optimizer-offload-fraction"],
-                fix="drop it to offload everything",
-            )
+        yield ConfigError(
+            f"optimizer_offload_fraction={config.optimizer_offload_fraction}.",
+            rule="a share is in [0, 1]",
+            flags=["--optimizer-offload-fraction"],
+            fix="drop it to offload everything",
         )
-    return problems

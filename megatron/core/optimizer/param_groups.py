@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay."""
+"""Groups of parameters that share a learning rate and a weight decay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.transport.object_collectives import all_gather_object
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """What a rule may change for the parameters it matches."""
+    """Settings that a rule may change for the parameters that it matches."""
 
     max_lr: float
     min_lr: float
@@ -33,7 +33,7 @@ class ParamGroupOverride(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Matches parameters by name, attribute or any test; all that are given must hold."""
+    """Matches parameters by name, attribute or any test; all given conditions must hold."""
 
     name: str | tuple[str, ...] = ()
     """Shell patterns on the parameter's name, such as "*.mlp.*.weight"; one must match."""
@@ -56,7 +56,7 @@ def parse_rule(text: str) -> tuple[ParamKey, ParamGroupOverride]:
     """Read PATTERN:NAME=VALUE,NAME=VALUE,...
 
     Raises:
-        ConfigError: with what is wrong.
+        ConfigError: the text is not a rule.
     """
     pattern, _, settings = text.rpartition(":")
     known = ParamGroupOverride.__annotations__
@@ -83,7 +83,7 @@ def parse_rule(text: str) -> tuple[ParamKey, ParamGroupOverride]:
 
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 GroupKey = tuple[tuple[str, Any], ...]
-"""The settings that parameters of one group share, sorted by name."""
+"""The common settings of the parameters of a group, sorted by name."""
 
 
 def has_no_weight_decay(name: str, parameter: nn.Parameter, config: OptimizerConfig) -> bool:
@@ -110,9 +110,9 @@ def group_key(
     """Return the settings of one parameter.
 
     Args:
-        width_multiplier: how many times wider than its base the model is under muP, whose factor is
-            on top of what `overrides` say; None without muP.
-        is_table: rows are looked up one by one, so that the parameter is no matrix to Muon.
+        width_multiplier: width / base width of the model under muP, whose factor multiplies the
+            learning rate of `overrides`; None without muP.
+        is_table: the parameter is a lookup table, which Muon does not treat as a matrix.
     """
     meta = get_param_meta(parameter)
     is_decoupled = config.decoupled_lr is not None and meta.is_embedding_or_output
@@ -151,16 +151,17 @@ def width_learning_rate_factor(
     """Return the factor of muP on the learning rate of a parameter.
 
     G. Yang et al., "Tensor Programs V", table 8, arXiv 2203.03466: rows "SGD LR" and "Adam LR",
-    relative to a base width. Lion moves every element by the same amount, as Adam does. A Muon
-    update of spectral scale has elements of unit size, which makes it like Adam's; the other scales
-    grow and shrink with the shape of a matrix as muP asks (J. Bernstein, "Deriving Muon").
+    relative to a base width. Lion changes every element by the same amount, like Adam. A Muon
+    update of spectral scale has elements of unit size, like Adam's; the other scales already follow
+    the shape of a matrix as muP requires (J. Bernstein, "Deriving Muon").
 
     Args:
-        optimizer: name of the one that updates it.
-        width_multiplier: how many times wider than the base the model is.
-        is_table: rows are looked up one by one.
+        optimizer: name of the optimizer that updates the parameter.
+        width_multiplier: width / base width of the model.
+        is_table: the parameter is a lookup table.
     """
-    # One side of embedding, head, norms and biases grows with the width; both of a hidden weight.
+    # One side of embedding, head, norms and biases grows with the width; both sides of a hidden
+    # weight do.
     is_hidden = (
         parameter.dim() >= 2
         and not is_table
@@ -183,7 +184,7 @@ def _check_optimizer(name: str, parameter: nn.Parameter, optimizer: str) -> None
     else:
         return
     raise ConfigError(
-        f"config_overrides ask for {found}.",
+        f"config_overrides set {found}.",
         rule="Muon updates matrices; every other optimizer updates anything",
         flags=["--optimizer"],
         fix=fix,
@@ -198,12 +199,12 @@ def build_param_groups(
     """Return torch parameter groups, one for each of `all_keys`, empty ones included.
 
     Args:
-        members: tensors that this rank updates, with the settings of their parameter.
+        members: tensors that this rank updates, with the settings of their parameters.
     """
     groups: list[dict[str, Any]] = []
     for key in all_keys:
         settings = dict(key)
-        # A setting that is None is absent: the scheduler's own value holds.
+        # Settings that are None are left out: the scheduler's own value applies.
         group = {name: value for name, value in settings.items() if value is not None}
         group["params"] = [tensor for tensor, its_key in members if its_key == key]
         group["lr"] = (settings["max_lr"] or 0.0) * settings["lr_mult"]
@@ -215,8 +216,8 @@ def build_param_groups(
 def agree_on_keys(keys: set[GroupKey], groups: ProcessGroupCollection) -> list[GroupKey]:
     """Return the union of the keys of all model-parallel ranks, in one order.
 
-    So every rank has the same groups, and the same schedule and checkpoint of them, although a
-    pipeline stage may hold no parameter of some.
+    Every rank then has the same groups, with the same schedule and checkpoint, although some groups
+    may have no parameter on a pipeline stage.
 
     Communication: one all-gather of small Python objects over `mp`.
     """

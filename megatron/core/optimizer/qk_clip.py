@@ -2,8 +2,8 @@
 
 Kimi Team, "Kimi K2: Open Agentic Intelligence", section 2.1 and algorithm 1, arXiv 2507.20534.
 
-The largest logit of each head comes from the forward passes of the step; no product is computed
-again. Heads are split over tensor-parallel ranks, tokens over data- and context-parallel ones.
+The forward passes of the step record the largest logit of each head; no product is computed again.
+Heads are split over tensor-parallel ranks, tokens over data- and context-parallel ranks.
 
 Legend: n query heads of the model.
 """
@@ -31,7 +31,7 @@ class AttentionLogits:
     def __init__(self, model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
         """
         Args:
-            model_chunks: wrapped or bare; one that is given twice counts once.
+            model_chunks: wrapped or bare; duplicates are ignored.
         """
         found = {
             module: None
@@ -49,22 +49,22 @@ class AttentionLogits:
         self.is_used = any(
             getattr(config, "records_max_logits", False) for config in configs.values()
         )
-        """Whether the settings of the model ask for it; equal on all ranks."""
+        """Whether the config of the model records logits; equal on all ranks."""
         self.largest: float | None = None
-        """Over all heads and layers of the model in the last step; kept where it is logged."""
+        """Largest logit of all heads and layers in the last step, if it is logged."""
 
     def forget(self) -> None:
-        """Drop what was measured: the step is not taken."""
+        """Drop the recorded logits, because the step is not taken."""
         for layer in self.layers:
             layer.core_attention.max_logits = None
 
     @torch.no_grad()
     def take(self) -> RowFactors:
-        """Return how to scale the rows of query and key projections, and begin anew.
+        """Return the factors on the rows of query and key projections, and reset the logits.
 
         Communication:
-            one all-reduce of a number per head and layer on `dp_cp` and on `tp`; where the largest
-            one is logged, of one number on `pp`.
+            one all-reduce of a number per head and layer on `dp_cp` and on `tp`; if the largest
+            logit is logged, one of a single number on `pp`.
         """
         measured = self._measured()
         if self._is_logged:
@@ -114,7 +114,7 @@ def factors_of_range(rows: Tensor, begin: int, end: int, num_elements: int) -> T
 
     Args:
         rows: [r], the factor on each row of the parameter.
-        num_elements: those of all rows.
+        num_elements: number of elements of the parameter.
     """
     width = num_elements // len(rows)
     first, last = begin // width, -(-end // width)

@@ -1,17 +1,18 @@
 """Optimizer state in fewer bytes than fp32, in blocks of 128 elements.
 
-Two things go wrong if moments are simply rounded to a small type. A moving average with decay
-0.999 changes by a thousandth a step, which is less than half the spacing of bf16 (2^-9) and of fp8
-(2^-4): rounded to nearest it never moves again. So values are rounded up or down at random, with
-the probability that makes the expectation exact (S. Gupta et al., "Deep Learning with Limited
-Numerical Precision", section 3, arXiv 1502.02551). And a type of few exponents underflows: fp16 and
-fp8 carry a power of two per block (as T. Dettmers et al., "8-bit Optimizers via Block-wise
+Rounding moments to nearest in a small type fails in two ways. First, a moving average with decay
+0.999 changes by a thousandth per step, which is less than half the spacing of bf16 (2^-9) and of
+fp8 (2^-4), so it never changes again. Values are therefore rounded up or down at random, with the
+probability that makes the expectation exact (S. Gupta et al., "Deep Learning with Limited Numerical
+Precision", section 3, arXiv 1502.02551). Second, types with few exponents underflow. fp16 and fp8
+have a power of two per block as scale (as T. Dettmers et al., "8-bit Optimizers via Block-wise
 Quantization", arXiv 2110.02861), and the second moment is stored as its root, which halves the
-range; a second moment that is not zero is never rounded to zero, because the update divides by it.
+range of exponents; a nonzero second moment is never rounded to zero, because the update divides by
+it.
 
 The random bits are a hash of the element's place in its parameter and of the step, so they do not
-depend on how state is sharded, where it is, or whether the run was resumed. Decoded values are
-encoded without a change: a checkpoint of fp32 values brings back the same bytes.
+depend on the sharding or the place of state, or on a resume. Encoding decoded values is exact: a
+checkpoint of fp32 values restores the same bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Codec(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the bytes are fp32 values, to be changed in place."""
+        """Whether the bytes are fp32 values, which are updated in place."""
         ...
 
     def decode(self, stored: Tensor) -> Tensor:
@@ -63,11 +64,11 @@ class Float32Codec:
     is_exact: bool = True
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Return fp32 [blocks, BLOCK]; see `Codec`."""
+        """Return fp32 [blocks, BLOCK]."""
         return stored.view(torch.float32)
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
-        """See `Codec`."""
+        """Write fp32 [blocks, BLOCK]."""
         current = stored.view(torch.float32)
         if current.data_ptr() != values.data_ptr():
             current.copy_(values)
@@ -81,11 +82,11 @@ class BFloat16Codec:
     is_exact: bool = False
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Return fp32 [blocks, BLOCK]; see `Codec`."""
+        """Return fp32 [blocks, BLOCK]."""
         return stored.view(torch.bfloat16).float()
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
-        """See `Codec`."""
+        """Write fp32 [blocks, BLOCK]."""
         if noise is not None:
             values = _round_at_random(values, noise, dropped_bits=16)
         stored.view(torch.bfloat16).copy_(values)
@@ -93,29 +94,28 @@ class BFloat16Codec:
 
 @dataclass(frozen=True)
 class BlockScaledCodec:
-    """A small type with a power of two per block, in four bytes after the block's values."""
+    """A small type, with a power of two as scale of a block in four bytes after its values."""
 
     dtype: torch.dtype
     dropped_bits: int
-    """Bits of the fp32 significand that the type does not have."""
+    """Bits of the fp32 significand that the type lacks."""
     smallest_normal: float
     largest: float
     stores_root: bool = False
-    """Values are not negative, and stored as their square roots."""
+    """Store the square roots of nonnegative values."""
     is_exact: bool = False
 
     @property
     def block_bytes(self) -> int:
-        """See `Codec`."""
         return BLOCK * self.dtype.itemsize + SCALE_BYTES
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Return fp32 [blocks, BLOCK]; see `Codec`."""
+        """Return fp32 [blocks, BLOCK]."""
         values = self._values(stored).float().mul_(_scales(stored))
         return values.square_() if self.stores_root else values
 
     def encode(self, values: Tensor, stored: Tensor, noise: Tensor | None) -> None:
-        """See `Codec`."""
+        """Write fp32 [blocks, BLOCK]."""
         is_positive = values > 0
         values = values.sqrt() if self.stores_root else values
         largest = values.abs().amax(dim=1, keepdim=True)
@@ -147,7 +147,7 @@ class BlockScaledCodec:
 
 
 def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
-    """Return the codec of state kept in `dtype`; uint8 stands for fp8 in Megatron's configs."""
+    """Return the codec of state in `dtype`; uint8 means fp8, as in Megatron's configs."""
     if dtype == torch.float32:
         return Float32Codec()
     if dtype == torch.bfloat16:
@@ -157,7 +157,7 @@ def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
     if dtype not in (torch.uint8, torch.float8_e4m3fn):
         raise ConfigError(
             f"state of the optimizer in {dtype}.",
-            rule="it is kept in fp32, bf16, fp16 or fp8",
+            rule="its dtype is fp32, bf16, fp16 or fp8",
             flags=["--exp-avg-dtype", "--exp-avg-sq-dtype"],
             fix="use torch.float32, torch.bfloat16, torch.float16 or torch.uint8, which means fp8",
         )
@@ -165,7 +165,7 @@ def codec_of(dtype: torch.dtype, *, is_second_moment: bool = False) -> Codec:
 
 
 def random_bits(positions: Tensor, step: int) -> Tensor:
-    """Hash int32 places [...] to int32 random bits [...], another set for each step.
+    """Hash int32 places [...] and a step to int32 random bits [...].
 
     Rounds of multiply and shift, with constants from C. Wellons' search for such functions.
     """
@@ -181,7 +181,7 @@ def _as_int32(number: int) -> int:
 
 
 def _round_at_random(values: Tensor, noise: Tensor, dropped_bits: int) -> Tensor:
-    """Cut low bits off fp32 values after adding random ones below the cut."""
+    """Drop the low bits of fp32 values after adding random bits to them."""
     mask = (1 << dropped_bits) - 1
     bits = values.contiguous().view(torch.int32) + (noise & mask)
     return bits.bitwise_and_(~mask).view(torch.float32)
@@ -195,10 +195,10 @@ def _scales(stored: Tensor) -> Tensor:
 def split_remainder(main: Tensor) -> tuple[Tensor, Tensor]:
     """Return (upper, lower): the nearest bf16 numbers, and int16 differences in fp32 bits.
 
-    A bf16 number is the upper half of an fp32 number. Where the model keeps the upper half of the
-    main weight, rounded, the optimizer need only keep the difference: two bytes instead of four,
-    and no bit lost. Exact ties are rounded away from zero, not to even, because the difference must
-    fit 16 bits.
+    A bf16 number is the upper half of an fp32 number. The model stores the rounded upper half of
+    the main weight, so the optimizer stores only the difference: two bytes instead of four, without
+    loss. Exact ties are rounded away from zero, not to even, because the difference must fit 16
+    bits.
 
     Args:
         main: fp32 [...], contiguous.

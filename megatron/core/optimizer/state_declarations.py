@@ -1,8 +1,9 @@
 """Optimizer state in checkpoints: by parameter, in the parameter's own sharding.
 
 A moment has the shape of its parameter, so its declaration is the parameter's declaration with
-another key. A rank that owns only a range of a parameter (ZeRO) declares that range; the boxes of
-the full tensor that it covers are found by `dist_checkpointing`. Nothing is gathered.
+another key. A rank that owns only a range of a parameter (ZeRO) declares that range;
+`dist_checkpointing` computes the boxes of the full tensor that the range covers. Nothing is
+gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.core.optimizer.main_param_shard import MainParamShard
 Declaration = ShardedTensor | ShardedTensorFactory
 
 NOT_STORED_IN_GROUPS = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""How a group is computed, not what."""
+"""Settings of a group that choose kernels, not results."""
 
 
 def declare_state(
@@ -37,8 +38,7 @@ def declare_state(
     """Return {number of the shard: {name of the state: declaration}} and the step count.
 
     Args:
-        num_updates: the step count. Rank 0 stores it, also where it owns no shard whose state
-            would tell.
+        num_updates: the step count. Rank 0 stores it, even if it owns no shard.
     """
     initialize_state(optimizer)
     state_of = optimizer.state
@@ -47,7 +47,7 @@ def declare_state(
     declared: dict[str, Any] = {"step": num_updates}
     for number, item in enumerate(shards):
         parameter = item.shard.parameter
-        # Where parameters are sharded, the model declares the shards.
+        # If parameters are sharded, the model declares the shards.
         declaration = of_parameter.get(id(parameter)) or by_address.get(
             item.shard.values.data_ptr()
         )
@@ -68,7 +68,7 @@ def declare_state(
 def load_declared_state(
     optimizer: Any, shards: Sequence[MainParamShard], state_dict: Mapping[str, Any]
 ) -> None:
-    """Take loaded declarations (plain tensors in their places) over into the state."""
+    """Copy a loaded state (plain tensors in the place of declarations) into the optimizer."""
     initialize_state(optimizer)
     state = state_dict["state"]
     state_of = optimizer.state
@@ -100,11 +100,10 @@ def load_declared_state(
     here, there = len(optimizer.param_groups), len(state_dict["param_groups"])
     if here != there:
         raise CheckpointError(
-            f"the checkpoint has {there} groups of parameters with settings of their own, this run"
-            f" has {here}.",
-            rule="learning rates and weight decays of a resumed run belong to the same groups",
+            f"the checkpoint has {there} parameter groups, this run has {here}.",
+            rule="a resumed run has the parameter groups of the run that saved the checkpoint",
             flags=["--decoupled-lr", "--decoupled-min-lr", "--no-load-optim"],
-            fix="give the flags of the run that saved it, or --no-load-optim to begin with fresh"
+            fix="use the flags of the run that saved it, or --no-load-optim to begin with fresh"
             " optimizer state",
         )
     for group, stored in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -120,7 +119,7 @@ def settings_of_groups(param_groups: Sequence[Mapping[str, object]]) -> list[dic
 
 
 def step_count(optimizer: object) -> int:
-    """Return how many updates the state has seen."""
+    """Return the number of updates of the state so far."""
     counts = [0]
     for each in getattr(optimizer, "optimizers", [optimizer]):
         if isinstance(each, ChunkedStateOptimizer):
@@ -151,7 +150,7 @@ def _initialize_torch_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if group["momentum"]:
                     optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
             else:
-                # The fused kernel counts on the device, the others on the host.
+                # The step count of the fused kernel is on the device, of other kernels on the host.
                 device = tensor.device if group.get("fused") else torch.device("cpu")
                 optimizer.state[tensor] = {
                     "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -162,7 +161,7 @@ def _initialize_torch_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that we do not know allocate its state in a step without gradient."""
+    """Take a step without gradients, in which an unknown optimizer allocates its state."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if not tensors or any(optimizer.state.get(tensor) for tensor in tensors):
         return
@@ -198,8 +197,10 @@ def _declare(
     declaration: Declaration, item: MainParamShard, tensor: Tensor, name: str
 ) -> Declaration:
     shard = item.shard
-    # Ranks that own different ranges are no copies of each other.
-    replica_id = _with_replica(declaration.replica_id, shard.mesh.replicate.rank())
+    # Ranks that own different ranges are not copies of each other: the last index of a replica id,
+    # over data-parallel ranks, counts the copies of the range.
+    whole, copy = declaration.replica_id, shard.mesh.replicate.rank()
+    replica_id: ReplicaId = (*whole[:-1], copy) if isinstance(whole, tuple) else copy
     is_range = not shard.is_full
     return make_sharded_optimizer_tensor(
         declaration,
@@ -208,11 +209,6 @@ def _declare(
         flattened_range=slice(shard.begin, shard.end) if is_range else None,
         replica_id=replica_id if shard.mesh.shard_size > 1 else None,
     )
-
-
-def _with_replica(replica_id: ReplicaId, data_replica: int) -> ReplicaId:
-    """Replace the data-parallel index, which is the last one."""
-    return (*replica_id[:-1], data_replica) if isinstance(replica_id, tuple) else data_replica
 
 
 def _declarations(tree: Any) -> Iterator[Declaration]:

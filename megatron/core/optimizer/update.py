@@ -1,9 +1,9 @@
 """One decision for all parameters: is the update of this step taken, and with what factor?
 
-Where reading a gradient costs the host nothing it decides. On an accelerator the decision is made
-there: the norm, the factor of clipping and whether the update is refused are tensors that the
-fused update takes (`grad_scale` and `found_inf` of torch's optimizers), so that the host queues the
-update without knowing the gradient, and reads what has become of it when somebody asks.
+The host decides if it can read gradients without waiting. Otherwise the accelerator decides: the
+norm, the factor of clipping and the refusal are tensors that the fused update reads (`grad_scale`
+and `found_inf` of torch's optimizers), so the host queues the update without waiting for the
+gradient, and reads the outcome later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ StepResult = tuple[bool, float | None, int | None]
 
 
 class StepOutcome:
-    """What has become of an update that was queued; read at most once from the device."""
+    """The outcome of a queued update; read from the device at most once."""
 
     def __init__(self, finish: Callable[[], StepResult]) -> None:
         self._finish: Callable[[], StepResult] | None = finish
@@ -66,8 +66,8 @@ def start_step(
     """Read all gradients, decide once, update all or none.
 
     Args:
-        is_refused: fp32 [], equal on all ranks, 1 where the update is refused whatever the gradient
-            is. Only where all of the optimizers decide on the device.
+        is_refused: fp32 [], equal on all ranks, 1 to refuse the update for any gradient. Only for
+            optimizers that all decide on the device.
     """
     if all(optimizer.decides_on_device for optimizer in optimizers):
         return _start_on_device(optimizers, config, grad_scaler, is_refused)
@@ -79,7 +79,7 @@ def start_step(
 
 @dataclass(frozen=True)
 class _Decision:
-    """What the device has decided, [] each: norm and found_inf fp32, factor fp64."""
+    """The device's decision, [] each: norm and found_inf fp32, factor fp64."""
 
     norm: Tensor
     factor: Tensor
@@ -90,12 +90,12 @@ class _Decision:
 def _decide(
     reports: Sequence[DeviceReport], inv_scale: float, max_norm: float, is_refused: Tensor | None
 ) -> _Decision:
-    """Return the norm, what gradients are multiplied by, and 1 where the update is refused."""
+    """Return the norm, the factor on gradients, and 1 if the update is refused."""
     norm = (torch.stack([report.total for report in reports]).sum().sqrt() * inv_scale).float()
     found_inf = norm.isfinite().logical_not().float()
     if is_refused is not None:
         found_inf = torch.maximum(found_inf, is_refused)
-    # As the host computes it: `clip_factor` of the norm in fp32, in fp64.
+    # Like the host: `clip_factor` of the fp32 norm, computed in fp64.
     factor = torch.full_like(norm, inv_scale, dtype=torch.float64)
     if max_norm > 0.0:
         factor = factor * (max_norm / (norm.double() + CLIP_EPSILON)).clamp_max(1.0)
@@ -123,7 +123,7 @@ def _read(
     reports: Sequence[DeviceReport],
     decision: _Decision,
 ) -> StepResult:
-    """Let the host know what the device has decided."""
+    """Read the device's decision on the host."""
     norm, is_taken = torch.stack([decision.norm, 1.0 - decision.found_inf]).tolist()
     if is_taken:
         optimizers[0].nonfinite = None
@@ -165,7 +165,7 @@ def _step_on_host(
     factor = inv_scale * clip_factor(norm, config.clip_grad)
     row_factors: dict[int, Tensor] = {}
     for optimizer in optimizers:
-        # Of several over the same chunks the first one finds what was measured, for all of them.
+        # If several optimizers share the chunks, the first one takes the logits for all.
         row_factors |= optimizer.attention_logits.take()
     for optimizer in optimizers:
         optimizer.apply(factor, row_factors)
@@ -179,10 +179,10 @@ def _refused(
     bad_shards: Sequence[Sequence[int]],
     norm: float,
 ) -> StepResult:
-    """Say what was not finite.
+    """Record which gradient was not finite.
 
     Raises:
-        NumericsError: on all ranks, if that is not allowed.
+        NumericsError: on all ranks, with `on_nonfinite_grad="raise"` and no loss scaling.
     """
     found = describe_nonfinite(optimizers, bad_shards)
     optimizers[0].nonfinite = found
@@ -201,7 +201,7 @@ def _refused(
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return what the gradient is multiplied by so that its norm is at most `max_norm`."""
+    """Return the factor that limits the norm of the gradient to `max_norm`."""
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + CLIP_EPSILON))
@@ -210,10 +210,10 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def describe_nonfinite(
     optimizers: Sequence[MegatronOptimizer], bad_shards: Sequence[Sequence[int]]
 ) -> str:
-    """Name the parameter at which backward met the first gradient that is not finite.
+    """Name the first parameter, in backward order, whose gradient is not finite.
 
-    Backward goes from the last chunk of the last stage to the first one, so that is the bad
-    parameter nearest to the loss. Equal text on all ranks.
+    Backward runs from the last chunk of the last stage to the first one, so this is the bad
+    parameter nearest to the loss. The text is equal on all ranks.
 
     Communication: one all-gather of a small object over all processes.
     """
@@ -222,7 +222,7 @@ def describe_nonfinite(
         bad += optimizer.nonfinite_parameters(shards)
     rank = torch_collectives.world().rank()
     everyone: list[Any] = all_gather_object(bad, torch_collectives.world())
-    # Of several ranks that hold the parameter, the first one is named.
+    # If several ranks hold the parameter, the message names the first rank.
     found = [
         (*param_index, -r, name) for r, its in enumerate(everyone) for *param_index, name in its
     ]

@@ -1,10 +1,11 @@
-"""Random numbers as a function of their place: no state, no order, no blocks.
+"""Random numbers as a function of their place, without state, order or blocks.
 
 Philox 4x32-10 (J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.3)
 scrambles a counter of four 32-bit words under a key of two. Here the counter is the place of a
-number (columns, row, head, sample) and the key the seed of the draw, so any part of a mask can be
-made anywhere: by a rank that holds some rows or heads, or inside a kernel, forward and again
-backward. `megatron.core.kernels.triton_kernels.keyed` computes the same words in registers.
+number (columns, row, head, sample) and the key is the seed of the draw, so any part of a mask can
+be computed anywhere: by a rank that holds some tokens or heads, or inside a kernel, in forward and
+again in backward. `megatron.core.kernels.triton_kernels.keyed` computes the same words in
+registers.
 
 One call gives the words of `WORDS` adjacent columns. torch has no unsigned 32-bit arithmetic: words
 are int64 in [0, 2^32), and products wrap, which leaves their low 64 bits right.
@@ -18,14 +19,14 @@ import torch
 from torch import Tensor
 
 WORDS = 4
-"""Numbers of one call: those of the columns 4c ... 4c + 3."""
+"""Numbers of one call, for the columns 4c ... 4c + 3."""
 WORD_BITS = 32
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _MAX_ELEMENTS = 2**20
-"""Numbers computed at a time: their words take 8 bytes each, several times over."""
+"""Numbers computed at a time: several tensors of 8-byte words exist at once."""
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
@@ -63,10 +64,10 @@ def keyed_words(
     """Return the words of places (row, column), int64 [rows, num_columns] in [0, 2^32).
 
     Args:
-        seed: of the draw.
+        seed: seed of the draw.
         rows: int64 [rows], absolute positions in the sequence.
-        sample: absolute index of the sample, of which the low 32 bits count; int64 [rows] where
-            each row has its own.
+        sample: absolute index of the sample (its low 32 bits are used), or int64 [rows] with the
+            sample of each row.
         head: index in the whole model.
     """
     calls = torch.arange(-(-num_columns // WORDS), device=rows.device)
@@ -79,8 +80,7 @@ def keyed_words(
 def keyed_word_blocks(
     seed: int, rows: Tensor, num_columns: int, *, sample: int | Tensor, head: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (which of the rows [r], their `keyed_words` [r, num_columns]) in blocks of bounded
-    memory."""
+    """Yield (slice of the rows, their `keyed_words` [r, num_columns]) in blocks of bounded size."""
     step = max(1, _MAX_ELEMENTS // max(num_columns, 1))
     for begin in range(0, len(rows), step):
         part = slice(begin, min(begin + step, len(rows)))

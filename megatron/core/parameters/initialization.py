@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout.
 
-A parameter's initial value is a slice of the tensor that the one-device model would have, which
-is drawn from a generator seeded by (seed, canonical parameter name). Tensor-parallel size,
-pipeline stage, padding of the vocabulary and construction order play no part.
+A parameter's initial value is a slice of the one-device model's tensor, which is drawn from a
+generator seeded by (seed, canonical parameter name). It does not depend on tensor-parallel size,
+pipeline stage, padding of the vocabulary or construction order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PENDING = "_deferred_weights"
 
 
 class NormalInit:
-    """Fill a tensor with N(mean, std^2). Elementwise, so any block of rows can be drawn alone."""
+    """Fill a tensor with N(mean, std^2). Elementwise: any block of rows can be drawn by itself."""
 
     is_elementwise = True
 
@@ -62,7 +62,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float =
 
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
-    """Inside, layers leave their weights unfilled: the caller will `initialize_parameters`."""
+    """Inside, layers leave their weights unfilled for a later `initialize_parameters`."""
     hook = None
     if not current_step().allocates_weights:
         hook = register_module_parameter_registration_hook(_free_if_drawn)
@@ -76,11 +76,11 @@ def deferred_initialization() -> Iterator[None]:
 
 @contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Inside, models that initialise themselves by name get no memory for weights to be drawn.
+    """Inside, models that initialise themselves by name allocate no memory for drawn weights.
 
-    For models that do not fit as a whole: whoever shards the model calls `fill_deferred_weights`
-    for a few modules at a time. Weights that are not drawn (norms, biases) are small
-    and are made as usual.
+    For models that do not fit as a whole: the code that shards the model calls
+    `fill_deferred_weights` for a few modules at a time. Weights that are not drawn (norms, biases)
+    are small and are allocated as usual.
     """
     with within_step(allocates_weights=False):
         yield
@@ -94,8 +94,7 @@ def _free_if_drawn(_module: nn.Module, _name: str, parameter: Tensor | None) -> 
 def without_memory(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape [...] whose elements are all the same NaN: 4 bytes.
 
-    It stands for values that are not here; reading it by mistake gives NaN, not the contents of
-    some other memory.
+    It is the placeholder of values without memory; reading it by mistake gives NaN.
     """
     return torch.full((), math.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
@@ -114,9 +113,9 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
     """Map each local parameter name to its name in the one-device model.
 
     A child with a `layer_number` (1-based, global) is named by `layer_number - 1` instead of its
-    position on this pipeline stage, or by its `index_in_stack` where a model has several stacks. A
-    module that holds a part of something larger says so by `names_in_model`: from its own
-    parameters' names to those in the one-device model (experts).
+    position on this pipeline stage, or by its `index_in_stack` if a model has several stacks. A
+    module that holds a part of a larger one (experts) has the attribute `names_in_model`, which
+    maps the names of its parameters to names in the one-device model.
     """
     prefixes = {"": ""}
     full: dict[str, str] = {}
@@ -169,10 +168,10 @@ def full_weight(
     init_method: Callable[[Tensor], object],
     device: torch.device,
 ) -> Tensor:
-    """Return the full tensor [*shape], fp32, drawn as that of the one-device model.
+    """Return the full tensor [*shape] of the one-device model, fp32.
 
-    Rows that pad it are zero: an initialiser that reads the shape (Xavier's fan) sees none of them,
-    and a vector as a matrix of one column.
+    Padding rows are zero and are not passed to the initialiser, which may read the shape (Xavier's
+    fan). A vector is passed as a matrix of one column.
     """
     full = torch.zeros(tuple(shape), dtype=torch.float32, device=device)
     rows = full if meta.num_rows is None else full[: meta.num_rows]
@@ -190,7 +189,7 @@ def _draw_row_blocks(
     axis_rank: int,
     axis_size: int,
 ) -> None:
-    """Draw only those blocks of 128 rows that this shard touches."""
+    """Draw only the blocks of 128 rows that overlap this shard."""
     is_row_split = meta.split_dim == 0 and axis_size > 1
     ranges = (
         local_ranges(shape[0], meta.stride, axis_rank, axis_size)
@@ -221,11 +220,11 @@ def initialize_parameters(
 
     Parameters with an `init_method` in their `ParamMeta` are drawn by name. A module that owns
     other parameters and has `reset_parameters()` (any torch.nn module) is reset under
-    (seed, canonical module name). What has neither keeps the value its constructor gave.
+    (seed, canonical module name). Other parameters keep the value of the constructor.
 
     Args:
-        axis_rank, axis_size: this rank's place on the axes that ParamMeta.split_axis may name
-            ("tp", "expt_tp").
+        axis_rank, axis_size: this rank's position on, and the size of, the axes of
+            `ParamMeta.split_axis` ("tp", "expt_tp").
     """
     weights = DeferredWeights(module, seed, axis_rank, axis_size)
     if all(has_memory(parameter) for parameter in module.parameters()):
@@ -235,7 +234,7 @@ def initialize_parameters(
 
 
 class DeferredWeights:
-    """The initial values of a model, to be made for a few parameters at a time."""
+    """Fills the weights of a model, a few parameters at a time."""
 
     def __init__(
         self, module: nn.Module, seed: int, axis_rank: dict[str, int], axis_size: dict[str, int]
@@ -253,9 +252,9 @@ class DeferredWeights:
                 self._owners.append((owner, own))
 
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give values (and memory, where there is none) to all modules that own one of these.
+        """Fill, and allocate if needed, all modules that own one of the parameters.
 
-        A module is filled once: the first of its parameters brings all of them.
+        A module is filled once, with all of its parameters.
         """
         wanted = {id(parameter) for parameter in parameters}
         left, self._owners = self._owners, []
@@ -292,7 +291,8 @@ class DeferredWeights:
 
 
 def _reset_in_place(owner: nn.Module, reset: Callable[[], None]) -> None:
-    """Call `reset`, and keep the parameters with their metadata where it made new ones."""
+    """Call `reset`; if it makes new parameters, move their data into the old ones, which have
+    metadata."""
     before = dict(owner.named_parameters(recurse=False))
     reset()
     for name, parameter in before.items():
@@ -303,7 +303,7 @@ def _reset_in_place(owner: nn.Module, reset: Callable[[], None]) -> None:
 
 
 def allocate(parameters: Iterable[nn.Parameter]) -> None:
-    """Give zeros to the parameters that have no memory."""
+    """Allocate zeros for the parameters that have no memory."""
     for parameter in parameters:
         if not has_memory(parameter):
             parameter.data = torch.zeros(
@@ -312,9 +312,9 @@ def allocate(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def fill_deferred_weights(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Give initial values, and memory, to those of `parameters` that a constructor left without.
+    """Allocate and fill the `parameters` whose constructor deferred it.
 
-    Zeros where the model was built without initialisation, because a checkpoint will be loaded.
+    Models that were built without initialisation, because a checkpoint will be loaded, get zeros.
     """
     for owner in module.modules():
         weights: DeferredWeights | None = getattr(owner, _PENDING, None)

@@ -1,9 +1,9 @@
 """Masks of dropout and uniform numbers that do not depend on the layout.
 
-On the CPU masks are made of fixed blocks (a sample, a run of rows, optionally a head), each filled
-by the native generator at full speed. Every layout owns whole blocks in the usual sizes; where it
-does not, whole blocks are generated and cut. On accelerators, whose kernels draw while they
-compute, each number is a function of its place (`counter_random`).
+On the CPU masks consist of fixed blocks (a sample, a range of rows, optionally a head), each filled
+by the native generator at full speed. In the usual sizes every rank owns whole blocks; otherwise
+whole blocks are generated and cut. On accelerators, whose kernels draw while they compute, each
+number is a function of its place (`counter_random`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from megatron.core.parameters.counter_random import (
     keyed_word_blocks,
     unit_interval,
 )
-from megatron.core.parameters.rng import SeededGenerators, SequenceShard, derive_seed, rng_state
-from megatron.core.step_context.context import JoinedSamples
+from megatron.core.parameters.rng import SeededGenerators, derive_seed, rng_state
+from megatron.core.step_context.random_scope import JoinedSamples, SequenceShard
 
 MAX_ROW_BLOCKS = 64
-"""Most blocks that the rows of one sample are cut into: enough for tp * cp * 2 <= 64."""
+"""Maximal number of blocks of the tokens of one sample: enough for tp * cp * 2 <= 64."""
 MAX_ATTENTION_ROW_BLOCKS = 16
-"""The same for the query rows of an attention matrix, which only context parallelism splits."""
+"""Maximal number of blocks of the queries of an attention matrix, which only context parallelism
+splits."""
 MAX_ATTENTION_BLOCK_ELEMENTS = 2**20
 """Blocks of an attention matrix hold whole rows; longer sequences are cut into more of them, so
 that a block's memory does not grow with the square of the length."""
@@ -39,13 +40,13 @@ def draws_by_counter(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class ActivationDraw:
-    """One draw for activations [rows, b, ...]: where its numbers belong.
+    """The places of the numbers of one draw for activations [rows, b, ...].
 
-    A kernel that draws by itself takes them from `counter_random` at (`seed`, position of the row,
-    sample, column), the columns counted over all dimensions after b.
+    A kernel that draws by itself uses `counter_random` at (`seed`, position of the row, sample,
+    column), with columns counted over all dimensions after b.
 
-    rows: which positions the activations hold.
-    samples: the samples that are joined there, if the first one does not fill them.
+    rows: positions of the activations.
+    samples: the samples that are packed there, if there are several.
     """
 
     key: tuple[int | str, ...]
@@ -101,8 +102,8 @@ class ActivationDraw:
 def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
     """Draw a keep mask for activations x [rows, b, ...]: 1 where kept, 0 where dropped.
 
-    Keyed by (seed, scope, call, sample, row), on the CPU by block of rows. Rows follow the current
-    scope's `SequenceShard`; without one, dimension 0 is taken as the whole sequence.
+    Keyed by (seed, scope, call, sample, row), on the CPU by block of rows. Positions are taken from
+    the `SequenceShard` of the current scope; without one, dimension 0 is the whole sequence.
     """
     drawn = ActivationDraw.next(x, rng_state().scope.rows)
     if draws_by_counter(x.device):
@@ -118,11 +119,11 @@ def keyed_keep_mask(x: Tensor, keep_probability: float) -> Tensor:
 def keyed_uniform(x: Tensor, rows: SequenceShard | None) -> Tensor:
     """Draw uniform numbers in [0, 1) shaped like activations x [rows, b, ...].
 
-    Keyed by the place of a token in its own sample, however long the sample is padded and whichever
-    samples share the row.
+    Keyed by the position of a token in its own sample: padding and other packed samples make no
+    difference.
 
     Args:
-        rows: which positions `x` holds.
+        rows: positions of `x`.
     """
     return ActivationDraw.next(x, rows).by_counter(x, unit_interval)
 
@@ -132,10 +133,11 @@ class AttentionKeepMask:
     """A keep mask of attention probabilities that is drawn piece by piece, at any time.
 
     Keyed by (seed, scope, call, sample, global head, query row), on the CPU by block of rows. A
-    kernel that never holds the whole matrix draws the piece that it needs, forward and again
-    backward; one that draws by itself takes `counter_random` at (`seed`, row, sample, head, key).
+    kernel that never holds the whole matrix draws one piece at a time, in forward and again in
+    backward; a kernel that draws by itself uses `counter_random` at (`seed`, row, sample, head,
+    key).
 
-    num_keys: length of the whole sequence, also where a rank holds a part of the keys.
+    num_keys: length of the whole sequence, also if a rank holds a part of the keys.
     """
 
     key: tuple[int | str, ...]
@@ -155,7 +157,7 @@ class AttentionKeepMask:
         return derive_seed(*self.key)
 
     def max_blocks(self, num_queries: int) -> int:
-        """Return the most blocks that the query rows of a sequence are cut into."""
+        """Return the maximal number of blocks of the queries of a sequence."""
         max_blocks = MAX_ATTENTION_ROW_BLOCKS
         while num_queries * self.num_keys > max_blocks * MAX_ATTENTION_BLOCK_ELEMENTS:
             max_blocks *= 2
@@ -216,8 +218,8 @@ def keyed_attention_keep_mask(
 def keyed_dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
     """Drop activations x [rows, b, ...] with `probability`, independent of the layout.
 
-    A drop-in for `torch.nn.functional.dropout` inside a model: the same sample, layer and
-    position is dropped whatever the tensor, sequence, pipeline or data parallel sizes are.
+    It replaces `torch.nn.functional.dropout` inside a model: the dropped elements of a sample,
+    layer and position are the same for all parallel sizes.
     """
     if not training or probability == 0.0:
         return x

@@ -1,8 +1,8 @@
 """Metadata of a parameter, and the arithmetic of its shards.
 
-A parameter says how it is split, over which axes its gradient is partial, what it is tied to
-and how it is initialised. Checkpoints, gradient finalisation, clipping and initialisation read
-this metadata; none of them asks what class the model has.
+The metadata of a parameter describes its split, the axes over which its gradient is partial, its
+tied parameter and its initialisation. Checkpoints, gradient finalisation, clipping and
+initialisation read the metadata only; they do not depend on the class of the model.
 
 Shapes: `full` is the tensor of the one-device model, `local` the piece of one rank.
 """
@@ -29,36 +29,36 @@ class ParamMeta:
     split_axis: str | None = None
     """Process axis of the split: "tp", or "expt_tp" inside experts."""
     stride: int = 1
-    """Number of equal blocks of the full tensor along `split_dim`, each of which is split over
-    the axis by itself. A gated first MLP layer has 2: every rank holds [gate_shard; up_shard]."""
+    """Number of equal blocks of the full tensor along `split_dim`; each block is split over the
+    axis. A gated first MLP layer has 2: every rank holds [gate_shard; up_shard]."""
     init_method: Callable[[Tensor], object] | None = None
     """Fills the *full* tensor in place; None if the owning module resets itself."""
     partial_grad_axes: tuple[str, ...] = ()
-    """Axes over which the gradient is a partial sum after backward. Norm weights under sequence
-    parallelism see s/tp of the tokens, so theirs is ("tp",)."""
+    """Axes over which the gradient is a partial sum after backward, for example ("tp",) for norm
+    weights under sequence parallelism, because a rank processes s/tp of the tokens."""
     is_expert: bool = False
     """Belongs to a routed expert: data-parallel reduction uses the expert grid."""
     tied_to: str | None = None
     """Canonical name of the parameter that this one is a copy of (a tied head on another stage)."""
     is_on_all_stages: bool = False
-    """Every model chunk of the pipeline holds a copy, whether it computes with it or not; the
-    gradient is the sum of all of theirs. All but the original say so by `tied_to`."""
+    """Every model chunk of the pipeline holds a copy, used or not; the gradient is the sum over all
+    copies. All copies except the original have `tied_to`."""
     is_embedding_or_output: bool = False
-    """Input embedding or output head: some optimizers treat these apart."""
+    """Input embedding or output head, which some optimizers treat differently."""
     fused_row_sizes: tuple[int, ...] = ()
-    """Rows of the matrices that are stacked in this one, in a pattern that repeats over the rows of
-    the full tensor: (rows of q, k, v) of one query group. Empty: one matrix, or one per block of
-    `stride`."""
+    """Numbers of rows of the matrices that are stacked in this parameter, in a pattern that repeats
+    over the rows of the full tensor: (rows of q, k, v) of one query group. By default the parameter
+    is one matrix, or one per block of `stride`."""
     num_rows: int | None = None
-    """Rows of the full tensor that the one-device model has; those after them pad it, so that it
-    splits evenly, and no number may depend on them. None: all rows."""
+    """Number of rows of the one-device model's tensor. Further rows are padding for an even split,
+    and no result may depend on them. By default there is no padding."""
 
 
 _DEFAULT = ParamMeta()
 
 
 def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
-    """Attach `meta`, and the attribute names that code written for Megatron reads."""
+    """Attach `meta`, and the attributes that code written for Megatron reads."""
     setattr(parameter, _ATTRIBUTE, meta)
     parameter.tensor_model_parallel = meta.split_dim is not None
     parameter.partition_dim = -1 if meta.split_dim is None else meta.split_dim
@@ -72,10 +72,10 @@ def set_param_meta(parameter: Tensor, meta: ParamMeta) -> None:
 
 
 def num_elements_before_padding(parameter: Tensor, meta: ParamMeta, axis_rank: int) -> int:
-    """Return how many elements of the flattened local parameter are no padding.
+    """Return the number of elements of the flattened local parameter before its padding.
 
     Args:
-        axis_rank: this rank's place on `meta.split_axis`.
+        axis_rank: this rank's position on `meta.split_axis`.
     """
     if meta.num_rows is None or not parameter.shape or not parameter.shape[0]:
         return parameter.numel()
@@ -112,7 +112,7 @@ def get_param_meta(parameter: Tensor) -> ParamMeta:
 
 
 def full_shape(local_shape: Sequence[int], meta: ParamMeta, axis_size: int) -> tuple[int, ...]:
-    """Return the shape of the one-device tensor of which `local_shape` is one shard."""
+    """Return the shape of the one-device tensor whose shards have `local_shape`."""
     shape = list(local_shape)
     if meta.split_dim is not None:
         shape[meta.split_dim] *= axis_size
@@ -133,9 +133,9 @@ def local_ranges(
 
 
 def shard_of(full: Tensor, meta: ParamMeta, axis_rank: int, axis_size: int) -> Tensor:
-    """Cut the piece [.., n/tp, ..] of one rank out of the full tensor [.., n, ..].
+    """Return the shard [.., n/tp, ..] of one rank of the full tensor [.., n, ..].
 
-    It is a view where that is contiguous.
+    The shard is a view of `full` unless it has several ranges.
     """
     if meta.split_dim is None or axis_size == 1:
         return full
@@ -162,8 +162,8 @@ def unshard(shards: Sequence[Tensor], meta: ParamMeta) -> Tensor:
 
 
 MIXED_SUM_ELEMENTS = 2**20
-"""On the CPU a sum of two dtypes converts one of them through a temporary. In pieces of this
-size the temporary stays in the cache; a whole embedding would cost five times as much."""
+"""On the CPU a sum of two dtypes converts one operand to a temporary tensor. In pieces of this size
+the temporary fits in the cache; a whole embedding would take five times as long."""
 
 
 def has_main_grad(parameter: Tensor) -> bool:
@@ -175,7 +175,7 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
     if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
-        # `add_` refuses such a factor: a loss scale whose gradients overflow, as the first may.
+        # `add_` refuses such a factor: an initial fp16 loss scale may be this large.
         grad, scale = grad * scale, 1.0
     if parameter.main_grad_is_fresh:
         if scale == 1.0:
@@ -194,7 +194,7 @@ def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) ->
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
-    """Add a gradient where a backward pass would: to the main gradient, or to `.grad`."""
+    """Add a gradient to the main gradient or to `.grad`, as a backward pass does."""
     if has_main_grad(parameter):
         accumulate_main_grad(parameter, grad)
     elif parameter.grad is None:

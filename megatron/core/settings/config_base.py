@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.foundation.errors import MegatronError, raise_together
 
 
-def check_all(config: Any, checks: Iterable[Callable[[Any], list[MegatronError]]]) -> None:
+def check_all(config: Any, checks: Iterable[Callable[[Any], Iterable[MegatronError]]]) -> None:
     """Run independent checks on `config` and raise every problem in one ConfigError."""
     problems = [problem for check in checks for problem in check(config)]
     raise_together(problems, summary=type(config).__name__)

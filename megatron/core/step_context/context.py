@@ -12,60 +12,21 @@ see the defaults.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from megatron.core.step_context.random_scope import RandomScope
+
 if TYPE_CHECKING:
-    from megatron.core.offload.saved_activations import SavedActivations
-    from megatron.core.parameters.rng import SequenceShard
-    from megatron.core.step_context.overlap import Overlap
     from megatron.core.topology.group import Group
-    from megatron.core.transformer.moe.load_balancing import ExpertLoad
 
 WeightGradient = Callable[[], None]
 """Computes one weight gradient and adds it to the parameter's."""
-
-
-@dataclass(frozen=True)
-class JoinedSamples:
-    """Samples one after the other in a micro batch [1, s], each of which would be a micro batch by
-    itself if ranks did not share them.
-
-    All are int64 [s], one for each position of the whole sequence, any for padding.
-
-    count: samples here; places: of the position's sample among them; numbers: of the sample in the
-    run; positions: in the sample; num_sequences: packed into the sample.
-    """
-
-    count: int
-    places: Tensor
-    numbers: Tensor
-    positions: Tensor
-    num_sequences: Tensor
-
-
-@dataclass(frozen=True)
-class RandomScope:
-    """Where in the computation the next draw happens."""
-
-    first_sample: int = 0
-    microbatch: int = 0
-    """Its number in the step."""
-    path: tuple[int | str, ...] = ()
-    rows: SequenceShard | None = None
-    samples: JoinedSamples | None = None
-    """None: a micro batch [b, s] has b samples."""
-    num_calls: int = 0
-    repetition: int = 0
-    """Of a layer that every micro batch passes several times the number of the pass, from 1."""
-    run: tuple[int, int, int] | None = None
-    """(first, last, of how many) local rows are computed now, where a module is called on one run
-    of rows after the other."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +84,16 @@ class StepContext:
     allocates_weights: bool = True
     """Models that initialise themselves by name get memory for the weights they draw."""
     cp_group: Group | None = None
-    """Ranks that split the micro batch that is computed; None: those of the layout."""
-    saved_activations: SavedActivations | None = None
-    """Takes what modules whose activations are offloaded save for backward."""
-    expert_loads: Sequence[ref[ExpertLoad]] = ()
-    """What the routers of this stage counted in the step that ended last."""
+    """Ranks that split the running micro batch, if they are not the `cp` group of the layout."""
+    offload_region: Callable[..., AbstractContextManager[None]] | None = None
+    """Called with modules: offloads the tensors that autograd saves inside, except parameters."""
+    expert_loads: Sequence[ref[Any]] = ()
+    """The `ExpertLoad` of each router of this stage, after the last step."""
     mtp_losses: dict[str, Tensor] | None = None
     """Takes further losses for the report, name -> (sum, count) as fp32 [2], which backward fills;
     None where nobody reports them."""
-    overlap: Overlap | None = None
-    """The pair of a forward and a backward of which this is one half."""
+    yield_to_peer: Callable[[], None] | None = None
+    """Runs the other half of an overlapped pair until it yields; None outside of a pair."""
 
 
 _current = StepContext()

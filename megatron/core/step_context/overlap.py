@@ -25,9 +25,9 @@ from megatron.core.step_context.context import current_step, switch_to
 
 def yield_to_peer() -> None:
     """Let the other half run, if there is one that has not ended; resume when it yields."""
-    overlap = current_step().overlap
-    if overlap is not None:
-        overlap.yield_()
+    yield_now = current_step().yield_to_peer
+    if yield_now is not None:
+        yield_now()
 
 
 def overlap_forward_backward(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ def overlap_forward_backward(first: Callable[[], None], second: Callable[[], Non
     If one raises, the other is stopped where it yields next, and the error is raised here.
     Inside either, a further call runs one after the other.
     """
-    if current_step().overlap is not None:
+    if current_step().yield_to_peer is not None:
         first()
         second()
         return
@@ -47,7 +47,7 @@ def overlap_forward_backward(first: Callable[[], None], second: Callable[[], Non
         overlap.run_half(0, first)
         running.result()
     finally:
-        current_step().overlap = None
+        current_step().yield_to_peer = None
     if overlap.error is not None:
         raise overlap.error
 
@@ -69,7 +69,7 @@ class Overlap:
         self._has_ended = [False, False]
         self._active = 0
         first = current_step()
-        first.overlap = self
+        first.yield_to_peer = self.yield_
         self._contexts = (first, replace(first))
         self.error: BaseException | None = None
 

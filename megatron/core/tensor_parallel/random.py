@@ -183,7 +183,7 @@ class CheckpointWithoutOutput:
         computes the gradients of the function's own parameters through such an argument.
         """
         has_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        keeps = current_step().is_checkpointed or rng_state().scope.repetition
+        keeps = current_step().is_checkpointed or rng_state().scope.pass_index
         if not torch.is_grad_enabled() or not has_gradient or keeps:
             return run_function(*args)
         outputs = _WithoutOutput.apply(run_function, self, *args)

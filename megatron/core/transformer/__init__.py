@@ -1,4 +1,4 @@
-"""The blocks of a transformer. Names are loaded when first asked for."""
+"""The blocks of a transformer. A name is imported at its first use."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ def add_adapters(
     """Freeze a model and give its layers adapters, which alone are trained from then on.
 
     Args:
-        chunks: those of this rank, before any wrapper of data parallelism.
+        chunks: the model chunks of this rank, before they are wrapped for data parallelism.
     Returns:
         the number of trained parameters on this rank.
     Raises:
-        ConfigError: a layer that was asked for is on no stage, or cannot have one.
+        ConfigError: a requested layer is on no stage, or cannot have an adapter.
     Communication:
         one all-gather of names over the pipeline stages.
     """
@@ -95,7 +95,13 @@ def _attach(
         if name not in settings.target_modules:
             continue
         if layer.is_expert and (settings.use_dora or settings.dropout):
-            raise _is_more_than_experts_have(settings)
+            what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
+            raise ConfigError(
+                f"{what} with adapters of routed experts.",
+                rule="the adapter of an expert is the product of two matrices, as in PEFT",
+                flags=[what.split()[0], "--lora-target-modules"],
+                fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
+            )
         if is_grouped:
             layer.add_module(ATTRIBUTE, GroupedLowRankAdapter(layer, settings))
             layer.register_forward_hook(_add_grouped_output)
@@ -111,7 +117,7 @@ def _attach(
 def refuse_missing_targets(
     present: set[str], settings: AdapterSettings, groups: ProcessGroupCollection
 ) -> None:
-    """Raise where layers were asked for that no stage has.
+    """Raise if no stage has a requested layer.
 
     Args:
         present: names of the layers of this stage.
@@ -122,7 +128,7 @@ def refuse_missing_targets(
     """
     wanted = set(settings.target_modules)
     missing = wanted.difference(*all_gather_object(present, groups.pp))
-    # All names are never in one model.
+    # No model has all the layers of the default.
     if missing and wanted != set(TARGETS):
         raise ConfigError(
             f"the model has no layer called {', '.join(sorted(missing))}.",
@@ -131,13 +137,3 @@ def refuse_missing_targets(
             flags=["--lora-target-modules", "--transformer-impl"],
             fix="name layers that the model has, with --transformer-impl local",
         )
-
-
-def _is_more_than_experts_have(settings: AdapterSettings) -> ConfigError:
-    what = "--use-dora" if settings.use_dora else f"--lora-dropout {settings.dropout}"
-    return ConfigError(
-        f"{what} with adapters of routed experts.",
-        rule="the adapter of an expert is the product of two matrices, as PEFT's of a parameter is",
-        flags=[what.split()[0], "--lora-target-modules"],
-        fix=f"drop {what.split()[0]}, or {' and '.join(EXPERT_TARGETS)}",
-    )

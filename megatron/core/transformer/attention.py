@@ -36,6 +36,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
+Rotary = tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None]
+"""Angles, cosine and sine of rotary positions."""
+
 
 @dataclass
 class SelfAttentionSubmodules:
@@ -51,20 +54,20 @@ class SelfAttentionSubmodules:
 class Attention(MegatronModule):
     """Projections to queries, keys and values, the attention core, and the projection back.
 
-    A subclass builds its projections in `build_projections`, sets there `output_width` (of all
-    heads together) and, if it has one of its own, `softmax_scale`, and says what they give in
-    `get_query_key_value_tensors`.
+    A subclass builds its projections in `build_projections`, where it also sets `output_width` (of
+    all heads together) and, if it overrides the config's, `softmax_scale`; it applies the
+    projections in `get_query_key_value_tensors`.
 
     Args:
         layer_number: 1-based number of the layer in the whole model.
-        attn_mask_type: what the mask hides by itself; specs of decoders pass `causal`.
+        attn_mask_type: type of the mask; specs of decoders pass `causal`.
     """
 
     pg_collection: ProcessGroupCollection
     output_width: int
     softmax_scale: float | None
-    core_reads_others = False
-    """What is projected beside query, key and value is for the core; else it is the gate."""
+    core_takes_extra_inputs = False
+    """Projections after query, key and value are inputs of the core; otherwise the output gate."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class Attention(MegatronModule):
         self.recomputes_core = config.recomputes("core_attn")
 
     def build_projections(self, submodules: Any) -> None:
-        """Build what `get_query_key_value_tensors` uses."""
+        """Build the layers that `get_query_key_value_tensors` uses."""
         raise NotImplementedError
 
     def linear(self, spec: object, rows: int, columns: int, **options: object) -> Any:
@@ -129,9 +132,9 @@ class Attention(MegatronModule):
         """Build a norm of the last `width` channels from its spec; None without one.
 
         Args:
-            is_sharded: each tensor-parallel rank norms other rows or heads, so that the gradients
-                of its weights are partial sums.
-            eps: None is that of all norms.
+            is_sharded: each tensor-parallel rank norms different tokens or heads, so that the
+                gradients of its weights are partial sums.
+            eps: default `config.layernorm_epsilon`.
         """
         if spec is None:
             return None
@@ -152,14 +155,14 @@ class Attention(MegatronModule):
         """Project hidden states to this rank's heads.
 
         Args:
-            positions: [s, b] in the sequence, where they are not those of the rows as they come.
+            positions: [s, b], position of each token in its sequence; default 0, 1, 2, ...
         Returns:
             query, key, value, and with `config.attention_output_gate` the gate.
         """
         raise NotImplementedError
 
-    def kept_beside_key_value(self, beside: list[Tensor]) -> list[Tensor]:
-        """Return what of it [s, b, g, d] a cache keeps, too."""
+    def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
+        """Return the extra inputs of the core, as [s, b, g, d], that a cache stores."""
         return []
 
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
@@ -173,33 +176,19 @@ class Attention(MegatronModule):
         """
         raise NotImplementedError
 
-    def apply_rotary_pos_emb_to_qk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate query [s, b, n/tp, d] and key [s, b, g/tp, d] by the angles [s, 1, 1, r]."""
-        return query, key
-
     def get_rotated_qkv(
         self,
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
+        rotary_pos_emb: Rotary,
     ) -> tuple[Tensor, ...]:
-        """Project [s, b, h] to query [s, b, n/tp, d], key and value, and rotate the first two.
+        """Return the tensors of `get_query_key_value_tensors`, query and key rotated.
 
-        Returns:
-            what `get_query_key_value_tensors` does.
+        Args:
+            rotary_pos_emb: angles [s, 1, 1, r], their cosine and their sine.
         """
-        query, key, *others = self.get_query_key_value_tensors(
-            hidden_states, key_value_states, positions
-        )
-        return *self.apply_rotary_pos_emb_to_qk(query, key, *rotary_pos_emb), *others
+        return self.get_query_key_value_tensors(hidden_states, key_value_states, positions)
 
     def forward(
         self,
@@ -223,9 +212,9 @@ class Attention(MegatronModule):
             hidden_states: [s, b, h] ([s/tp, b, h] under sequence parallelism).
             attention_mask: bool, True where a key is hidden; see the core attention.
             inference_context: a cache of keys and values, or None; new ones are added to it.
-            rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions that the rows of the sequence
-                have, or None. `rotary_pos_cos` and `_sin`, if given, are their cosine and sine,
-                computed once for all layers.
+            rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions of the tokens, or None.
+                `rotary_pos_cos` and `_sin`, if given, are their cosine and sine, computed once for
+                all layers.
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
@@ -242,28 +231,28 @@ class Attention(MegatronModule):
             None if context is None else context.positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        beside, gate = (others, []) if self.core_reads_others else ([], others)
+        extra, gate = (others, []) if self.core_takes_extra_inputs else ([], others)
         if context is not None:
-            kept = self.kept_beside_key_value(beside)
-            cached = context.store(self.layer_number, key, value, *kept)
+            entries = self.extra_cache_entries(extra)
+            cached = context.store(self.layer_number, key, value, *entries)
             if not context.is_fresh:
-                attended = self._attend_to_cache(query, cached, beside, context)
+                attended = self._attend_to_cache(query, cached, extra, context)
                 return self.linear_proj(_gated(attended, *gate))
 
         def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
-            query, key, value, *beside = tensors
+            query, key, value, *extra = tensors
             return self.core_attention(
                 query,
                 key,
                 value,
                 mask,
-                *beside,
+                *extra,
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=bias,
                 packed_seq_params=packed_seq_params,
             )
 
-        given = (attention_mask, attention_bias, query, key, value, *beside)
+        given = (attention_mask, attention_bias, query, key, value, *extra)
         if self.recomputes_core and self.training:
             attended = checkpoint(core, False, *given)
         else:
@@ -275,20 +264,20 @@ class Attention(MegatronModule):
             return self.linear_proj(attended)
 
     def drop_query_key_value(self, attended: Tensor) -> None:
-        """Free what the core attention used, if it is recomputed before its backward."""
+        """Free query, key and value, if they are recomputed before the backward of the core."""
 
-    def _attend_to_cache(self, query: Tensor, cached: Any, beside: Any, context: Any) -> Tensor:
-        """Attend to what the cache holds: [s, b, n, d] -> [s, b, n*e]."""
+    def _attend_to_cache(self, query: Tensor, cached: Any, extra: Any, context: Any) -> Tensor:
+        """Attend to the cached keys: [s, b, n, d] -> [s, b, n*e]."""
         core = self.core_attention
         if not isinstance(core, DotProductAttention):
             raise ConfigError(
-                f"{type(core).__name__} was asked to attend to a cache.",
-                rule="the attention of the local backend knows how to read it",
+                f"{type(core).__name__} cannot attend to a cache.",
+                rule="only the attention of the local backend reads a cache",
                 flags=["--transformer-impl"],
                 fix="use --transformer-impl local to generate; checkpoints are the same",
             )
         left, _ = core.window(self.attn_mask_type)
-        return core.attend_to_cache(query, cached, beside, hidden=context.masked_keys(left))
+        return core.attend_to_cache(query, cached, extra, hidden=context.masked_keys(left))
 
 
 class SelfAttention(Attention):
@@ -306,7 +295,8 @@ class SelfAttention(Attention):
         self.output_width = config.num_attention_heads * head
         num_query_parts = 2 if config.attention_output_gate else 1
         self.heads_of_group = (*[self.queries_per_group] * num_query_parts, 1, 1)
-        """Heads of a group as its rows lie: queries, gates if there are, key, value."""
+        """Number of heads of a group, in the order of its rows: queries, gates if any, key, value.
+        """
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
             config.hidden_size,
@@ -340,7 +330,7 @@ class SelfAttention(Attention):
             query [s, b, n/tp, d]; key and value [s, b, max(1, g/tp), d]; with
             `config.attention_output_gate` the gate [s, b, n/tp * d].
         """
-        rule = "keys and values of self-attention come from the queries' own sequence"
+        rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
         with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):
@@ -357,34 +347,38 @@ class SelfAttention(Attention):
         hidden_states: Tensor,
         key_value_states: Tensor | None,
         positions: Tensor | None,
-        rotary_pos_emb: tuple[Tensor | tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None],
+        rotary_pos_emb: Rotary,
     ) -> tuple[Tensor, ...]:
-        """Project [s, b, h] and rotate; without gradients a group's heads [r+2, d] in one go."""
-        _, cos, sin = rotary_pos_emb
+        """Project [s, b, h] and rotate; without gradients the r+1 heads of a group in one call."""
+        angles, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
         in_parts = in_parts or self.config.attention_output_gate
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
+        how = {
+            "interleaved": self.config.rotary_interleaved,
+            "fuses": self.config.apply_rope_fusion,
+        }
         if torch.is_grad_enabled() or in_parts or shares_group or cos is None or sin is None:
-            return super().get_rotated_qkv(
-                hidden_states, key_value_states, positions, rotary_pos_emb
+            query, key, *others = self.get_query_key_value_tensors(
+                hidden_states, key_value_states, positions
             )
+            if angles is None or not self.uses_rotary:
+                return query, key, *others
+            if cos is None or sin is None:
+                angles = angles[0] if isinstance(angles, tuple) else angles
+                cos, sin = cos_sin(angles, query.dtype)
+            return rotate(query, cos, sin, **how), rotate(key, cos, sin, **how), *others
         packed, _ = self.linear_qkv(hidden_states)
         s, b, _ = packed.shape
         d, r = self.hidden_size_per_attention_head, self.queries_per_group
         grouped = packed.view(s, b, -1, r + 2, d)
-        rotated = rotate(
-            grouped.narrow(3, 0, r + 1),
-            cos.unsqueeze(2),
-            sin.unsqueeze(2),
-            self.config.rotary_interleaved,
-            fuses=self.config.apply_rope_fusion,
-        )
+        rotated = rotate(grouped.narrow(3, 0, r + 1), cos.unsqueeze(2), sin.unsqueeze(2), **how)
         query = rotated.narrow(3, 0, r).reshape(s, b, -1, d)
         return query, rotated.select(3, r), grouped.select(3, r + 1)
 
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
-        """Scale a group by the smallest gamma [n] of its heads: they share a key."""
+        """Scale a group by the smallest gamma [n] of its heads, because the heads share a key."""
         of_group = gamma.view(-1, self.queries_per_group).amin(1, keepdim=True)
         num_queries, *num_gates, _, _ = self.heads_of_group
         gates = torch.ones_like(of_group).expand(-1, sum(num_gates))
@@ -395,7 +389,7 @@ class SelfAttention(Attention):
         return [(self.linear_qkv, rows.flatten())]
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """Cut the rows of the projection into query, key and value heads, and gates if it has."""
+        """Split the projection into query, key and value heads, and gates if it has any."""
         s, b, _ = packed.shape
         d, heads = self.hidden_size_per_attention_head, list(self.heads_of_group)
         tp = self.pg_collection.tp
@@ -407,7 +401,7 @@ class SelfAttention(Attention):
             query, *gate, key, value = torch.split(grouped, heads, dim=3)
             gate = [part.reshape(s, b, local * d) for part in gate]
             return query.reshape(s, b, local, d), key.squeeze(3), value.squeeze(3), *gate
-        # Several ranks share a group: its key and value rows may be on another rank.
+        # Several ranks share a group: its key and value may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
         ranks_per_group = tp_size // groups
         group, part = divmod(tp.rank(), ranks_per_group)
@@ -417,32 +411,10 @@ class SelfAttention(Attention):
         gate = [part[:, :, mine].reshape(s, b, local * d) for part in gate]
         return query[:, :, mine], key, value, *gate
 
-    def apply_rotary_pos_emb_to_qk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate query and key, [s, b, n/tp, d], unless this layer has no positions."""
-        if rotary_pos_emb is None or not self.uses_rotary:
-            return query, key
-        if cos is None or sin is None:
-            rotary_pos_emb = (
-                rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
-            )
-            cos, sin = cos_sin(rotary_pos_emb, query.dtype)
-        how = {
-            "interleaved": self.config.rotary_interleaved,
-            "fuses": self.config.apply_rope_fusion,
-        }
-        return rotate(query, cos, sin, **how), rotate(key, cos, sin, **how)
-
 
 def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate the first."""
+    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate `attended`."""
     if gate is None:
         return attended
-    # In fp32, as the sigmoid of a half has 8 bits at most where it is near 1.
+    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
     return (attended * torch.sigmoid(gate.float())).to(attended.dtype)

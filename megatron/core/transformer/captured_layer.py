@@ -1,13 +1,14 @@
-"""Layers whose kernels are started by graphs: one launch for a forward pass, one for a backward.
+"""Layers as captured graphs: one launch for a forward pass, one for a backward pass.
 
-A pass is captured once for each micro batch that can be in flight, because what forward keeps for
-backward stays at the addresses of the capture. The two graphs of a micro batch share memory; those
-of layers do not, since a backward pass is captured right after its forward pass and replayed after
-the forward passes of the layers that follow, which would have taken what it frees.
+A layer is captured once for each micro batch in flight, because the tensors that forward saves for
+backward stay at the addresses of the capture. The two graphs of a micro batch share memory. Graphs
+of different layers do not: a backward pass is captured right after its forward pass, but replayed
+after the forward passes of later layers, which would overwrite the memory that it frees.
 
-What a replay does not repeat is not captured: draws of random numbers, reads by the host, Python
-that runs within the layer (`why_not_captured`). Weight gradients come out of a graph and take the
-usual way into the main gradient: whether they are the first of a step is decided in Python.
+Layers with work that a replay does not repeat are not captured: draws of random numbers, reads by
+the host, Python that runs within the layer (`why_not_captured`). Weight gradients are outputs of a
+graph; hooks add them to the main gradient outside of it, because Python decides whether they are
+the first of a step.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _OWN = "megatron."
 
 
 def why_not_captured(config: TransformerConfig) -> str:
-    """Return why no layer of a model is captured although the config asks for it, or ""."""
+    """Return why no layer of a model can be captured, or ""."""
     reasons = {
         "dropout draws from numbers of the host, which a replay would repeat":
             config.hidden_dropout > 0 or config.attention_dropout > 0,
         "recomputed activations run backward passes of their own":
             config.recompute_granularity is not None,
-        "scales of --fp8-format and --fp4-format move in Python": config.fp8 or config.fp4,
-        "copies of activations to the host are to new memory each time":
+        "Python updates the scales of --fp8-format and --fp4-format": config.fp8 or config.fp4,
+        "each copy of activations to the host is written to new memory":
             config.offloads_activations,
         "--qk-clip collects logits in Python": config.qk_clip,
-        "a schedule that defers weight gradients computes them apart from backward":
+        "a schedule that defers weight gradients computes them after backward":
             schedule_named(config.pipeline_schedule).splits_backward
             or config.overlap_moe_expert_parallel_comm,
     }  # fmt: skip
@@ -53,9 +54,10 @@ def why_not_captured(config: TransformerConfig) -> str:
 
 
 def captured_layers(layers: Sequence[Any], config: TransformerConfig) -> list[CapturedLayer | None]:
-    """Return for each layer of a stage what calls it by graphs; None: it is called as it is.
+    """Return for each layer of a stage its `CapturedLayer`, None for layers that stay eager.
 
-    Layers with experts read on the host how many rows each has; what libraries compute is theirs.
+    Layers with experts stay eager because the host reads the number of rows of each expert; layers
+    with parameters of other libraries, because their kernels may not be capturable.
     """
     found: list[CapturedLayer | None] = [None] * len(layers)
     if not config.captures_layers or why_not_captured(config):
@@ -77,8 +79,8 @@ class _Slot:
     """The graphs of a layer for one micro batch in flight.
 
     Attributes:
-        inputs: what the forward pass reads, copied in before a replay.
-        outputs, output_gradients, gradients: static memory; the last of inputs and parameters.
+        inputs: static inputs of the forward pass, copied in before a replay.
+        outputs, output_gradients: static memory; gradients: of inputs and parameters.
     """
 
     number: int
@@ -91,24 +93,24 @@ class _Slot:
 
 
 class _Lease:
-    """A slot from its forward pass to its backward pass, or until nobody can ask for that."""
+    """Holds a slot from its forward to its backward pass, or until autograd drops the graph."""
 
     def __init__(self, slot: _Slot, free: list[tuple[int, int, _Slot]]) -> None:
         self._slot: _Slot | None = slot
         self._free = free
 
     def slot(self) -> _Slot:
-        """Return it while it is held."""
+        """Return the slot; raise after its backward pass."""
         if self._slot is None:
             raise ScheduleError(
                 "a second backward pass of a captured layer.",
-                rule="what its forward pass kept is overwritten by the next micro batch",
+                rule="the next micro batch overwrites the tensors that forward saved",
                 fix="drop --cuda-graph-impl, or call backward once",
             )
         return self._slot
 
     def end(self) -> None:
-        """Let another micro batch have it."""
+        """Release the slot for another micro batch."""
         if self._slot is not None:
             slot, self._slot = self._slot, None
             heapq.heappush(self._free, (slot.number, id(slot), slot))
@@ -136,10 +138,10 @@ class _Replay(torch.autograd.Function):
         _copy(slot.output_gradients, grads)
         slot.backward.replay()
         found = list(slot.gradients)
-        # Somebody may hold it, or send it, when the next micro batch overwrites it here.
+        # Cloned: the next micro batch overwrites it while it may still be used or sent.
         of_inputs = [None if g is None else g.clone() for g in found[: ctx.num_inputs]]
         of_parameters = [
-            # A hook adds it to the main gradient at once.
+            # Not cloned: a hook adds it to the main gradient at once.
             g.detach() if g is None or has_main_grad(parameter) else g.clone()
             for g, parameter in zip(found[ctx.num_inputs :], ctx.parameters, strict=True)
         ]  # fmt: skip
@@ -155,11 +157,11 @@ def _copy(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 class CapturedLayer:
-    """Calls a layer by graphs where they compute the same, and as it is elsewhere.
+    """Calls a layer by graphs if they compute the same, otherwise eagerly.
 
     Args:
-        num_warm_ups: passes before each capture; at least one is made, because libraries choose
-            kernels and allocate in it.
+        num_warm_ups: passes before each capture, at least one, in which libraries choose kernels
+            and allocate memory.
     """
 
     def __init__(self, layer: nn.Module, num_warm_ups: int) -> None:
@@ -173,7 +175,7 @@ class CapturedLayer:
                 part.spec = replace(part.spec, fuses_main_grad=False)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Return what the layer returns: (hidden states, context)."""
+        """Return the outputs of the layer, (hidden states, context)."""
         leaves, spec = tree_flatten((arguments, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not self._is_capturable(leaves):
@@ -204,15 +206,15 @@ class CapturedLayer:
             device.records_graphs()
             and self._layer.training
             and torch.is_grad_enabled()
-            and step.overlap is None
-            and step.cp_group is None  # which changes from one micro batch to the next
+            and step.yield_to_peer is None
+            and step.cp_group is None  # this group may differ for the next micro batch
             and not (step.is_checkpointed or step.is_recomputing or step.defers_wgrads)
             and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
             and not any(
                 part._forward_hooks or part._backward_hooks or part._forward_pre_hooks_with_kwargs
                 for part in self._modules
             )
-            # Those of this package wait for weights, and read no inputs.
+            # Hooks of this package wait for weights, and do not read inputs.
             and all(
                 hook.__module__.startswith(_OWN)
                 for part in self._modules
@@ -221,10 +223,10 @@ class CapturedLayer:
         )
 
     def _wait_for_weights(self) -> None:
-        """Call the hooks that wait for gathered parameters, which a replay would leave out.
+        """Call the hooks that wait for gathered parameters, which a replay does not call.
 
         Raises:
-            ScheduleError: a weight is no longer where it was when it was captured.
+            ScheduleError: the address of a weight has changed since the capture.
         """
         for part in self._modules:
             for hook in part._forward_pre_hooks.values():
@@ -232,8 +234,8 @@ class CapturedLayer:
         addresses = [p.data_ptr() for p in self._layer.parameters()]
         if self._addresses and addresses != self._addresses:
             raise ScheduleError(
-                f"the weights of {type(self._layer).__name__} have other memory than before.",
-                rule="a captured layer reads its weights where they were at the capture",
+                f"the weights of {type(self._layer).__name__} have moved in memory.",
+                rule="a captured layer reads its weights at the addresses of the capture",
                 flags=["--cuda-graph-impl"],
                 fix="write weights in place, or drop --cuda-graph-impl",
             )

@@ -2,7 +2,7 @@
 
 A. Vaswani et al., "Attention Is All You Need", section 3.2.3, arXiv 1706.03762.
 
-Legend: s sequence of the queries, c that of the keys, b micro-batch, h hidden, n query heads, g
+Legend: s length of the queries, c length of the keys, b micro-batch, h hidden, n query heads, g
 key/value groups, d head dim.
 """
 

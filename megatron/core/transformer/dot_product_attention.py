@@ -1,6 +1,6 @@
 """Core attention of the local backend: softmax(q k^T * scale + mask) v.
 
-The kernel is chosen for each call from `kernels.attention.ATTENTION`, by what the call needs.
+The kernel is chosen for each call from `kernels.attention.ATTENTION`.
 
 Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; heads are this rank's.
 """
@@ -37,7 +37,7 @@ CAUSAL_TYPES = (
 
 
 PADDING_SCORE = 1e4
-"""How far below zero the scores of padding are, before they are scaled; fp16 reaches 65504."""
+"""Scores of padding are minus this number before scaling; the largest fp16 number is 65504."""
 
 
 class DotProductAttention(MegatronModule):
@@ -48,10 +48,10 @@ class DotProductAttention(MegatronModule):
     Communicates only under context parallelism, on `cp` or its levels `hcp`.
 
     Args:
-        cp_comm_type: how ranks that share a sequence see each other's keys; None is "p2p".
+        cp_comm_type: how context-parallel ranks exchange keys and values; default "p2p".
         layer_number: 1-based, global; used by `apply_query_key_layer_scaling`.
         attn_mask_type: default mask of `forward`.
-        attention_type: "self" or "cross"; makes no difference here.
+        attention_type: "self" or "cross"; accepted for compatibility.
         attention_dropout: overrides `config.attention_dropout`.
         softmax_scale: overrides `config.softmax_scale`.
     """
@@ -82,7 +82,7 @@ class DotProductAttention(MegatronModule):
         self.backend = asked_backend(config)
         self.softmax_offset = self._new_sink()
         self.max_logits: Tensor | None = None
-        """fp32 [n/tp]: the largest score of each head since someone took them and set None."""
+        """fp32 [n/tp]: the largest score of each head since the reader reset this to None."""
         assert config.kv_channels
         self.softmax_scale = config.attention_scale(config.kv_channels) if scale is None else scale
 
@@ -102,10 +102,10 @@ class DotProductAttention(MegatronModule):
             query: [sq, b, n, d]; under context parallelism this rank's zigzag part, like the keys.
             key, value: [sk, b, g, d]; query head i uses group i // (n/g).
             attention_mask: bool, True where a key is hidden, broadcastable to [b, n, sq, sk];
-                added to what `attn_mask_type` hides. None where the type says everything.
+                combined with the mask of `attn_mask_type`.
             attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
-            packed_seq_params: which document each position of the whole sequence belongs to; a
-                query sees its own.
+            packed_seq_params: the document of each position of the whole sequence; a query attends
+                to its own document.
         Returns:
             [sq, b, n*d].
         """
@@ -136,17 +136,17 @@ class DotProductAttention(MegatronModule):
         self,
         query: Tensor,
         cached: Sequence[Tensor],
-        beside: Sequence[Tensor],
+        extra: Sequence[Tensor],
         *,
         hidden: Tensor | None,
     ) -> Tensor:
-        """Attend with new tokens to what a cache holds.
+        """Attend with new tokens to the keys of a cache.
 
         Args:
             query: [s, b, n, d].
-            cached: keys [b, g, k, d] and values [b, g, k, e], and what else the cache keeps.
-            beside: what is projected beside query, key and value.
-            hidden: [b, 1, s, 1, k], True where a key is hidden; None if none is.
+            cached: keys [b, g, k, d], values [b, g, k, e] and extra entries of the cache.
+            extra: inputs of the core in addition to query, key and value.
+            hidden: [b, 1, s, 1, k], True where a key is hidden; None hides no key.
         Returns:
             [s, b, n*e].
         """
@@ -163,7 +163,7 @@ class DotProductAttention(MegatronModule):
 
     @property
     def context_groups(self) -> ContextParallelGroups:
-        """The ranks that share the sequences of the micro batch that is computed."""
+        """The ranks that share the sequences of the running micro batch."""
         groups = self.pg_collection
         cp = groups.microbatch_cp
         return ContextParallelGroups(cp, groups.hcp if cp is groups.cp else ())
@@ -197,7 +197,7 @@ class DotProductAttention(MegatronModule):
         )
 
     def _recorded_max_logits(self, query: Tensor) -> Tensor | None:
-        """Return where the largest scores [n/tp] of the running step are kept; None outside it."""
+        """Return the buffer of the largest scores [n/tp] of the step; None in evaluation."""
         if not self.training:
             return None
         if self.max_logits is None:
@@ -207,9 +207,10 @@ class DotProductAttention(MegatronModule):
         return self.max_logits
 
     def _new_sink(self) -> Tensor | None:
-        """Return the scores [n/tp] of a key that every query sees and nothing comes from, or None.
+        """Return the scores [n/tp] of the attention sink, a key without a value, or None.
 
-        Learned ones are drawn like weights; each tensor-parallel rank owns those of its heads.
+        Learned scores are drawn like weights; each tensor-parallel rank owns the scores of its
+        heads.
         """
         config, tp = self.config, self.pg_collection.tp
         if config.softmax_type == "vanilla":
@@ -230,24 +231,24 @@ class DotProductAttention(MegatronModule):
         return sink
 
     def window(self, mask_type: AttnMaskType) -> tuple[int, int]:
-        """Return how many keys to its left and right a query may see; -1 is unlimited."""
+        """Return how many keys to its left and right a query attends to; -1 is unlimited."""
         left, right = self.config.window_of(self.layer_number) or (-1, -1)
         return left, (0 if mask_type in CAUSAL_TYPES else right)
 
 
 def asked_backend(config: TransformerConfig) -> str:
-    """Return which kernels are asked for: a value of `--attention-backend`."""
-    # Layer scaling is of use where scores are held in the activations' dtype.
+    """Return the requested attention backend: a value of `--attention-backend`."""
+    # Layer scaling is useful only for kernels that hold scores in the activations' dtype.
     return "unfused" if config.apply_query_key_layer_scaling else config.attention_backend.name
 
 
 def without_padding(
     query: Tensor, key: Tensor, packed: PackedSeqParams | None
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys [s/cp, b, n, d] whose largest score is one of tokens.
+    """Return queries and keys [s/cp, b, n, d] whose largest score belongs to tokens, not padding.
 
-    Padding is a document of its own: its queries and keys, which nothing reads, get scores below
-    all others.
+    Padding is a separate document whose outputs are not used: its queries and keys are overwritten,
+    so that their scores are below all others.
     """
     if not isinstance(packed, Documents) or packed.padding_mask is None:
         return query, key

@@ -6,7 +6,7 @@ import enum
 
 
 class LayerType(enum.Enum):
-    """What one position of the layer stack is."""
+    """Kind of one position of the layer stack."""
 
     embedding = 1
     loss = 2
@@ -16,14 +16,14 @@ class LayerType(enum.Enum):
 
 
 class AttnType(enum.Enum):
-    """Where keys and values come from."""
+    """Whether keys and values belong to the queries' own sequence."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class AttnMaskType(enum.Enum):
-    """Which positions a query may see."""
+    """Which positions a query attends to."""
 
     padding = 1
     causal = 2

@@ -1,4 +1,4 @@
-"""Parts that do nothing, for places of a layer that a model leaves empty."""
+"""Modules that return their input, for parts that a layer does not have."""
 
 from __future__ import annotations
 

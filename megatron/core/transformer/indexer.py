@@ -1,10 +1,10 @@
-"""The indexer of sparse attention: cheap queries, one key and weights, by which keys are scored.
+"""The indexer of sparse attention: it scores keys by cheap queries, one key head and weights.
 
 (The "lightning indexer" of DeepSeek-V3.2; the paper is named in `kernels.sparse_attention`.)
 
-Every tensor-parallel rank holds it whole. Under sequence parallelism a rank projects its own rows,
-and the results are gathered; without it all ranks compute the same. What it reads carries no
-gradient back into the model.
+It is replicated over tensor-parallel ranks. Under sequence parallelism a rank projects its own
+tokens, and the results are gathered; without it all ranks compute the same. No gradient flows
+from its inputs back into the model.
 
 Legend: s sequence, b micro batch, h hidden, c width of the queries' latent, j heads, i width of a
 head, r channels that rotate.
@@ -40,7 +40,7 @@ class IndexerSubmodules:
 class Indexer(MegatronModule):
     """Projections to the queries, the key and the weights that score keys.
 
-    Without a loss it has nothing to learn from, and its parameters are frozen.
+    Without an indexer loss its parameters are frozen.
     """
 
     pg_collection: ProcessGroupCollection
@@ -100,8 +100,8 @@ class Indexer(MegatronModule):
         Returns:
             queries [s, b, j, i], weights [s, b, j] with all factors of the scores, key [s, b, i].
         Communication:
-            under sequence parallelism three all-gathers over `tp`; backward keeps the own rows,
-            for what follows is the same on all ranks.
+            under sequence parallelism three all-gathers over `tp`; backward keeps the gradient of
+            the rank's own tokens, because the computation after the gather is replicated.
         """
         config = self.config
         hidden_states, query_latent = hidden_states.detach(), query_latent.detach()

@@ -13,11 +13,11 @@ from megatron.core.transport import torch_collectives
 
 
 class IndexerLoss:
-    """What one layer's indexer lost: in the running step on this rank, then in the whole last step.
+    """The loss of one layer's indexer: of the running step on this rank, and of the last step.
 
     Attributes:
         layer_number: 1-based, in the whole model.
-        step_loss: [], the mean over the queries of the last step, of all ranks; None before.
+        step_loss: [], the mean over the queries of the last step on all ranks; None before it.
     """
 
     def __init__(self, layer_number: int) -> None:
@@ -33,7 +33,7 @@ class IndexerLoss:
         self._count += 1
 
     def packed(self, device: torch.device) -> Tensor:
-        """Return sum and number of the running step's parts, fp64 [2], and forget them."""
+        """Return sum and number of the parts of the running step, fp64 [2], and reset them."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self._sum is not None:
             total = self._sum
@@ -43,14 +43,14 @@ class IndexerLoss:
 
 
 class IndexedAttention(nn.Module):
-    """What the end of a step asks of an attention with an indexer."""
+    """Base of attentions with an indexer; `finish_indexer_step` finds them by this class."""
 
     indexer_loss: IndexerLoss | None
-    """None: it does not learn."""
+    """None if the indexer is not trained."""
 
 
 def indexer_losses(model: Sequence[nn.Module]) -> Iterator[IndexerLoss]:
-    """Yield what the indexers of model chunks lost, in order."""
+    """Yield the losses of the indexers of model chunks, in order."""
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, IndexedAttention) and module.indexer_loss is not None:
@@ -58,9 +58,9 @@ def indexer_losses(model: Sequence[nn.Module]) -> Iterator[IndexerLoss]:
 
 
 def finish_indexer_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Average what the indexers of this stage lost over all micro batches of the step.
+    """Average the losses of the indexers of this stage over all micro batches of the step.
 
-    Communication: one all-reduce over dp x cp, where the stage has indexers that learn.
+    Communication: one all-reduce over dp x cp, if the stage has trained indexers.
     """
     losses = list(indexer_losses(model))
     if not losses:
@@ -69,5 +69,5 @@ def finish_indexer_step(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     packed = torch.stack([loss.packed(where) for loss in losses])
     torch_collectives.all_reduce(packed, groups.dp_cp)
     for loss, (total, count) in zip(losses, packed, strict=True):
-        # The ranks of a context-parallel group count a micro batch each, and have parts of it.
+        # Each rank of a context-parallel group counts the micro batch, but sums a part of its loss.
         loss.step_loss = total * groups.cp.size() / count.clamp(min=1)

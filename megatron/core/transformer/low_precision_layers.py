@@ -21,7 +21,6 @@ from megatron.core.low_precision.recipes import Recipe, fp4_recipe, fp8_recipe
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,27 +56,36 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
         ConfigError: the layer has no linear layer that supports low precision.
     """
     config = getattr(layer, "config", None)
-    recipe = recipe_of(config) if isinstance(config, TransformerConfig) else None
+    if not isinstance(config, TransformerConfig):
+        return
+    recipe = recipe_of(config)
     if recipe is None:
         return
-    assert isinstance(config, TransformerConfig)
+    uses_largest = config.fp8_amax_compute_algo == "max"
     acts = multiplies_in_low_precision(config, layer_number)
     found = [part for part in layer.modules() if isinstance(part, (*_ONE, GroupedLinear))]
     if not found:
         raise ConfigError(
             f"{recipe.name} in a transformer layer of {type(layer).__name__} without linear layers"
             " of this package.",
-            rule="the local linear layers alone multiply in low precision",
+            rule="only the local linear layers multiply in low precision",
             flags=["--fp8-format", "--fp4-format", "--transformer-impl"],
             fix="use --transformer-impl local",
         )
     for part in found:
         # Layers that keep the dtype of the model have a history too: checkpoints stack all layers.
-        names = _history_names(part) if recipe.uses_history else []
-        histories = [_new_history(part, name, config) for name in names]
+        weights = _weights(part)
+        names = [_HISTORY]
+        if isinstance(part, GroupedLinear):
+            names = [f"{_HISTORY}{index}" for index in range(len(weights))]
+        histories = []
+        for name in names if recipe.uses_history else []:
+            histories.append(
+                AmaxHistory(part, name, config.fp8_amax_history_len, uses_largest=uses_largest)
+            )
+            set_param_meta(part.get_buffer(name), ParamMeta(is_expert=part.is_expert))
         if not acts:
             continue
-        weights = _weights(part)
         quantized = [
             QuantizedLinear(
                 recipe=recipe,
@@ -95,20 +103,6 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
             part.quantized = quantized
         else:
             part.spec = replace(part.spec, quantized=quantized[0])
-
-
-def _history_names(part: ParallelLayer) -> list[str]:
-    if isinstance(part, GroupedLinear):
-        return [f"{_HISTORY}{index}" for index in range(part.num_gemms)]
-    return [_HISTORY]
-
-
-def _new_history(part: ParallelLayer, name: str, config: TransformerConfig) -> AmaxHistory:
-    history = AmaxHistory(
-        part, name, config.fp8_amax_history_len, uses_largest=config.fp8_amax_compute_algo == "max"
-    )
-    set_param_meta(part.get_buffer(name), ParamMeta(is_expert=part.is_expert))
-    return history
 
 
 def _weights(part: _Linear) -> list[nn.Parameter]:
@@ -140,13 +134,6 @@ def weights_of_one_scale(model: nn.Module) -> dict[nn.Parameter, QuantizedLinear
     }
 
 
-def _histories(model: Sequence[nn.Module]) -> Iterator[tuple[bool, AmaxHistory]]:
-    for part, owned in _low_precision_layers(model):
-        for quantized in owned:
-            if quantized.history is not None:
-                yield part.is_expert, quantized.history
-
-
 def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Enter the amaxes of this step into the histories of all model chunks of this rank.
 
@@ -154,7 +141,12 @@ def finish_low_precision_step(model: Sequence[nn.Module], groups: ProcessGroupCo
         with delayed scaling only: one all-reduce (maximum) over the ranks of the pipeline stage
         (tp x cp x dp), and for experts over the ranks that share the expert.
     """
-    found = list(_histories(model))
+    found = [
+        (part.is_expert, quantized.history)
+        for part, owned in _low_precision_layers(model)
+        for quantized in owned
+        if quantized.history is not None
+    ]
     reduced_over = {False: [groups.tp_dp_cp], True: [groups.expt_tp, groups.expt_dp]}
     for is_expert, reducing in reduced_over.items():
         histories = [history for expert, history in found if expert == is_expert]

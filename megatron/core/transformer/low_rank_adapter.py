@@ -1,23 +1,23 @@
-"""Low-rank adapters on parallel linear layers: the layer is frozen, a product of rank r is learned.
+"""Low-rank adapters on parallel linear layers: the layer is frozen, a product of rank r is trained.
 
 E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1, arXiv 2106.09685:
 y = W x + (alpha / r) B A dropout(x), with A drawn at random and B zero, so training begins at the
 frozen model.
 
-With `use_dora` a vector m of magnitudes is learned, too (S. Liu et al., "DoRA: Weight-Decomposed
+With `use_dora` a vector m of magnitudes is trained, too (S. Liu et al., "DoRA: Weight-Decomposed
 Low-Rank Adaptation", arXiv 2402.09353), for W' = W + (alpha / r) B A:
 y = m / |W'| * (W x + (alpha / r) B A dropout(x)), where |W'| are the norms of the rows of W', one
-for each output, and no gradient goes through them (section 4.3). m begins with those of W.
+for each output. No gradient flows through the norms (section 4.3). m is initialised to |W|.
 
-Tensor parallelism follows the layer's own. Of a column-parallel layer A is replicated and B has
-the rows of W; of a row-parallel one A has the columns of W and B is replicated; of a replicated
-layer, as latent attention has, both are. What is communicated is r wide: the projection of the
-sequence shards is gathered, partial projections are summed. Each routed expert has a pair A and B
-of its own; its token dispatcher communicates, so the adapter does not. Names, initial values and
-dropout do not depend on the layout.
+The adapter is split like its layer. Column-parallel: A is replicated and B is split like the rows
+of W. Row-parallel: A is split like the columns of W and B is replicated. Replicated (in latent
+attention): both are replicated. Communication is r wide: the projection of the sequence shards is
+gathered, partial projections are summed. Each routed expert has its own A and B; its token
+dispatcher communicates, so the adapter does not. Names, initial values and dropout do not depend on
+the layout.
 
-Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank; n rows of
-tokens, ordered by expert.
+Legend: s sequence, b micro batch, i and o inputs and outputs of the layer, r rank; n tokens,
+ordered by expert.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.parameters.keyed_draws import keyed_dropout, keyed_keep_mask
 from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_param_meta
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -57,11 +58,10 @@ TARGETS = (
     "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2",
     "in_proj", "out_proj",
 )  # fmt: skip
-"""Layers that have an adapter unless others are named; a model has either linear_qkv or those of
-latent attention, and in_proj and out_proj are those of mixers with a state. An MLP is a dense one
-or that of the shared experts."""
+"""Layers that get an adapter by default, if the model has them: of attention, latent attention,
+dense MLPs and shared experts, and in_proj and out_proj of recurrent mixers."""
 EXPERT_TARGETS = ("experts.linear_fc1", "experts.linear_fc2")
-"""Layers of routed experts, which have one where they are named."""
+"""Layers of routed experts, which get an adapter only if they are named."""
 ATTRIBUTE = "adapter"
 """Name of an adapter in its layer; parameters are `<layer>.adapter.down`, `.up` and, of DoRA,
 `.magnitude`, numbered by expert (`.down0`) where the products of experts are grouped."""
@@ -77,7 +77,7 @@ class WeightSplit(Enum):
 
 
 class UniformInit:
-    """Fill with U(-bound, bound). Elementwise, so any block of rows can be drawn alone."""
+    """Fill with U(-bound, bound). Elementwise, so any block of rows can be drawn by itself."""
 
     is_elementwise = True
 
@@ -90,22 +90,22 @@ class UniformInit:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Settings of the adapters of a run, which its checkpoints name, too."""
+    """Settings of the adapters of a run, which its checkpoints also store."""
 
     lora_rank: int | None = None
-    """Train adapters of this rank beside the layers of a frozen model, which --load-hf or
-    --pretrained-checkpoint gives. Checkpoints hold the adapters alone."""
+    """Train adapters of this rank on the layers of a frozen model, which --load-hf or
+    --pretrained-checkpoint loads. Checkpoints contain the adapters only."""
     lora_alpha: float | None = flag(None, part_of="lora_rank")
-    """Their product is scaled by lora-alpha / lora-rank. Default lora-rank."""
+    """The product is scaled by lora-alpha / lora-rank. Default lora-rank."""
     lora_dropout: float = flag(0.0, part_of="lora_rank", per_micro_batch=DRAWN_BY_PLACE)
     """Dropout of an adapter's input."""
     lora_target_modules: list[str] = flag(
         list(TARGETS), nargs="+", choices=(*TARGETS, *EXPERT_TARGETS), part_of="lora_rank"
     )
-    """Layers that get one; the default means those that the model has. Routed experts get one each
-    where experts.linear_fc1 or experts.linear_fc2 is named."""
+    """Layers that get an adapter; of the default, the layers that the model has. Routed experts get
+    one each if experts.linear_fc1 or experts.linear_fc2 is named."""
     use_dora: bool = flag(False, part_of="lora_rank")
-    """Learn the norm of each row of the adapted weights beside them (DoRA, arXiv 2402.09353)."""
+    """Also train the norm of each row of the adapted weights (DoRA, arXiv 2402.09353)."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -134,13 +134,13 @@ class AdapterSettings:
 
 
 class LowRankAdapter(nn.Module):
-    """The learned product beside one parallel linear layer.
+    """The trained product of one parallel linear layer.
 
     Attributes:
-        down: A, [r, i] ([r, i/tp] beside a row-parallel layer).
-        up: B, [o/tp, r] ([o, r] beside a row-parallel or replicated layer).
-        magnitude: of DoRA m, [o/tp] or [o] like the rows of B; else None. It is zero until
-            `set_magnitudes` has seen the frozen weights.
+        down: A, [r, i] ([r, i/tp] for a row-parallel layer).
+        up: B, [o/tp, r] ([o, r] for a row-parallel or replicated layer).
+        magnitude: with DoRA m, [o/tp] or [o] like the rows of B; else None. It is zero until
+            `set_magnitudes` reads the frozen weights.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class LowRankAdapter(nn.Module):
             self.input_size, self.sequence_parallel = layer.input_size, layer.sequence_parallel
         self.down = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_zeros(weight.shape[0], settings.rank))
-        # A replicated factor sees this rank's part of the sequence, under sequence parallelism, and
-        # inside an expert this rank's part of the product.
+        # The gradient of a replicated factor is a partial sum: over this rank's tokens under
+        # sequence parallelism, and over this rank's part of the product inside an expert.
         is_partial = self.tp.size() > 1 if self.is_expert else self.sequence_parallel
         down, up = _factor_metas(get_param_meta(weight), self.input_size, is_partial=is_partial)
         set_param_meta(self.down, down)
@@ -181,9 +181,8 @@ class LowRankAdapter(nn.Module):
         Args:
             x: the layer's input.
         Communication:
-            of [s, b, r]: an all-gather of rows or a copy (column), a reduce-scatter or an
-            all-reduce (row), none (replicated, or in a routed expert); in backward their
-            conjugates.
+            of [s, b, r]: an all-gather or a copy (column), a reduce-scatter or an all-reduce (row),
+            none (replicated, or in a routed expert); in backward their conjugates.
         """
         narrow = F.linear(self._dropped(x), self.down) * self.settings.scale
         if self.split is WeightSplit.REPLICATED or self.is_expert:
@@ -207,9 +206,9 @@ class LowRankAdapter(nn.Module):
 
         Args:
             x: the layer's input; out: its output.
-            weight: its weight [o/tp, i], or [o, i/tp]; bias: what `out` has of a bias already.
+            weight: its weight [o/tp, i], or [o, i/tp]; bias: the bias that `out` includes, if any.
         Communication:
-            that of `forward`; with magnitudes an all-reduce of [o] beside a row-parallel layer.
+            as in `forward`; with magnitudes an all-reduce of [o] for a row-parallel layer.
         """
         added = self(x)
         if self.magnitude is None:
@@ -224,9 +223,9 @@ class LowRankAdapter(nn.Module):
     ) -> Tensor:
         """Return the norm of each row of W, or of W + (alpha / r) B A: [o/tp], or [o].
 
-        Communication: an all-reduce of [o] beside a row-parallel layer.
+        Communication: an all-reduce of [o] for a row-parallel layer.
         """
-        # Accumulated in fp32: bf16 squares lose the small ones of a long row.
+        # Accumulated in fp32: a bf16 sum loses the small squares of a long row.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         rows = weight.to(dtype)
         if up is not None and down is not None:
@@ -237,7 +236,7 @@ class LowRankAdapter(nn.Module):
         return squares.sqrt().to(weight.dtype)
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """Drop inputs; a place of its own for the draws leaves those of the model as they are."""
+        """Apply dropout, in a scope of its own: the model's draws do not change."""
         probability = self.settings.dropout
         if not (self.training and probability):
             return x
@@ -245,39 +244,37 @@ class LowRankAdapter(nn.Module):
         with state.in_scope(*state.scope.path, ATTRIBUTE, self.name, rows=self._rows(x.shape[0])):
             if self.split is not WeightSplit.ROW:
                 return keyed_dropout(x, probability)
-            # The inputs of all ranks are drawn, of which these are some columns.
+            # The mask of all ranks' columns is drawn; this rank uses its own columns.
             full = x.new_empty(1).expand(*x.shape[:-1], self.input_size)
             begin = self.tp.rank() * x.shape[-1]
             mask = keyed_keep_mask(full, 1.0 - probability)[..., begin : begin + x.shape[-1]]
             return x * mask.div_(1.0 - probability)
 
-    def _rows(self, num_rows: int) -> SequenceShard:
-        """Return which positions the input holds."""
+    def _rows(self, num_tokens: int) -> SequenceShard:
+        """Return the positions of the input's tokens."""
         holds_shard = self.split is not WeightSplit.ROW and self.sequence_parallel
-        run = rng_state().scope.run
-        if run is None:
+        cp, token_range = self.groups.microbatch_cp, rng_state().scope.token_range
+        if token_range is None:
             sp = self.tp if holds_shard else SINGLE_RANK
-            return sequence_shard_of_rank(num_rows, cp=self.groups.microbatch_cp, sp=sp)
-        first, last, num_rows = run
+            return sequence_shard_of_rank(num_tokens, cp=cp, sp=sp)
+        first, last, num_tokens = token_range
         if not self.sequence_parallel:
-            return sequence_shard_of_rank(
-                num_rows, cp=self.groups.microbatch_cp, sp=SINGLE_RANK
-            ).run(first, last)
-        # Where a run is gathered it is the same run of every rank's shard.
+            return sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK).run(first, last)
+        # A gathered input holds the same range of every rank's shard.
         size = self.tp.size()
-        full = sequence_shard_of_rank(num_rows * size, cp=self.groups.microbatch_cp, sp=SINGLE_RANK)
+        full = sequence_shard_of_rank(num_tokens * size, cp=cp, sp=SINGLE_RANK)
         shards = [self.tp.rank()] if holds_shard else range(size)
         runs = [full.shard(rank, size).run(first, last) for rank in shards]
         return SequenceShard(tuple(pair for part in runs for pair in part.ranges), full.total)
 
 
 class GroupedLowRankAdapter(nn.Module):
-    """The learned products beside the grouped linear maps of routed experts: two grouped products.
+    """The trained products of the grouped linear maps of routed experts, in two grouped products.
 
     Attributes:
-        down0, down1, ...: A of each local expert, [r, i] ([r, i/tp] where the inputs are split over
+        down0, down1, ...: A of each local expert, [r, i] ([r, i/tp] if the inputs are split over
             the expert-tensor-parallel ranks).
-        up0, up1, ...: B, [o/tp, r] ([o, r] where the inputs are split).
+        up0, up1, ...: B, [o/tp, r] ([o, r] if the inputs are split).
     """
 
     def __init__(self, layer: GroupedLinear, settings: AdapterSettings) -> None:
@@ -300,7 +297,7 @@ class GroupedLowRankAdapter(nn.Module):
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
         """Return (alpha / r) B A x of each expert's rows: [n, i] -> [n, o].
 
-        No communication: of split factors each rank has a part of the sum, as of the layer.
+        No communication: with split factors each rank has a part of the sum, as in the layer.
         """
         down, up = (
             [self.get_parameter(f"{kind}{index}") for index in range(self.num_gemms)]
@@ -314,10 +311,10 @@ class GroupedLowRankAdapter(nn.Module):
 def _factor_metas(
     weight: ParamMeta, input_size: int, *, is_partial: bool
 ) -> tuple[ParamMeta, ParamMeta]:
-    """Return the metadata of A and of B beside a weight.
+    """Return the metadata of A and of B for a weight.
 
     Args:
-        is_partial: the gradient of a factor that is not split is a part of the sum on each rank.
+        is_partial: the gradient of a replicated factor is a partial sum on each rank.
     """
     # Drawn as torch draws a linear layer's weight: U(-1/sqrt(i), 1/sqrt(i)).
     draw = UniformInit(1.0 / math.sqrt(input_size))
@@ -335,7 +332,7 @@ def _factor_metas(
 
 
 def magnitude_adapters(model: nn.Module) -> Iterable[tuple[Any, LowRankAdapter]]:
-    """Yield (layer, its adapter) where magnitudes are learned."""
+    """Yield (layer, its adapter) of layers with trained magnitudes."""
     for layer in model.modules():
         adapter = getattr(layer, ATTRIBUTE, None)
         if isinstance(adapter, LowRankAdapter) and adapter.magnitude is not None:
@@ -350,5 +347,5 @@ def adapter_parameters(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return whether a parameter's name is that of an adapter's."""
+    """Return whether a name belongs to a parameter of an adapter."""
     return _PARAMETER.fullmatch(name) is not None

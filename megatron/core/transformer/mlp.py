@@ -41,9 +41,9 @@ class MLP(MegatronModule):
     """Two linear layers around an activation, split over the tensor-parallel ranks.
 
     Args:
-        input_size: width of the input, of an expert also of the output (experts may work in a
-            latent width); None means hidden_size.
-        ffn_hidden_size: width between; None means the config's.
+        input_size: width of the input, and of the output of an expert (experts may have a latent
+            width); default hidden_size.
+        ffn_hidden_size: width between the two layers; default the config's.
     """
 
     pg_collection: ProcessGroupCollection
@@ -76,7 +76,7 @@ class MLP(MegatronModule):
             init_method=config.init_method,
             gather_output=False,
             bias=config.add_bias_linear,
-            # The product adds its bias while it writes its output; a later pass would cost more.
+            # The product adds its bias while it writes the output; a separate pass costs more.
             skip_bias_add=False,
             is_expert=is_expert,
             tp_comm_buffer_name="fc1",
@@ -111,7 +111,7 @@ class MLP(MegatronModule):
 
         Args:
             per_token_scale: [s, b], factor on each token's activation (a router's probability).
-            kwargs: `padding_mask`, which layers of experts want, changes nothing here.
+            kwargs: `padding_mask`, an argument of layers of experts, is ignored.
         Returns:
             (output of the input's shape, bias of fc2 [h] that is still to be added, or None).
         """
@@ -137,7 +137,7 @@ class MLP(MegatronModule):
         return gated(x, self.activation_func, self.config, bias=bias, weights=scale)
 
     def fc1_and_act(self, hidden_states: Tensor) -> Tensor:
-        """Compute what fc2 multiplies: [s, b, f/tp]."""
+        """Compute the input of fc2, [s, b, f/tp]."""
         with offloading(self.is_expert and self.config.offloads("expert_fc1"), self.linear_fc1):
             # A spec's layer may return its bias.
             intermediate, bias = self.linear_fc1(hidden_states)
@@ -145,7 +145,7 @@ class MLP(MegatronModule):
             return self.activate(intermediate, bias)
 
     def activate(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]."""
+        """Apply bias, activation and gate: [s, b, f or 2f] -> [s, b, f]. Models may override it."""
         return gated(x, self.activation_func, self.config, bias=bias)
 
 
@@ -157,11 +157,11 @@ def gated(
     bias: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Apply activation and, where the config says so, gate: [..., f or 2f] -> [..., f].
+    """Apply the activation, with a gate if `config.gated_linear_unit`: [..., f or 2f] -> [..., f].
 
     Args:
         bias: [f or 2f], added first.
-        weights: [...], multiplied with the rows of the result, which keeps its dtype.
+        weights: [...], factor on each vector of the result, which keeps its dtype.
     """
     if not config.gated_linear_unit:
         out = activation_func(x if bias is None else x + bias)

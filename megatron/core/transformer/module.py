@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def in_compute_dtype(x: Tensor, config: TransformerConfig) -> Tensor:
-    """Return a norm's output [s, b, h] in the dtype of what computes with it.
+    """Return a norm's output [s, b, h] in the dtype of the layer that reads it.
 
-    With an fp32 residual stream norms see fp32, and give it; weights keep `params_dtype`.
+    With an fp32 residual stream norms read and return fp32; weights keep `params_dtype`.
     """
     return x.to(config.params_dtype) if config.fp32_residual_connection else x
 
@@ -26,7 +26,7 @@ def in_compute_dtype(x: Tensor, config: TransformerConfig) -> Tensor:
 class MegatronModule(nn.Module):
     """A torch module with a config, that can declare its state for a sharded checkpoint.
 
-    Subclasses that know their process groups set `pg_collection`.
+    Subclasses with explicit process groups set `pg_collection`.
     """
 
     pg_collection: ProcessGroupCollection | None = None
@@ -44,9 +44,9 @@ class MegatronModule(nn.Module):
         """Declare the state of this module and its children.
 
         Args:
-            prefix: of the keys, in the returned dict and in the checkpoint.
+            prefix: prefix of the keys, in the returned dict and in the checkpoint.
             sharded_offsets: (axis, rank, fragments) of leading axes that the tensors lack.
-            metadata: choices of the checkpoint format, handed down.
+            metadata: choices of the checkpoint format, passed to children.
         """
         return sharded_state_dict_default(self, prefix, sharded_offsets, metadata)
 
@@ -56,7 +56,7 @@ class MegatronModule(nn.Module):
 
 
 class GraphableMegatronModule(MegatronModule):
-    """Base of modules that a backend may capture as a graph; here the same as its parent."""
+    """Megatron's base of modules that are captured as graphs; equal to its parent here."""
 
 
 def _map_floats(value: Any, change: Any) -> Any:
@@ -76,7 +76,7 @@ def _map_floats(value: Any, change: Any) -> Any:
 class Float16Module(MegatronModule):
     """Run a model in fp16 or bf16: weights converted once, inputs at the first stage.
 
-    Outputs of the last stage are given in fp32, so that losses are summed in fp32.
+    Outputs of the last stage are converted to fp32, so that losses are summed in fp32.
     """
 
     module: Any
@@ -85,7 +85,7 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         if not (config.fp16 or config.bf16):
             raise ConfigError(
-                "Float16Module was given a config without fp16 and bf16.",
+                "Float16Module with a config without fp16 and bf16.",
                 rule="it casts a model to the half precision of its config",
                 flags=["--bf16", "--fp16"],
                 fix="set one of them, or leave the model unwrapped",
@@ -97,7 +97,7 @@ class Float16Module(MegatronModule):
         self.vp_stage = getattr(module, "vp_stage", None)
 
     def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor] | None) -> None:
-        """Hand the previous stage's output to the wrapped model."""
+        """Pass the previous stage's output to the wrapped model."""
         self.module.set_input_tensor(input_tensor)
 
     def forward(self, *inputs: object, fp32_output: bool = True, **kwargs: object) -> Any:
@@ -114,7 +114,7 @@ class Float16Module(MegatronModule):
         return outputs
 
     def state_dict(self, *args: object, **kwargs: object) -> Any:
-        """Return the wrapped model's state dict: the wrapper leaves no trace in names."""
+        """Return the wrapped model's state dict: the wrapper adds no prefix to names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(

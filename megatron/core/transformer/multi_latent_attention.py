@@ -4,9 +4,10 @@ DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Expert
 sections 2.1.2 and 2.1.3, arXiv 2405.04434. Each head's query and key have a part without
 position, made from the latents, and a rotary part, whose key is the same for all heads.
 
-Tensor parallelism splits heads: the projections up from the latents are column-parallel, those
-down to the latents and their norms are replicated. Under sequence parallelism the latter see this
-rank's rows, so their gradients are summed over the tensor-parallel ranks.
+Tensor parallelism splits heads: the projections up from the latents are column-parallel; the
+projections down to the latents and their norms are replicated. Under sequence parallelism the
+replicated layers process this rank's tokens, so their gradients are summed over the tensor-parallel
+ranks.
 
 Legend: s sequence, b micro batch, h hidden, n heads, d width of the part without position, p of
 the rotary part, e of a value head, c width of a latent.
@@ -108,12 +109,12 @@ class MLASelfAttention(Attention):
 
         Args:
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
-            positions: [s, b] in the sequence; None are those of this rank's rows.
+            positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
-            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and what
-            `beside_query_key_value` gives.
+            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and the tensors of
+            `extra_core_inputs`.
         """
-        rule = "keys and values of self-attention come from the queries' own sequence"
+        rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
         refuse_given("MLASelfAttention", given, rule=rule, fix="leave it out")
         config, p = self.config, self.config.qk_pos_emb_head_dim
@@ -123,25 +124,25 @@ class MLASelfAttention(Attention):
             joined, _ = self.linear_kv_down_proj(hidden_states)
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
-        beside = self.beside_query_key_value(hidden_states, of_query, positions)
+        extra = self.extra_core_inputs(hidden_states, of_query, positions)
         if not (self.recomputes_up_projection and self.training):
-            return *up(of_query, latent, shared_key), *beside
+            return *up(of_query, latent, shared_key), *extra
         self._dropped = CheckpointWithoutOutput()
         query, key, value = self._dropped.checkpoint(up, of_query, latent, shared_key)
-        return query, key, value, *beside
+        return query, key, value, *extra
 
-    def beside_query_key_value(
+    def extra_core_inputs(
         self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return what the core attention reads beside query, key and value.
+        """Return the inputs of the core attention in addition to query, key and value.
 
         Args:
-            of_query: as of `_project_up`.
+            of_query: as in `_project_up`.
         """
         return ()
 
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
-        """Scale heads by gamma [n]; the rotary key belongs to all, so its query takes gamma."""
+        """Scale heads by gamma [n]; all heads share the rotary key, so its query takes gamma."""
         config, by_head = self.config, gamma.unsqueeze(1)
         d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         queries = torch.cat((by_head.pow(alpha).expand(-1, d), by_head.expand(-1, p)), 1)
@@ -151,7 +152,7 @@ class MLASelfAttention(Attention):
         return [(of_query, queries.flatten()), (self.linear_kv_up_proj, keys.flatten())]
 
     def drop_query_key_value(self, attended: Tensor) -> None:
-        """Free what was projected up from the latents, if it is recomputed in backward."""
+        """Free the projections up from the latents, if they are recomputed in backward."""
         if self._dropped is not None:
             self._dropped.discard_output_and_register_recompute(attended)
             self._dropped = None
@@ -162,7 +163,7 @@ class MLASelfAttention(Attention):
         """Return query, key and value from the latents [s, b, c] and the shared key [s, b, p].
 
         Args:
-            of_query: its latent, or without one the query itself before rotation.
+            of_query: the latent of the query; without `q_lora_rank` the query before rotation.
         """
         config, heads = self.config, self.num_attention_heads_per_partition
         d, p, e = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
@@ -187,11 +188,11 @@ class MLASelfAttention(Attention):
         return query, key, self._apart(value)
 
     def _apart(self, value: Tensor) -> Tensor:
-        """Return values that can be freed by themselves, if they are computed again."""
+        """Return values with storage of their own, which can be freed, if they are recomputed."""
         return value.contiguous() if self.recomputes_up_projection else value
 
     def _for_all_heads(self, shared_key: Tensor) -> Tensor:
-        """Give every rank the shared rotary key of all rows; its gradient is summed over heads."""
+        """Return the shared rotary key of all tokens; its gradient is summed over heads."""
         tp = self.pg_collection.tp
         if tp.size() == 1:
             return shared_key
@@ -199,11 +200,11 @@ class MLASelfAttention(Attention):
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
 
-    def positions_of(self, num_rows: int, device: torch.device) -> Tensor:
-        """Return the positions [s/cp, 1] of this rank's rows."""
+    def positions_of(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the positions [s/cp, 1] of this rank's tokens."""
         cp = self.pg_collection.microbatch_cp
-        rows = sequence_shard_of_rank(num_rows, cp=cp, sp=SINGLE_RANK)
-        return rows.positions(device)[:, None]
+        shard = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK)
+        return shard.positions(device)[:, None]
 
     def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""
@@ -226,7 +227,7 @@ def _rotary_settings(config: TransformerConfig) -> tuple[Tensor, float, float]:
         return 1.0 / (base**exponent), 1.0, 1.0
     factor = config.rotary_scaling_factor
     inverse = yarn_of_config(channels, base, config)
-    # DeepSeek's form of YaRN's temperature: the whole head's share is a factor on the scores, and
-    # the rotary part gets what its own strength adds to it.
+    # DeepSeek's form of YaRN's temperature: the factor of `mscale_all_dim` multiplies the scores of
+    # the whole head; the rotary part is multiplied by the ratio of `mscale`'s factor to it.
     full = yarn_attention_factor(factor, config.mscale_all_dim)
     return inverse, yarn_attention_factor(factor, config.mscale) / full, full**2

@@ -3,14 +3,14 @@
 DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, arXiv 2412.19437. Depth k joins the
 hidden state of depth k-1 at a position with the embedding of the token k positions later, passes
 them through a transformer layer, or through several (as Nemotron 3 does), and predicts the token
-after that one, with the model's own embedding and head. The layers of every depth are its own, or
-the same for all (`mtp_use_repeated_layer`).
+after that one, with the model's own embedding and head. Each depth has its own layers, or all
+depths share them (`mtp_use_repeated_layer`).
 
-The losses of the depths enter through backward alone. The loss function gives every target token
-a weight (its mask and its normalisation), which backward sees as a gradient; each depth learns the
-token with this weight. Labels and weights are shifted together, so a masked token is learned by no
-depth, in every layout. Reports have the losses as `mtp_1 loss` and so on: means over the tokens
-that the loss function counts.
+The losses of the depths are added in backward only. The loss function gives every target token a
+weight (its mask and its normalisation), which is the gradient of the token's loss; each depth
+applies this weight to its loss of the token. Labels and weights are shifted together, so no depth
+trains on a masked token, in every layout. Reports show the losses as `mtp_1 loss` and so on: means
+over the tokens that the loss function counts.
 
 Legend: s sequence, b micro batch, h hidden, D number of depths.
 """
@@ -40,8 +40,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """What a depth is made of: a transformer layer, or for each depth the list of its layers, and
-    the class of its norms."""
+    """Parts of a depth: a transformer layer, or for each depth the list of its layers; and the
+    class of the norms."""
 
     transformer_layer: ModuleSpec | type | Any = None
     norm: ModuleSpec | type | Any = None
@@ -65,8 +65,8 @@ class MultiTokenPredictionLayer(MegatronModule):
     """One depth.
 
     Args:
-        specs: of its layers.
-        first: number of the first of them in the whole model.
+        specs: specs of its layers.
+        first: number of the first of these layers in the whole model.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """The layers of all depths, on one stage: that of the head, or an earlier one.
+    """The layers of all depths, on one stage: the stage of the head, or an earlier one.
 
     Args:
-        spec: its submodules, or a spec with them.
+        spec: the submodules, or a spec with them.
     """
 
     def __init__(
@@ -165,22 +165,22 @@ class MultiTokenPredictionBlock(MegatronModule):
         embed: Callable[[Tensor], Tensor],
         **attention: object,
     ) -> Iterator[Tensor]:
-        """Yield the hidden states of one depth after the other, from those of the model.
+        """Yield the hidden states of one depth after the other.
 
         Args:
-            hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism), after the
-                final norm.
+            hidden_states: output of the model's last layer after the final norm, [s/cp, b, h]
+                ([s/cp/tp, b, h] under sequence parallelism).
             labels: [b, s/cp], the next tokens: the input of depth 1.
-            embed: tokens [b, s/cp] to embeddings shaped like the hidden states.
+            embed: maps tokens [b, s/cp] to embeddings shaped like the hidden states.
         Communication:
-            per depth an all-gather of b * s token ids on `cp`, besides that of a layer.
+            per depth an all-gather of b * s token ids on `cp`, and the communication of the layer.
         """
         num_depths = self.config.mtp_num_layers or 0
         for depth in range(1, num_depths + 1):
             cp = self.groups.microbatch_cp
             tokens = shift_left(labels, depth - 1, cp) if depth > 1 else labels
             repeats = len(self.layers) < num_depths
-            with rng_state().in_repetition(depth if repeats else 0):
+            with rng_state().in_pass(depth if repeats else 0):
                 hidden_states = self.layers[0 if repeats else depth - 1](
                     hidden_states, embed(tokens), **attention
                 )
@@ -197,29 +197,29 @@ def with_prediction_losses(
     cp: Group,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> Tensor:
-    """Let the gradient of the loss flow into the predictions of later tokens too.
+    """Add the losses of the predictions to the backward pass of the loss.
 
     Args:
         loss: [b, s/cp], the loss of every token.
         predictions: hidden states [s/cp, b, h] of each depth ([s/cp/tp, b, h] under sequence
             parallelism).
         labels: [b, s/cp], the next tokens.
-        loss_of: (hidden states, labels) to a loss [b, s/cp].
-        weight: of each of their losses.
+        loss_of: maps (hidden states, labels) to a loss [b, s/cp].
+        weight: factor on the losses of the depths.
     Returns:
         `loss`, whose backward pass also reaches the predictions and reports their losses
         (`StepContext.mtp_losses`).
     Communication:
         per depth an all-gather of b * s token ids on `cp`; in backward one of b * s gradients.
     """
-    rows = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
-    positions = rows.positions(labels.device)
+    shard = sequence_shard_of_rank(labels.shape[1], cp=cp, sp=SINGLE_RANK)
+    positions = shard.positions(labels.device)
     documents = None if packed_seq_params is None else packed_seq_params.seq_idx
     is_inside = None
     reported = current_step().mtp_losses
     for depth, hidden_states in enumerate(predictions, 1):
         if documents is not None:
-            later = (positions + depth).clamp(max=rows.total - 1)
+            later = (positions + depth).clamp(max=shard.total - 1)
             is_inside = documents[:, later] == documents[:, positions]
         other = loss_of(hidden_states, shift_left(labels, depth, cp))
         figures = torch.zeros(2, device=loss.device)
@@ -233,10 +233,10 @@ class _WithGradientFor(torch.autograd.Function):
     """Return a loss whose gradient also flows into the loss of the tokens `depth` positions later.
 
     The gradient of a token's loss is the token's weight in the loss function: its mask and its
-    normalisation. A depth learns a token with the weight that this token has, so the gradient is
-    shifted as the labels are. A target after the end of the sequence, or in another document than
-    the position (`is_inside` False), has weight 0. Backward adds the (sum, count) of the losses
-    that have a weight to `figures`.
+    normalisation. A depth uses the weight of its target token, so the gradient is shifted like the
+    labels. A target after the end of the sequence, or in another document than the position
+    (`is_inside` False), has weight 0. Backward adds the (sum, count) of the losses with nonzero
+    weight to `figures`.
     """
 
     @staticmethod

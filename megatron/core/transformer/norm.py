@@ -32,9 +32,9 @@ class Norm(nn.Module):
     kernels: ClassVar[KernelTable[Callable[..., Tensor]]]
     """Functions of (x, parameters in the order of `initial`, eps)."""
     initial: ClassVar[dict[str, float]] = {"weight": 1.0}
-    """First value of each parameter; "weight" is the factor on what is normalised."""
+    """Initial value of each parameter; "weight" multiplies the normalised activations."""
     added_kernels: ClassVar[KernelTable[AddedNorm] | None] = None
-    """Kernels that add a residual first; None: there are none."""
+    """Kernels that add a residual first, if there are any."""
     weight: nn.Parameter
 
     def __init__(
@@ -52,7 +52,7 @@ class Norm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        # Under sequence parallelism a rank normalises s/tp rows: its gradient is a partial sum.
+        # Under sequence parallelism a rank normalises s/tp tokens: its gradient is a partial sum.
         meta = ParamMeta(partial_grad_axes=("tp",) if sequence_parallel else ())
         for name, size in self.sizes(hidden_size).items():
             parameter = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
@@ -74,7 +74,7 @@ class Norm(nn.Module):
     def scale(self, weight: Tensor) -> Tensor:
         """Return the factor on the normalised activations, [hidden_size].
 
-        A zero-centred one is in fp32: 1 + weight in bf16 would lose most of a small weight.
+        A zero-centred factor is fp32: 1 + weight in bf16 would lose most bits of a small weight.
         """
         return weight.float() + 1.0 if self.zero_centered_gamma else weight
 
@@ -104,12 +104,12 @@ class Norm(nn.Module):
         return self.added_kernels.choose(self._request(x)).kernel.run is not added_norm_apart
 
     def _request(self, x: Tensor) -> Request:
-        # The weight may be elsewhere until the norm is called: its data is not touched.
+        # The weight may be offloaded until the norm is called: only its dtype is read.
         dtype = torch.float32 if self.zero_centered_gamma else self.weight.dtype
         return norm_request(x, dtype, self.training)
 
     def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
-        """Normalise x [..., h] with parameters that are given, in the order of `initial`."""
+        """Normalise x [..., h] with the given parameters, in the order of `initial`."""
         weight = self.scale(weight)
         kernel = self.kernels.choose(norm_request(x, weight.dtype, self.training)).kernel
         return kernel.run(x, weight, *others, self.eps)

@@ -1,4 +1,4 @@
-"""Megatron's place for the layout class; the arithmetic is in `pipeline_parallel.layout`."""
+"""Megatron's import path of the layout class, which `pipeline_parallel.layout` defines."""
 
 from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout
 

@@ -1,4 +1,4 @@
-"""A linear layer that every tensor-parallel rank holds whole."""
+"""A linear layer that is replicated over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicatedLinear(ParallelLayer):
-    """A linear layer, whole on every tensor-parallel rank.
+    """A linear layer, replicated over tensor-parallel ranks.
 
-    Its gradient is the same on all of them, or, where they see different tokens, a part each.
+    Its gradient is equal on all ranks if they process the same tokens, otherwise a partial sum.
 
     Args:
-        sees_all_tokens: every rank of `tp_group` gets the same input; None: without sequence
-            parallelism.
+        sees_all_tokens: every rank of `tp_group` gets the same input; default True without
+            sequence parallelism.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ReplicatedLinear(ParallelLayer):
         sees_all_tokens: bool | None = None,
     ) -> None:
         super().__init__(config, tp_group=tp_group)
-        self.tensor_model_parallel = False  # clients ask the module how its weights are split
+        self.tensor_model_parallel = False  # clients read this attribute of the module
         if sees_all_tokens is None:
             sees_all_tokens = not config.sequence_parallel
         axes: tuple[str, ...] = () if sees_all_tokens else ("tp",)
@@ -48,5 +48,5 @@ class ReplicatedLinear(ParallelLayer):
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """[..., input] -> ([..., output], no bias that is still to be added)."""
+        """Return ([..., output] of x [..., input], None: no bias is left to be added)."""
         return F.linear(x, self.weight, self.bias), None

@@ -25,7 +25,7 @@ def rotate(
     Args:
         cos, sin: [s, 1, 1, r]; entry i belongs to channel i, so each angle appears twice.
         interleaved: pairs are channels (2i, 2i+1) instead of (i, i + r/2).
-        fuses: False puts plain operations first.
+        fuses: False prefers plain operations to fused kernels.
     """
     kernel = ROTARY.choose(Request.of(x), () if fuses else UNFUSED).kernel
     return kernel.run(x, cos, sin, interleaved)

@@ -1,7 +1,7 @@
-"""From a module's parameters to declarations of checkpoint shards.
+"""Declare the parameters of a module as shards of a checkpoint.
 
-Every parameter knows how it is split (`ParamMeta`); so one walk over a module declares its whole
-state. A module with another storage form overrides `sharded_state_dict`.
+The metadata of each parameter (`ParamMeta`) describes its split, so one walk over a module declares
+the whole state. A module with another storage form overrides `sharded_state_dict`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sharded_state_dict_of(
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> ShardedStateDict:
-    """Declare the state of `module`: by its own method if it has one, else by the default walk."""
+    """Declare the state of `module` by its `sharded_state_dict`, or by the default walk."""
     declare: Any = getattr(module, "sharded_state_dict", None)
     if declare is not None:
         return declare(prefix, tuple(sharded_offsets), metadata)
@@ -54,12 +54,12 @@ def sharded_state_dict_default(
     """Declare own parameters and persistent buffers of `module`, then those of its children.
 
     Args:
-        prefix: of the keys, in the returned dict and in the checkpoint.
+        prefix: prefix of the keys, in the returned dict and in the checkpoint.
         sharded_offsets: (axis, rank, fragments) of leading axes that the tensors do not have,
             such as the stack of layers.
         metadata: `dp_cp_group` overrides the group of the data-parallel copies.
         tp_group: overrides the tensor-parallel group of `pg_collection`.
-        pg_collection: the groups; None means those of the module, else the current ones.
+        pg_collection: default the groups of the module, or the current groups.
     """
     groups = pg_collection or getattr(module, "pg_collection", None)
     groups = resolve_groups(groups)
@@ -115,9 +115,9 @@ def declare_tensor(
 
 
 def replace_key_prefixes(declared: ShardedStateDict, prefixes: dict[str, str]) -> None:
-    """Rename checkpoint keys in place: a key that begins with `old` begins with `new` instead.
+    """Replace prefixes of checkpoint keys in place, by {old prefix: new prefix}.
 
-    The keys of the dict itself, which are the module's own names, stay.
+    The keys of the dict itself, which are the module's own names, do not change.
     """
     for declaration in declared.values():
         for old, new in prefixes.items():

@@ -1,7 +1,7 @@
 """Latent attention to the keys that an indexer chooses.
 
-Blocks of queries are computed one after the other, and again in backward, so that what is held of
-[queries, keys] is that of one block.
+Blocks of queries are computed one after the other, and again in backward, so that memory holds the
+[queries, keys] scores of one block only.
 
 Legend: s sequence, b micro batch, n heads of this rank, d and e widths of key and value heads; of
 the indexer j heads and i their width.
@@ -29,8 +29,8 @@ from megatron.core.kernels.sparse_attention import (
 )
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.aux_loss import attach_aux_loss
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
@@ -43,15 +43,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
 
 BLOCK_ELEMENTS = 2**24
-"""Scores of a block, over the batch and the heads of attention or indexer, whichever are more."""
+"""Scores of a block, over the batch and the heads of the attention or of the indexer, whichever has
+more heads."""
 
 
 class SparseAttention(IndexedAttention, DotProductAttention):
     """Scaled dot-product attention to `dsa_indexer_topk` keys of each query.
 
-    Communicates on `tp`, where the indexer learns: the distribution of attention is that of all
-    heads. On `cp`, whose ranks gather keys, values and the indexer's keys, whatever the kind of
-    communication of other layers is.
+    Communicates on `tp` if the indexer is trained, to sum the attention distribution over all
+    heads; and on `cp`, whose ranks always gather keys, values and the indexer's keys (whatever
+    `cp_comm_type` is).
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class SparseAttention(IndexedAttention, DotProductAttention):
 
         Args:
             query, key: [s/cp, b, n, d]; value: [s/cp, b, n, e].
-            index_query, index_weights, index_key: what the indexer made of the same tokens.
-            others: as of `DotProductAttention`.
+            index_query, index_weights, index_key: outputs of the indexer for the same tokens.
+            others: as in `DotProductAttention`.
         Returns:
             [s/cp, b, n*e].
         """
-        rule = "the choice of keys knows no bias of their scores"
+        rule = "the indexer chooses keys without a bias of their scores"
         refuse_given("SparseAttention", {"attention_bias": attention_bias}, rule=rule,
                      fix="leave it out")  # fmt: skip
         cp, b = self.context_groups.cp, query.shape[1]
@@ -150,7 +151,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         self,
         query: Tensor,
         cached: Sequence[Tensor],
-        beside: Sequence[Tensor],
+        extra: Sequence[Tensor],
         *,
         hidden: Tensor | None,
     ) -> Tensor:
@@ -158,15 +159,15 @@ class SparseAttention(IndexedAttention, DotProductAttention):
 
         Args:
             cached: keys, values, and the indexer's keys [b, 1, k, i].
-            beside: the indexer's queries [s, b, j, i], weights [s, b, j], and new keys.
-            others: as of `DotProductAttention`.
+            extra: the indexer's queries [s, b, j, i], weights [s, b, j], and new keys.
+            others: as in `DotProductAttention`.
         """
         index_keys = cached[2]
         s, b, num_keys = query.shape[0], query.shape[1], index_keys.shape[2]
         if self.topk < num_keys:
             scores = index_scores(
-                beside[0],
-                beside[1],
+                extra[0],
+                extra[1],
                 index_keys.squeeze(1).transpose(0, 1),
                 self.config.dsa_indexer_scoring_relu,
             )
@@ -174,10 +175,10 @@ class SparseAttention(IndexedAttention, DotProductAttention):
                 hidden = torch.zeros_like(scores, dtype=torch.bool)
             chosen = chosen_keys(scores, hidden.reshape(b, s, num_keys), self.topk)
             hidden = ~chosen.view(b, 1, s, 1, num_keys)
-        return super().attend_to_cache(query, cached, beside, hidden=hidden)
+        return super().attend_to_cache(query, cached, extra, hidden=hidden)
 
     def _compared(self) -> Compared:
-        """Return what the loss compares in this call."""
+        """Return the keys whose scores the indexer's loss compares in this call."""
         config = self.config
         if not (self.training and torch.is_grad_enabled() and config.trains_indexer):
             return Compared.NOTHING
@@ -188,7 +189,7 @@ class SparseAttention(IndexedAttention, DotProductAttention):
         return x if tp.size() == 1 else collectives.all_reduce(x.contiguous(), tp)
 
     def _blocks(self, num_rows: int, size: int) -> Iterator[tuple[slice, SequenceShard]]:
-        """Yield local rows, and the neighbouring positions that they are."""
+        """Yield slices of local tokens with their positions, which are consecutive."""
         cp, first = self.context_groups.cp, 0
         rows = SequenceShard.zigzag(num_rows * cp.size(), cp.rank(), cp.size())
         for begin, end in rows.ranges:
@@ -202,9 +203,9 @@ class SparseAttention(IndexedAttention, DotProductAttention):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Call a function of tensors that gives tensors; call it again in backward.
+    """Call a function that maps tensors to tensors; call it again in backward.
 
-    (`checkpoint` would put random states back, of which the function has none.)
+    (`checkpoint` would also restore random states, which this function does not use.)
     """
 
     @staticmethod
@@ -246,34 +247,29 @@ def whole_sequence(x: Tensor, cp: Group) -> Tensor:
 
 
 class SparseLatentAttention(MLASelfAttention):
-    """Latent attention whose core also reads what its indexer makes of the tokens."""
+    """Latent attention whose core also takes the outputs of an indexer."""
 
     core_attention: SparseAttention
-    core_reads_others = True
+    core_takes_extra_inputs = True
 
-    def beside_query_key_value(
+    def extra_core_inputs(
         self, hidden_states: Tensor, of_query: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Return queries, weights and key of the indexer; see `Indexer.forward`."""
         config, tp = self.config, self.pg_collection.tp
         with torch.no_grad():
             latent = self.q_layernorm(of_query)
-        if not self.uses_rotary:
-            return self._indexed(hidden_states, latent, None)
-        if positions is None:
-            rows = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
-            positions = self.positions_of(rows, hidden_states.device)
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        interleaved = config.dsa_indexer_rope_interleaved
-        cos_sin = self.cos_sin(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
-        return self._indexed(hidden_states, latent, cos_sin)
-
-    def _indexed(
-        self, hidden_states: Tensor, latent: Tensor, cos_sin: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, ...]:
+        cos_sin = None
+        if self.uses_rotary:
+            if positions is None:
+                num_tokens = hidden_states.shape[0] * (tp.size() if config.sequence_parallel else 1)
+                positions = self.positions_of(num_tokens, hidden_states.device)
+            dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+            interleaved = config.dsa_indexer_rope_interleaved
+            cos_sin = self.cos_sin(positions, hidden_states.new_empty(0, dtype=dtype), interleaved)
         indexed: tuple[Tensor, ...] = self.core_attention.indexer(hidden_states, latent, cos_sin)
         return indexed
 
-    def kept_beside_key_value(self, beside: list[Tensor]) -> list[Tensor]:
+    def extra_cache_entries(self, extra: list[Tensor]) -> list[Tensor]:
         """Return the indexer's key as one head."""
-        return [beside[2].unsqueeze(2)]
+        return [extra[2].unsqueeze(2)]

@@ -1,7 +1,7 @@
-"""Declarative descriptions of modules: what to build, from which parts.
+"""Declarative descriptions of modules and their parts.
 
-A `ModuleSpec` names a class, extra keyword arguments and the specs of its parts. A model is
-changed by changing its spec; `build_module` turns a spec into a module.
+A `ModuleSpec` names a class, extra keyword arguments and the specs of its parts. Users change a
+model by changing its spec; `build_module` builds a module from a spec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ModuleSpec:
 
     Attributes:
         module: a class or function, or (module path, name) of one.
-        params: keyword arguments for the constructor, in addition to what the parent passes.
+        params: keyword arguments for the constructor, in addition to the parent's arguments.
         submodules: a dataclass of the parts' specs, passed on as `submodules`; None for a leaf.
         metainfo: notes of the author; building ignores them.
     """
@@ -50,13 +50,13 @@ def import_module(module_path: tuple[str, str]) -> Any:
 
 
 def get_module(spec_or_module: ModuleSpec | tuple[str, str] | object) -> Any:
-    """Return the class or function that a spec stands for, without building it."""
+    """Return the class or function of a spec, without building it."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     return import_module(module) if isinstance(module, tuple) else module
 
 
 def get_submodules(spec: object) -> Any:
-    """Return the parts of a spec; a dataclass of parts stands for itself."""
+    """Return the parts of a spec, or the argument itself if it is a dataclass of parts."""
     if isinstance(spec, ModuleSpec):
         return spec.submodules
     return spec
@@ -65,10 +65,10 @@ def get_submodules(spec: object) -> Any:
 def build_module(
     spec_or_module: ModuleSpec | tuple[str, str] | object, *args: object, **kwargs: object
 ) -> Any:
-    """Build what a spec, a class or (module path, name) describes.
+    """Build the module of a spec, a class or (module path, name).
 
-    A plain function is returned as it is: such parts (bias + dropout + add) are called, not
-    constructed. A spec's `params` win over `kwargs`.
+    A plain function is returned unchanged: such parts (bias + dropout + add) are called, not
+    constructed. A spec's `params` override `kwargs`.
 
     Raises:
         ConfigError: the constructor does not accept the arguments; names class and spec.
@@ -83,15 +83,10 @@ def build_module(
     try:
         return module(*args, **kwargs)
     except TypeError as error:
-        if _raised_inside(error):
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:  # raised inside the constructor
             raise
         raise TypeError(f"{error} (when building {describe_spec(spec_or_module)})") from error
-
-
-def _raised_inside(error: TypeError) -> bool:
-    """Return whether the constructor's body ran: then the call itself was well-formed."""
-    trace = error.__traceback__
-    return trace is not None and trace.tb_next is not None
 
 
 def describe_spec(spec: object, indent: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The norm that a config asks for, alone or in one module with the linear layer after it."""
+"""The norm of a config, alone or in one module with the linear layer after it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WrappedTorchNorm:
 
         Args:
             hidden_size: size of the normalised dimension.
-            persist_layer_norm, zero_centered_gamma, normalization: taken from the config; the
-                arguments exist for callers that pass them.
+            persist_layer_norm, zero_centered_gamma, normalization: accepted for compatibility; the
+                config decides.
         """
         kind = getattr(config, "normalization", None) or normalization
         if kind not in NORMS:
@@ -52,14 +52,14 @@ class WrappedTorchNorm:
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """y = norm(x) A^T + b, with A split as in `ColumnParallelLinear`, whose call it has.
+    """y = norm(x) A^T + b, with A split, and called, as in `ColumnParallelLinear`.
 
-    Libraries fuse the two in one kernel, and code that reads a model's parameters knows them by the
-    names of that module: `linear_qkv.layer_norm_weight`, not `input_layernorm.weight`. Here the
-    kernels are those of the two parts, and so are the numbers.
+    Libraries fuse the two in one kernel, and code that reads a model's parameters uses the names of
+    that module: `linear_qkv.layer_norm_weight`, not `input_layernorm.weight`. Here the two parts
+    run as separate kernels, with the same numbers as separate modules.
 
-    The norm is that of the config. Its parameters are this module's own, called `layer_norm_weight`
-    and so on; under sequence parallelism their gradients are partial over the ranks.
+    The parameters of the config's norm belong to this module, as `layer_norm_weight` and so on;
+    under sequence parallelism their gradients are partial over the ranks.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         for name in norm.initial:
             parameter = norm._parameters.pop(name)
             self.register_parameter(f"layer_norm_{name}", parameter)
-        self._norm = (norm,)  # in a tuple: it has no state that a child module would add
+        self._norm = (norm,)  # in a tuple, so that torch does not register it as a child
 
     def forward(
         self,

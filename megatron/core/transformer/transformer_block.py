@@ -83,10 +83,10 @@ class TransformerBlock(GraphableMegatronModule):
         spec: spec of one layer (all are equal), or `TransformerBlockSubmodules` with one for each
             layer of this stage.
         post_layer_norm: whether the model has a final norm.
-        pre_process: first stage; elsewhere the input is what `set_input_tensor` was given.
+        pre_process: first stage; later stages read their input from `set_input_tensor`.
         post_process: last stage.
-        stack: 0-based numbers of the layers that this stack has in all stages together; None is
-            the whole model. With several stacks in a model pass `TransformerBlockSubmodules`.
+        stack: 0-based numbers of the layers of this stack over all stages; default all layers of
+            the model. With several stacks in a model pass `TransformerBlockSubmodules`.
     """
 
     pg_collection: ProcessGroupCollection
@@ -142,7 +142,7 @@ class TransformerBlock(GraphableMegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Take the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
+        """Set the previous stage's output, [s, b, h] ([s/tp, b, h] with sequence parallelism)."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -173,14 +173,14 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used after
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
-            local_rotary_pos_emb: those of layers with a window, if they are others.
-            added_states: of the shape of `hidden_states` each, added after the first layers of the
-                model in turn, all of which are here.
+            local_rotary_pos_emb: angles of layers with a window, if they differ.
+            added_states: tensors of the shape of `hidden_states`; entry i is added after layer i of
+                the model. The layers must be on this stage.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
                 `dynamic_inference_decode_only` of Megatron's signature are refused if given.
         Returns:
             hidden states of the same shape; on the last stage after the final norm, in the compute
-            dtype. Without it they are the residual stream, fp32 if that is kept so.
+            dtype. Earlier stages return the residual stream, fp32 with `fp32_residual_connection`.
         """
         refuse_given(
             "TransformerBlock.forward",
@@ -197,7 +197,7 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states = self.input_tensor
         if hidden_states is None:
             raise RuntimeError("a stage without embedding has no input: call set_input_tensor()")
-        # A stage frees the data of its output after sending it; only an owner of storage can.
+        # A stage frees the data of its output after sending it, which a view could not do.
         hidden_states = make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
         if rotary_pos_emb is not None and rotary_pos_cos is None:
             # Once for all layers, in the dtype of queries and keys.
@@ -219,8 +219,8 @@ class TransformerBlock(GraphableMegatronModule):
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
-            # Now: a recomputation may be after the next micro batch, whose options are others.
             own_layers = self.layers[first:last]
+            # Chosen now: a recomputation may run after the next micro batch, with other options.
             chosen = [self._options_of_layer(layer, common, local) for layer in own_layers]
 
             def layers(
@@ -275,15 +275,15 @@ class TransformerBlock(GraphableMegatronModule):
         """Return the arguments of one layer.
 
         Args:
-            common: of all layers.
-            local: what replaces them in layers with a window.
+            common: arguments of all layers.
+            local: arguments that replace them in layers with a window.
         """
         if local and self.config.window_of(layer.layer_number) is not None:
             return common | local
         return common
 
     def _segments(self) -> list[tuple[int, int, bool]]:
-        """Return runs of layers (first, last, whether to recompute them in backward)."""
+        """Return segments of layers: (first, last, whether to recompute them in backward)."""
         count = len(self.layers)
         if self.config.recompute_granularity != "full" or not self.training:
             return [(0, count, False)] if count else []
@@ -302,9 +302,8 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 
-        With `metadata["non_homogeneous_layers"]`, and where layers are not all of one kind, each
-        layer keeps keys of its own,
-        `layers.<global index>.<name>`.
+        With `metadata["non_homogeneous_layers"]`, and if layers are of several kinds, each layer
+        has its own keys, `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
         num_layers = len(self.stack)

@@ -1,8 +1,8 @@
 """One transformer layer: norm, attention, norm, MLP, each branch added to the residual stream.
 
 Pre-norm residual layers: A. Radford et al., "Language Models are Unsupervised Multitask Learners"
-(GPT-2), section 2.3. A layer opens the scope in which its random draws are keyed, so that dropout
-does not depend on the layout.
+(GPT-2), section 2.3. A layer opens a scope that keys its random draws, so that dropout does not
+depend on the layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.inference.contexts.static_context import BaseInferenceContext
 from megatron.core.offload.saved_activations import offloading
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
@@ -64,9 +64,9 @@ class TransformerLayerSubmodules:
     mlp: ModuleSpec | type | Any = IdentityOp
     mlp_bda: ModuleSpec | type | Any = IdentityFuncOp
     post_self_attn_layernorm: ModuleSpec | type | Any = IdentityOp
-    """Norm of what attention adds to the residual stream; built with `sandwich_norm`."""
+    """Norm of the attention output before it is added; built with `sandwich_norm`."""
     post_mlp_layernorm: ModuleSpec | type | Any = IdentityOp
-    """The same after the MLP."""
+    """Norm of the MLP output before it is added; built with `sandwich_norm`."""
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
     """Prefixes of checkpoint keys to rename, so that specs with fused norms share checkpoints."""
 
@@ -78,7 +78,7 @@ class TransformerLayer(GraphableMegatronModule):
         layer_number: 1-based number on this pipeline stage; with `add_layer_offset` the number of
             layers on earlier stages is added, so `self.layer_number` is global.
         hidden_dropout: overrides the config's.
-        pp_layer_offset: number of layers on earlier stages, if the caller knows it.
+        pp_layer_offset: number of layers on earlier stages; computed from the layout by default.
     """
 
     pg_collection: ProcessGroupCollection
@@ -150,16 +150,16 @@ class TransformerLayer(GraphableMegatronModule):
             self.mlp.set_layer_number(self.layer_number)
         self.mlp_bda = build_module(submodules.mlp_bda)
 
-        # Expert layers recompute by themselves, as --moe-layer-recompute says.
+        # Expert layers have their own flag, --moe-layer-recompute.
         self.recomputes_mlp = config.recomputes("mlp") and not has_experts
-        # A norm's output that continues as the residual stream is read after its branch: it stays.
+        # If a norm's output is also the residual stream, it is read after its branch: keep it.
         recomputes_norms = (
             config.recomputes("layernorm") and not config.apply_residual_connection_post_layernorm
         )
         self.recomputes_input_norm = recomputes_norms and not isinstance(
             self.input_layernorm, IdentityOp
         )
-        # With the whole MLP recomputed, its input must stay: there is nothing to drop.
+        # If the whole MLP is recomputed, its input (the norm's output) must be kept.
         self.recomputes_mlp_norm = (
             recomputes_norms
             and not self.recomputes_mlp
@@ -189,8 +189,8 @@ class TransformerLayer(GraphableMegatronModule):
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
         Args:
-            context: what cross attention attends to; returned unchanged.
-            padding_mask: bool [b, s/cp], True where there is no token, and nothing to route.
+            context: input of cross attention, returned unchanged.
+            padding_mask: bool [b, s/cp], True for padding, which is not routed.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -223,33 +223,31 @@ class TransformerLayer(GraphableMegatronModule):
             return hidden_states, context
 
     def _context_parallel_options(self) -> dict[str, Any]:
-        """Return what an attention is told of context parallelism, if there is any."""
+        """Return the arguments of an attention under context parallelism."""
         kind = cp_comm_type_of_layer(self.config, self.layer_number)
         if kind is None or not self.config.layer_kind(self.layer_number).attends:
             return {}
         return {"cp_comm_type": kind}
 
     def _rng_scope(self, hidden_states: Tensor) -> AbstractContextManager[None]:
-        """Key what is drawn inside by this layer; nothing is drawn in use, but to measure speed."""
+        """Key the random draws inside by this layer, if there are any."""
         if not (self.training or self.config.moe_router_force_load_balancing):
             return nullcontext()
-        rows = self._rows(hidden_states)
-        return rng_state().in_scope("decoder", self.layer_number, rows=rows)
-
-    def _rows(self, hidden_states: Tensor) -> SequenceShard:
-        """Return which positions of the sequence the local rows are."""
         sp = self.pg_collection.tp if self.config.sequence_parallel else SINGLE_RANK
-        return sequence_shard_of_rank(
+        shard = sequence_shard_of_rank(
             hidden_states.shape[0], cp=self.pg_collection.microbatch_cp, sp=sp
         )
+        return rng_state().in_scope("decoder", self.layer_number, rows=shard)
 
     def _add(
         self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return residual + m * dropout(output + bias) with the factor m of `residual_multiplier`,
         and its norm if one kernel computes both."""
-        if self.config.residual_multiplier != 1.0:
-            output_with_bias = _multiplied(self.config.residual_multiplier, *output_with_bias)
+        factor = self.config.residual_multiplier
+        if factor != 1.0:
+            output, bias = output_with_bias
+            output_with_bias = output * factor, None if bias is None else bias * factor
         if norm is None or not self._adds_and_norms(bda, norm, output_with_bias[0], residual):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(output_with_bias, residual, self.hidden_dropout), None
@@ -258,7 +256,7 @@ class TransformerLayer(GraphableMegatronModule):
         return total, normed
 
     def _adds_and_norms(self, bda: Any, norm: Any, output: Tensor, residual: Tensor) -> bool:
-        """Whether nothing is between a sum [s, b, h] and its norm, and a kernel computes both."""
+        """Whether the norm follows the sum [s, b, h] directly, and one kernel computes both."""
         drops = self.training and self.hidden_dropout > 0.0
         is_apart = (
             drops
@@ -272,7 +270,11 @@ class TransformerLayer(GraphableMegatronModule):
         return not is_apart and norm.adds(residual)
 
     def _normed(self, norm: Any, x: Tensor, *, recomputes: bool = False) -> _Normed:
-        """Norm what a branch computes with; of `recomputes` see `CheckpointWithoutOutput`."""
+        """Return the norm of a branch's input.
+
+        Args:
+            recomputes: drop the output after the branch (`CheckpointWithoutOutput`).
+        """
 
         def for_branch(x: Tensor) -> Tensor:
             return in_compute_dtype(norm(x), self.config)
@@ -284,7 +286,7 @@ class TransformerLayer(GraphableMegatronModule):
         return _Normed(in_compute_dtype(output, self.config), output, None)
 
     def _residual(self, hidden_states: Tensor, normed: _Normed) -> Tensor:
-        """Return what a branch is added to."""
+        """Return the residual that a branch is added to."""
         residual = hidden_states
         if self.config.apply_residual_connection_post_layernorm:
             assert normed.output is not None, "the residual stream was dropped"
@@ -294,7 +296,7 @@ class TransformerLayer(GraphableMegatronModule):
     def _forward_attention(
         self, hidden_states: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the residual stream [s, b, h] with attention added; see `_add`."""
+        """Return the residual stream [s, b, h] with attention added, and its norm or None."""
         with offloading(self.config.offloads("attn_norm"), self.input_layernorm):
             normed = self._normed(
                 self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
@@ -325,8 +327,8 @@ class TransformerLayer(GraphableMegatronModule):
         """Return the residual stream [s, b, h] with the MLP of its input added.
 
         Args:
-            norm_of_input: [s, b, h], if it is there already.
-            options: what only layers of experts read.
+            norm_of_input: [s, b, h], if the attention branch has computed it.
+            options: arguments for layers of experts.
         """
         if norm_of_input is None:
             with offloading(self.config.offloads("mlp_norm"), self.pre_mlp_layernorm):
@@ -348,12 +350,12 @@ class TransformerLayer(GraphableMegatronModule):
         return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the MLP on one run of rows after the other; backward recomputes each run."""
-        outputs, begin, num_rows = [], 0, normed.shape[0]
-        for run in normed.chunk(self.config.mlp_chunks_for_training):
-            with rng_state().in_rows(begin, begin + len(run), num_rows):
-                outputs.append(checkpoint(self.mlp, False, run))
-            begin += len(run)
+        """Run the MLP on one chunk of tokens after the other; backward recomputes each chunk."""
+        outputs, begin, num_tokens = [], 0, normed.shape[0]
+        for chunk in normed.chunk(self.config.mlp_chunks_for_training):
+            with rng_state().in_token_range(begin, begin + len(chunk), num_tokens):
+                outputs.append(checkpoint(self.mlp, False, chunk))
+            begin += len(chunk)
         return torch.cat([output for output, _ in outputs]), outputs[0][1]
 
     def sharded_state_dict(
@@ -362,7 +364,7 @@ class TransformerLayer(GraphableMegatronModule):
         sharded_offsets: Sequence[RankOffset] = (),
         metadata: dict[str, object] | None = None,
     ) -> ShardedStateDict:
-        """Declare the layer's state, with keys renamed as the spec says."""
+        """Declare the layer's state, with the key renames of the spec."""
         declared = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         renames = self.submodules_config.sharded_state_dict_keys_map
         replace_key_prefixes(declared, {prefix + a: prefix + b for a, b in renames.items()})
@@ -371,9 +373,9 @@ class TransformerLayer(GraphableMegatronModule):
 
 @dataclass(frozen=True)
 class _Normed:
-    """The norm of what enters a branch.
+    """The norm of a branch's input.
 
-    `branch` is in the compute dtype, `output` as the norm gave it; None if it may be dropped.
+    `branch` is in the compute dtype; `output` is the norm's own output, None if it may be dropped.
     """
 
     branch: Tensor
@@ -381,14 +383,9 @@ class _Normed:
     dropped: CheckpointWithoutOutput | None
 
     def drop_after(self, used: Tensor) -> None:
-        """Free what may be dropped, now that `used` was computed from it."""
+        """Free the norm's output, if it may be dropped, after `used` was computed from it."""
         if self.dropped is not None:
             self.dropped.discard_output_and_register_recompute(used)
-
-
-def _multiplied(factor: float, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return a branch's output [s, b, h] and its bias [h], which may be None, times a factor."""
-    return output * factor, None if bias is None else bias * factor
 
 
 def _normed_branch(norm: Any, output: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:

@@ -2,9 +2,9 @@
 
 B. Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", sections 3.2
 ("NTK-by-parts") and 3.4 (temperature), arXiv 2309.00071: channels that turn often within the
-original context keep their speed, those that turn less than once are slowed down by the factor, and
-between the two the share changes linearly with the channel's index. Scores are scaled up a little,
-because more keys compete.
+original context keep their frequency, the frequency of channels that turn less than once is divided
+by the factor, and between the two the result is interpolated linearly in the channel's index.
+Scores are scaled up a little, because more keys compete.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def yarn_inverse_frequencies(
     """Return the angle per position of each pair of channels, fp32 [num_channels/2].
 
     Args:
-        factor: how many times longer the context becomes.
-        original_context: positions that the model was trained with first.
-        beta_fast, beta_slow: turns within that context above which a channel keeps its speed,
-            and below which it is slowed down by the whole factor.
-        rounds_range: let the change begin and end at whole channels.
+        factor: new context length / original context length.
+        original_context: context length of the first training.
+        beta_fast, beta_slow: turns within that context above which a channel keeps its frequency,
+            and below which its frequency is divided by the whole factor.
+        rounds_range: round the ends of the interpolation to whole channels.
     """
     exponent = torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels
     inverse = 1.0 / (base**exponent)
@@ -54,12 +54,12 @@ def yarn_inverse_frequencies(
 
 
 def yarn_attention_factor(factor: float, strength: float = 1.0) -> float:
-    """Return 0.1 * strength * ln(factor) + 1: what cosine and sine are multiplied by."""
+    """Return the factor on cosine and sine, 0.1 * strength * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
 def yarn_of_config(num_channels: int, base: float, config: LatentAttentionConfig) -> Tensor:
-    """Return the angles per position, fp32 [num_channels/2], that a config asks for."""
+    """Return the angles per position, fp32 [num_channels/2], of a config."""
     return yarn_inverse_frequencies(
         num_channels,
         base,
@@ -72,8 +72,8 @@ def yarn_of_config(num_channels: int, base: float, config: LatentAttentionConfig
 
 
 def yarn_softmax_scale(head_dim: int, factor: float, strength: float = 1.0) -> float:
-    """Return the factor on the scores of heads that rotate as a whole, temperature included.
+    """Return the factor on the scores of heads whose channels all rotate, temperature included.
 
-    A factor on the cosines and sines of both queries and keys is its square on the scores.
+    The factor on cosine and sine multiplies queries and keys, so the scores get its square.
     """
     return float(head_dim**-0.5 * yarn_attention_factor(factor, strength) ** 2)

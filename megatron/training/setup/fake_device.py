@@ -33,7 +33,7 @@ from megatron.core.foundation.errors import TopologyError
 from megatron.core.kernels.block_mask import MaskSpec, Tile, tiles
 from megatron.core.kernels.grouped_products import ROWS_OF_A_TILE
 from megatron.core.kernels.vocab_softmax import row_blocks
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 
 _SIMPLE = {
     torch.ops.aten.slice.Tensor,

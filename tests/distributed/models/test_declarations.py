@@ -40,14 +40,15 @@ MODULES_ELSEWHERE = {
     "transformer.module.Float16Module": _WRAPPER,
     "fusions.fused_softmax.FusedScaleMaskSoftmax": "has no parameters and no collectives",
     "models.mamba.MambaModel": "is a GPTModel that converts its arguments",
-    "extensions.engine_parameters.WithEmptyState": _ENGINE,
-    "extensions.engine_parameters.WithoutState": _ENGINE,
     "extensions.transformer_engine.TEColumnParallelLinear": _ENGINE,
     "extensions.transformer_engine.TEDotProductAttention": _ENGINE,
     "extensions.transformer_engine.TEGroupedLinear": _ENGINE,
     "extensions.transformer_engine.TELayerNormColumnParallelLinear": _ENGINE,
     "extensions.transformer_engine.TERowParallelLinear": _ENGINE,
+    "extensions.transformer_engine.WithEmptyState": _ENGINE,
+    "extensions.transformer_engine.WithoutState": _ENGINE,
     "extensions.transformer_engine._Absent": _ENGINE,
+    "extensions.transformer_engine._TEParallelLinear": _ENGINE,
 }
 """Class of a module in `megatron.core` that no model here has -> why."""
 _INTEGERS = "exchanges integers, which have no gradient"
@@ -55,7 +56,7 @@ SITES_ELSEWHERE = {
     "low_precision.quantized_linear:QuantizedLinear.context": _INTEGERS,
     "tensor_parallel.data:broadcast_data": "exchanges samples, which have no gradient",
     "tensor_parallel.utils:gather_split_1d_tensor": "no module uses it",
-    "transformer.moe.static_exchange:StaticPlan.of": _INTEGERS,
+    "transformer.moe.token_dispatcher:StaticPlan.of": _INTEGERS,
     "transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher.dispatch": _INTEGERS,
     "transformer.moe.token_dispatcher:_ExchangePlan.of": _INTEGERS,
 }

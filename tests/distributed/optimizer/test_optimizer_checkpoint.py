@@ -227,6 +227,6 @@ def test_other_groups_of_parameters_than_in_the_checkpoint_are_refused():
     ddp, optimizer = build(ProcessGroupCollection.single(), "no_shard", torch.float32)
     state = optimizer.sharded_state_dict(ddp.sharded_state_dict())
     state["param_groups"].append(state["param_groups"][0])
-    with pytest.raises(CheckpointError, match="3 groups of parameters .* this run has 2") as caught:
+    with pytest.raises(CheckpointError, match="3 parameter groups, this run has 2") as caught:
         optimizer.load_state_dict(state)
     assert "--no-load-optim" in caught.value.flags

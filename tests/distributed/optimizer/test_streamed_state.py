@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.optimizer import OptimizerConfig, chunked_state_builder, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, chunked_state_optimizer, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.resilience.replica_check import ReplicaCheck
 from tests.distributed.checkpointing.gpt_run import (
@@ -41,7 +41,7 @@ def weights_of(run: Run) -> list[torch.Tensor]:
 def check_places(groups, layout: Layout, model: Model, rule: str, directory: Path) -> None:
     """Train with state on the device, in memory and in a file, and compare all bits."""
     # Chunks of two blocks, so that parameters are cut and buffers are used again and again.
-    usual, chunked_state_builder.CHUNK_BLOCKS = chunked_state_builder.CHUNK_BLOCKS, 2
+    usual, chunked_state_optimizer.CHUNK_BLOCKS = chunked_state_optimizer.CHUNK_BLOCKS, 2
     try:
         chosen = {"optimizer": rule, "initial_loss_scale": 2.0**10}
         plain = Run(groups, layout, model, optimizer=chosen)
@@ -59,7 +59,7 @@ def check_places(groups, layout: Layout, model: Model, rule: str, directory: Pat
             for ours, theirs in zip(weights_of(run), weights_of(plain), strict=True):
                 assert_close(ours, theirs, EXACT, f"weight {place}")
     finally:
-        chunked_state_builder.CHUNK_BLOCKS = usual
+        chunked_state_optimizer.CHUNK_BLOCKS = usual
 
 
 CASES = [

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.post_training.log_probs import compute_log_probs, compute_logits
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close

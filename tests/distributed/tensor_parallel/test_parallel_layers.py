@@ -15,8 +15,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters.initialization import init_method_normal
 from megatron.core.parameters.keyed_draws import keyed_dropout
 from megatron.core.parameters.param_meta import get_param_meta, shard_of
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,

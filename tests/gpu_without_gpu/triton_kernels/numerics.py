@@ -26,7 +26,8 @@ from megatron.core.kernels.triton_kernels import (
     vocab_softmax,
 )
 from megatron.core.kernels.vocab_softmax import RowStatistics, Targets
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.topology.group import SINGLE_RANK
 from tests.gpu_without_gpu.triton_kernels.comparing import (

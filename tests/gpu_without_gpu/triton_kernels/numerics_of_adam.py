@@ -11,7 +11,7 @@ from megatron.core.kernels.registry import OTHER_DEVICES, KernelTable
 from megatron.core.kernels.triton_kernels import adam
 from megatron.core.optimizer import chunk_updates, chunked_state
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
-from megatron.core.optimizer.chunked_state_builder import build_chunked_state_optimizer
+from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig

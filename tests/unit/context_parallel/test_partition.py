@@ -13,7 +13,7 @@ from megatron.core.context_parallel.partition import (
     split_zigzag,
 )
 from megatron.core.foundation.errors import DataError
-from megatron.core.parameters.rng import SequenceShard
+from megatron.core.step_context.random_scope import SequenceShard
 from tests.harness.groups import FakeGroup
 
 SIZES = (1, 2, 3, 4, 8)

@@ -16,7 +16,8 @@ from megatron.core.parameters.counter_random import (
     unit_interval,
 )
 from megatron.core.parameters.keyed_draws import AttentionKeepMask, keyed_keep_mask, keyed_uniform
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 ALL_ONES = 0xFFFFFFFF

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask, keyed_dropout
-from megatron.core.parameters.rng import SequenceShard, derive_seed, rng_state
+from megatron.core.parameters.rng import derive_seed, rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 
 
 @pytest.fixture(autouse=True, params=["by-blocks", "by-counter"])

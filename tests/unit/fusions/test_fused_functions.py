@@ -24,7 +24,8 @@ from megatron.core.fusions.fused_bias_swiglu import (
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax, scaled_masked_softmax
 from megatron.core.kernels.vocab_softmax import BLOCK_BYTES
 from megatron.core.parameters.keyed_draws import keyed_dropout
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_ROUNDED_ONCE, assert_close
 
 PLAIN_GATED = {

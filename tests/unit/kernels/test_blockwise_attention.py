@@ -14,7 +14,8 @@ from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.kernels.blockwise_attention import blockwise_attention
 from megatron.core.parameters.keyed_draws import keyed_attention_keep_mask
-from megatron.core.parameters.rng import SequenceShard, rng_state
+from megatron.core.parameters.rng import rng_state
+from megatron.core.step_context.random_scope import SequenceShard
 from tests.harness.tolerances import BF16_WHOLE_MODEL, FP32_REORDERED_SUM, assert_close
 
 S, B, N, G, D, E = 40, 2, 4, 2, 8, 6

@@ -20,8 +20,8 @@ from megatron.core.low_precision.quantized_linear import (
 )
 from megatron.core.low_precision.recipes import Operand, fp4_recipe, fp8_recipe
 from megatron.core.low_precision.scaling import Cut, TensorScaling
-from megatron.core.parameters.rng import SequenceShard
 from megatron.core.step_context.context import AuxLossScale, within_step
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.low_precision_layers import multiplies_in_low_precision
 from megatron.core.transformer.transformer_config import TransformerConfig

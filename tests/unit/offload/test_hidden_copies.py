@@ -7,7 +7,7 @@ import pytest
 from benchmarks.data_parallel import SEQUENCE
 from benchmarks.offload_copies import Flags, Training
 from benchmarks.plain_gpt import PlainGPT2, Sizes
-from megatron.core.optimizer import chunked_state_builder
+from megatron.core.optimizer import chunked_state_optimizer
 
 SIZES = Sizes(
     num_layers=8, hidden_size=64, num_heads=2, ffn_size=256, vocab_size=64, sequence=SEQUENCE
@@ -21,7 +21,7 @@ CHUNK_BLOCKS = 32
     [("zero2", 1, 0.8), ("zero2", 3, 0.9), ("zero3", 1, 0.8), ("zero3", 3, 0.9)],
 )
 def test_only_what_begins_and_ends_a_step_is_waited_for(monkeypatch, kind, microbatches, hidden):
-    monkeypatch.setattr(chunked_state_builder, "CHUNK_BLOCKS", CHUNK_BLOCKS)
+    monkeypatch.setattr(chunked_state_optimizer, "CHUNK_BLOCKS", CHUNK_BLOCKS)
     flags = Flags(
         kind=kind, vocabulary=64, microbatches=microbatches, compute=1.1, bucket_size=20000,
         simulated=True,

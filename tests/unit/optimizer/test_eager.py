@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.eager import eager
+from megatron.core.optimizer.definition import eager
 from tests.harness.tolerances import EXACT, assert_close
 
 KINDS = [

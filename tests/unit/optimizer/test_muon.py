@@ -8,8 +8,7 @@ from torch import nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.muon_redistribute import assign_owners
-from megatron.core.optimizer.newton_schulz import QUINTIC, orthogonalize, update_scale
+from megatron.core.optimizer.muon import QUINTIC, assign_owners, orthogonalize, update_scale
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.group import SINGLE_RANK

@@ -11,7 +11,7 @@ from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import HalfPrecision
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.chunked_state_builder import state_fields
+from megatron.core.optimizer.chunked_state_optimizer import state_fields
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_lattice.planner.run_workload import state_bytes
@@ -118,7 +118,7 @@ def test_what_does_not_go_together_is_refused_in_one_message():
         assert part in message
 
 
-def test_a_rule_whose_elements_depend_on_each_other_has_no_state_in_few_bytes():
+def test_a_rule_whose_elements_depend_on_each_other_has_no_state_in_low_precision():
     config = OptimizerConfig(**compact(BF16, BF16))
-    with pytest.raises(ConfigError, match="muon with optimizer state in few bytes"):
+    with pytest.raises(ConfigError, match="muon with optimizer state in low precision"):
         OPTIMIZERS["muon"].elementwise(config)

@@ -57,7 +57,7 @@ def run(wrap) -> tuple[Tensor, list[Tensor], list[Block]]:
     out = wrap(blocks, x)
     (out**2).sum().backward()
     grads = [x.grad, *(p.grad for block in blocks for p in block.parameters())]
-    draws = [torch.rand(1), torch.tensor(float(rng_state().scope.num_calls))]
+    draws = [torch.rand(1), torch.tensor(float(rng_state().scope.draw_index))]
     with get_cuda_rng_tracker().fork():
         draws.append(torch.rand(1))
     return out.detach(), grads + draws, blocks

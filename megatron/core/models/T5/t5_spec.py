@@ -22,15 +22,15 @@ def encoder_layer(backend: Backend) -> ModuleSpec:
 def decoder_layer(backend: Backend) -> ModuleSpec:
     """Return the spec of a causal layer with cross attention to the encoder's output."""
     parts = gpt_layer_submodules(backend)
-    parts.pre_cross_attn_layernorm = backend.norm()
+    parts.pre_cross_attn_layernorm = backend.norm
     parts.cross_attention = ModuleSpec(
         module=CrossAttention,
         params={"attn_mask_type": AttnMaskType.padding},
         submodules=CrossAttentionSubmodules(
-            linear_q=backend.column_linear(),
-            linear_kv=backend.column_linear(),
-            core_attention=backend.core_attention(),
-            linear_proj=backend.row_linear(),
+            linear_q=backend.column_linear,
+            linear_kv=backend.column_linear,
+            core_attention=backend.core_attention,
+            linear_proj=backend.row_linear,
         ),
     )
     parts.cross_attn_bda = get_bias_dropout_add

@@ -68,8 +68,8 @@ def gpt_layer_submodules(
         attn_mask_type: mask of self-attention; encoders have `padding`.
     """
     has_latents = multi_latent_attention and kind.attends
-    fused = backend.norm_column_linear()
-    norm = backend.norm() if fused is None else IdentityOp
+    fused = backend.norm_column_linear
+    norm = backend.norm if fused is None else IdentityOp
     norm_keys = dict(FUSED_NORM_KEYS)
     if kind.is_recurrent:
         mixer = _recurrent_mixer(backend, kind.mixer)
@@ -86,7 +86,7 @@ def gpt_layer_submodules(
     if fused is not None:
         norm_keys = dict(LATENT_NORM_KEYS) if has_latents else {}
     mlp_parts = MLPSubmodules(
-        linear_fc1=fused or backend.column_linear(), linear_fc2=backend.row_linear()
+        linear_fc1=fused or backend.column_linear, linear_fc2=backend.row_linear
     )
     mlp = ModuleSpec(module=MLP, submodules=mlp_parts)
     if num_experts:
@@ -94,13 +94,13 @@ def gpt_layer_submodules(
         norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
     parts = TransformerLayerSubmodules(sharded_state_dict_keys_map=norm_keys)
     if kind.mixer:
-        parts.input_layernorm = backend.norm() if has_latents else norm
+        parts.input_layernorm = backend.norm if has_latents else norm
         parts.self_attention, parts.self_attn_bda = mixer, get_bias_dropout_add
-        parts.post_self_attn_layernorm = backend.norm()
+        parts.post_self_attn_layernorm = backend.norm
     if kind.mlp:
-        parts.pre_mlp_layernorm = backend.norm() if num_experts else norm
+        parts.pre_mlp_layernorm = backend.norm if num_experts else norm
         parts.mlp, parts.mlp_bda = mlp, get_bias_dropout_add
-        parts.post_mlp_layernorm = backend.norm()
+        parts.post_mlp_layernorm = backend.norm
     return parts
 
 
@@ -109,14 +109,14 @@ def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
 
     Sequential experts have local classes in every backend.
     """
-    local, grouped_class = LocalBackend(), backend.grouped_linear()
-    routed = MLPSubmodules(linear_fc1=local.column_linear(), linear_fc2=local.row_linear())
+    local, grouped_class = LocalBackend(), backend.grouped_linear
+    routed = MLPSubmodules(linear_fc1=local.column_linear, linear_fc2=local.row_linear)
     one_by_one = ModuleSpec(module=SequentialMLP, submodules=routed)
     together = ModuleSpec(
         module=GroupedMLP,
         submodules=MLPSubmodules(linear_fc1=grouped_class, linear_fc2=grouped_class),
     )
-    parts = MLPSubmodules(linear_fc1=backend.column_linear(), linear_fc2=backend.row_linear())
+    parts = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
@@ -127,14 +127,14 @@ def _experts(backend: Backend, grouped: bool) -> ModuleSpec:
 
 
 def _attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
-    head_norm = backend.norm() if qk_layernorm else None
+    head_norm = backend.norm if qk_layernorm else None
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": mask_type},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=backend.norm_column_linear() or backend.column_linear(),
-            core_attention=backend.core_attention(),
-            linear_proj=backend.row_linear(),
+            linear_qkv=backend.norm_column_linear or backend.column_linear,
+            core_attention=backend.core_attention,
+            linear_proj=backend.row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -145,28 +145,28 @@ def _recurrent_mixer(backend: Backend, mixer: str) -> ModuleSpec:
     return ModuleSpec(
         module=RECURRENT_MIXERS[mixer],
         submodules=RecurrentMixerSubmodules(
-            in_proj=backend.norm_column_linear() or backend.column_linear(),
-            out_proj=backend.row_linear(),
+            in_proj=backend.norm_column_linear or backend.column_linear,
+            out_proj=backend.row_linear,
         ),
     )
 
 
 def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskType) -> ModuleSpec:
     """Multi-latent attention; with `qk_layernorm` the latents are normed."""
-    fused = backend.norm_column_linear() if qk_layernorm else None
-    latent_norm = backend.norm() if qk_layernorm and fused is None else IdentityOp
-    up = fused or backend.column_linear()
+    fused = backend.norm_column_linear if qk_layernorm else None
+    latent_norm = backend.norm if qk_layernorm and fused is None else IdentityOp
+    up = fused or backend.column_linear
     return ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": mask_type},
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=backend.column_linear(),
+            linear_q_proj=backend.column_linear,
             linear_q_down_proj=ReplicatedLinear,
             linear_q_up_proj=up,
             linear_kv_down_proj=ReplicatedLinear,
             linear_kv_up_proj=up,
-            core_attention=backend.core_attention(),
-            linear_proj=backend.row_linear(),
+            core_attention=backend.core_attention,
+            linear_proj=backend.row_linear,
             q_layernorm=latent_norm,
             kv_layernorm=latent_norm,
         ),
@@ -178,8 +178,8 @@ def _sparse_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
     spec = _latent_attention(backend, qk_layernorm, mask_type)
     parts = replace(
         spec.submodules,
-        linear_q_up_proj=backend.column_linear(),
-        q_layernorm=backend.norm() if qk_layernorm else IdentityOp,
+        linear_q_up_proj=backend.column_linear,
+        q_layernorm=backend.norm if qk_layernorm else IdentityOp,
         core_attention=ModuleSpec(
             module=SparseAttention,
             submodules=IndexerSubmodules(
@@ -335,7 +335,7 @@ def get_gpt_decoder_block_spec(
     backend = engine_or_local() if use_transformer_engine else LocalBackend()
     here = pipeline_layout(config).layers(pp_rank, vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm()
+        layer_specs=[specs[layer] for layer in here], layer_norm=backend.norm
     )
 
 
@@ -366,7 +366,7 @@ def get_gpt_mtp_block_spec(
         ]
     else:
         layer = spec
-    parts = MultiTokenPredictionBlockSubmodules(transformer_layer=layer, norm=LocalBackend().norm())
+    parts = MultiTokenPredictionBlockSubmodules(transformer_layer=layer, norm=LocalBackend().norm)
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
 
 

@@ -1,7 +1,7 @@
 """The optimizers, one per file.
 
-A file holds the arithmetic of its optimizer, and its record as `OPTIMIZER`. Every file here is
-imported, so a new one is known without being named anywhere.
+A file contains the arithmetic of its optimizer, and its record as `OPTIMIZER`. Every file here is
+imported, so a new optimizer needs no entry elsewhere.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101. The kernel
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adam import adam
@@ -18,12 +18,10 @@ from megatron.core.optimizer.definition import (
     ModelTensors,
     OptimizerDefinition,
     Pieces,
+    eager,
     has_fused_kernel,
 )
-from megatron.core.optimizer.eager import eager
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_settings import UpdateSettings
 
 _Adam, _AdamW = eager(torch.optim.Adam), eager(torch.optim.AdamW)
 
@@ -51,11 +49,11 @@ def update_adam(pieces: Pieces, *, decouples_decay: bool) -> None:
     )
 
 
-def _constants(config: OptimizerConfig) -> dict[str, Any]:
+def _constants(config: UpdateSettings) -> dict[str, Any]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
+def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
     return (_AdamW if config.decoupled_weight_decay else _Adam)(
         param_groups,
         lr=config.lr or 0.0,

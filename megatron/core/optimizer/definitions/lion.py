@@ -1,8 +1,8 @@
 """Lion: the sign of an interpolated momentum.
 
 X. Chen et al., "Symbolic Discovery of Optimization Algorithms", algorithm 2, arXiv 2302.06675.
-One moment instead of Adam's two. Every weight moves by the learning rate, so that rate is three
-to ten times smaller than Adam's, and the weight decay larger by the same factor.
+One moment instead of Adam's two. Every weight changes by the learning rate, which is therefore
+three to ten times smaller than Adam's; the weight decay is larger by the same factor.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Lion(ElementwiseOptimizer):
     ) -> None:
         """
         Args:
-            betas: weight of the moment in the update, and its decay. The defaults are those that
-                the paper uses for language models.
+            betas: weight of the moment in the update, and its decay. The defaults are the paper's
+                values for language models.
             weight_decay: decoupled, as in AdamW.
         """
         update = ElementwiseUpdate(OPTIMIZER.state_names, update_lion, {"betas": betas})

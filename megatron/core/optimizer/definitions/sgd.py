@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.sgd import sgd
@@ -11,12 +11,10 @@ from megatron.core.optimizer.definition import (
     ModelTensors,
     OptimizerDefinition,
     Pieces,
+    eager,
     has_fused_kernel,
 )
-from megatron.core.optimizer.eager import eager
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_settings import UpdateSettings
 
 _SGD = eager(torch.optim.SGD)
 
@@ -38,7 +36,7 @@ def update_sgd(pieces: Pieces) -> None:
     )
 
 
-def _build(config: OptimizerConfig, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
+def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], _: ModelTensors) -> Any:
     return _SGD(
         param_groups,
         lr=config.lr or 0.0,

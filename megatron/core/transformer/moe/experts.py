@@ -1,10 +1,9 @@
 """The experts of one rank: modules one after the other, or all in grouped products.
 
-Both forms hold the same weights, begin with the same values, and declare the same checkpoint, so a
-run may change between them.
+Both forms have the same weights, initial values and checkpoint, so a run may change between them.
 
-Legend: n rows, ordered by expert; h hidden (of latent experts the latent), f width of an expert; l
-local experts.
+Legend: n rows, ordered by expert; h hidden size (or latent size), f width of an expert; l local
+experts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Experts(MegatronModule):
-    """What both forms share: which experts these are, in names and in checkpoints."""
+    """Names and checkpoints of the experts, for both forms."""
 
     pg_collection: ProcessGroupCollection
 
@@ -51,7 +50,7 @@ class _Experts(MegatronModule):
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the second layer's bias: one of those that share an expert."""
+        """Whether this rank adds the second layer's bias: one of the ranks that share an expert."""
         return self.pg_collection.expt_tp.rank() == 0
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
@@ -59,7 +58,7 @@ class _Experts(MegatronModule):
         raise NotImplementedError
 
     def number_experts(self) -> None:
-        """Name all parameters as those of the one-device model: again where some were added."""
+        """Set `names_in_model`; call it again after adding parameters."""
         for name, _ in self.named_parameters():
             index, kind = self.expert_and_kind(name)
             self.names_in_model[name] = f"local_experts.{self.first_expert + index}.{kind}"
@@ -115,7 +114,7 @@ class SequentialMLP(_Experts):
         self.number_experts()
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
-        """local_experts.3.linear_fc1.weight -> (3, linear_fc1.weight)."""
+        """Split local_experts.3.linear_fc1.weight to (3, linear_fc1.weight)."""
         _, index, kind = name.split(".", 2)
         return int(index), kind
 
@@ -127,7 +126,7 @@ class SequentialMLP(_Experts):
     ) -> tuple[Tensor, None]:
         """Apply the experts to rows [n, h] with weights [n]: (weighted outputs [n, h], no bias).
 
-        An expert without rows takes part, so that its gradient exists in every step.
+        An expert without rows is called too, so that its gradient exists in every step.
         """
         outputs = []
         for expert, rows, probs in zip(
@@ -151,7 +150,7 @@ class GroupedMLP(_Experts):
     """All experts in two grouped products.
 
     Args:
-        submodules: classes with the call of `GroupedLinear`, which is used without.
+        submodules: classes with the call of `GroupedLinear`, the default.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class GroupedMLP(_Experts):
         self.number_experts()
 
     def expert_and_kind(self, name: str) -> tuple[int, str]:
-        """linear_fc1.weight3 -> (3, linear_fc1.weight)."""
+        """Split linear_fc1.weight3 to (3, linear_fc1.weight)."""
         found = re.fullmatch(r"(.*?)(\d+)", name)
         assert found, name
         return int(found[2]), found[1]
@@ -225,6 +224,6 @@ class GroupedMLP(_Experts):
         return x, None
 
     def _activate(self, x: Tensor, probs: Tensor) -> Tensor:
-        """Return what the second layer multiplies: rows [n, f], each counting by its weight [n]."""
-        # The narrow side is here, and the output of the second layer needs not be kept.
+        """Return the input of the second layer: rows [n, f], each times its weight [n]."""
+        # f is smaller than h, and the output of the second layer need not be saved for backward.
         return gated(x, self.config.activation_func, self.config, weights=probs)

@@ -41,14 +41,14 @@ from megatron.core.utils import divide
 
 
 class GroupedLinear(ParallelLayer):
-    """Weights `weight0`, `weight1`, ... of as many linear maps, split over `expt_tp`.
+    """One linear map per expert, with parameters `weight0`, `weight1`, ..., split over `expt_tp`.
 
     The dispatcher communicates; this layer does not.
 
     Args:
         input_size, output_size: full sizes of one map.
         split_dim: 0 splits the outputs (and the biases), 1 the inputs.
-        stride: blocks of the outputs that are each split.
+        stride: number of blocks of the outputs, each of which is split.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GroupedLinear(ParallelLayer):
         expt_tp: Group,
     ) -> None:
         super().__init__(config, tp_group=expt_tp, is_expert=True)
-        # Of the module as well: clients ask it how its weights are split.
+        # On the module too: clients read these attributes there.
         self.tensor_model_parallel, self.partition_dim = True, split_dim
         shape = [output_size, input_size]
         shape[split_dim] = divide(shape[split_dim], self.tp_size)
@@ -81,7 +81,7 @@ class GroupedLinear(ParallelLayer):
                 init_method=None,
                 split_dim=0 if splits_output else None,
                 stride=stride if splits_output else 1,
-                # Added on the first rank alone.
+                # The first rank alone adds the bias.
                 partial_grad_axes=() if splits_output or self.tp_size == 1 else (self.split_axis,),
             )
             self.register_parameter(f"bias{index}", added)
@@ -94,12 +94,12 @@ class GroupedLinear(ParallelLayer):
         return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
 
     def biases(self) -> list[nn.Parameter]:
-        """Return the biases [o], expert by expert; none without bias."""
+        """Return the biases [o], expert by expert; an empty list without bias."""
         count = self.num_gemms if self.uses_bias else 0
         return [getattr(self, f"bias{index}") for index in range(count)]
 
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int]) -> Tensor:
-        """Apply map i to its `num_rows[i]` rows of x [n, i]: [n, o]. Biases are not added."""
+        """Apply map j to its `tokens_per_expert[j]` rows of x [n, i]: [n, o], without bias."""
         return grouped_linear(
             x,
             tokens_per_expert,
@@ -119,8 +119,8 @@ def grouped_linear(
     """Multiply the rows of each expert with the transpose of its weight.
 
     Args:
-        x: [n, i]; num_rows: rows of each expert; weights: [o, i] each.
-        fuses_main_grad: write weight gradients into `main_grad` where a weight has one.
+        x: [n, i]; weights: [o, i] each.
+        fuses_main_grad: add weight gradients to `main_grad` if a weight has one.
         quantized: low-precision products of each weight; empty to multiply in the dtype of x.
     Returns:
         [n, o].
@@ -144,7 +144,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, tokens_per_expert: Sequence[int], fuses: bool, *weights: Tensor
     ) -> Tensor:
         ctx.tokens_per_expert, ctx.fuses = tokens_per_expert, fuses
-        # The main gradients hang on the parameter objects, which saved-tensor hooks would replace.
+        # Main gradients are attributes of the parameters, which saved-tensor hooks would replace.
         ctx.weights = weights
         ctx.save_for_backward(x, *weights)
         return grouped_products(x, tokens_per_expert, [weight.t() for weight in weights])
@@ -170,16 +170,16 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 _WeightGradient = Callable[[Tensor], Tensor | None]
-"""Takes a weight; adds its gradient to its main gradient, or returns it."""
+"""Takes a weight; adds the gradient to its main gradient, or returns the gradient."""
 
 
 def _weight_products(
     grad: Tensor, x: Tensor, counts: Sequence[int], trained: Sequence[int], fuses: bool
 ) -> list[_WeightGradient]:
-    """Return what computes the gradient of each weight that is trained."""
+    """Return a function for each trained weight that computes its gradient."""
     if needs_no_host_counts(x, counts):
         of_all = functools.cache(partial(grouped_outer_products, grad, x, counts))
-        return [partial(_gradient_of_all, of_all, index, fuses) for index in trained]
+        return [partial(lambda i, weight: _place(weight, of_all()[i], fuses), i) for i in trained]
     pieces = list(zip(split_rows(grad, counts), split_rows(x, counts), strict=True))
     return [partial(_gradient_of_rows, *pieces[index], fuses) for index in trained]
 
@@ -203,10 +203,13 @@ class _LowPrecisionLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = ctx.quantized.input_gradient(grad, weight, ctx.context)
         if ctx.needs_input_grad[1]:
-            call = partial(ctx.quantized.weight_gradient, grad, x, ctx.context)
-            later = partial(_add_low_precision_wgrad, ctx.weight, call, ctx.fuses)
-            if not deferred_wgrad.defer_wgrad(later):
-                grad_weight = _place(ctx.weight, call(), ctx.fuses)
+            quantized, context, fuses = ctx.quantized, ctx.context, ctx.fuses
+
+            def product(weight: Tensor) -> Tensor | None:
+                return _place(weight, quantized.weight_gradient(grad, x, context), fuses)
+
+            if not deferred_wgrad.defer_wgrad(partial(_add_weight_gradient, ctx.weight, product)):
+                grad_weight = product(ctx.weight)
         return grad_x, grad_weight, None, None, None
 
 
@@ -218,22 +221,10 @@ def _place(weight: Tensor, total: Tensor, fuses: bool) -> Tensor | None:
     return total
 
 
-def _add_low_precision_wgrad(weight: Tensor, call: Callable[[], Tensor], fuses: bool) -> None:
-    total = _place(weight, call(), fuses)
-    if total is not None:
-        add_gradient(weight, total)
-
-
-def _gradient_of_all(
-    of_all: Callable[[], Tensor], index: int, fuses: bool, weight: Tensor
-) -> Tensor | None:
-    return _place(weight, of_all()[index], fuses)
-
-
 def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -> Tensor | None:
     """Compute grad.T @ rows [o, i] in the main gradient (and return None), or as a new tensor."""
     if fuses and has_main_grad(weight):
-        # An expert without rows leaves its gradient as it is: fresh ones become zero.
+        # Without rows nothing is added; a gradient that stays fresh counts as zero.
         if len(rows):
             main_grad_addmm(weight, fill_tiles(grad).t(), fill_tiles(rows))
         return None
@@ -241,7 +232,7 @@ def _gradient_of_rows(grad: Tensor, rows: Tensor, fuses: bool, weight: Tensor) -
 
 
 def _add_weight_gradient(weight: Tensor, product: _WeightGradient) -> None:
-    """Do so after the backward pass."""
+    """Compute and add a deferred weight gradient."""
     total = product(weight)
     if total is not None:
         add_gradient(weight, total)
@@ -255,7 +246,7 @@ def rows_with_bias(
 ) -> Tensor:
     """Add to the rows [n, o] of each expert its bias [o], times `scale` [n] if given."""
     counts = counts_on_device(tokens_per_expert, x.device)
-    # Rows of no expert have gradients of no meaning, which go to a bias of nobody.
+    # Gradients of padding rows are undefined; they are added to a dummy bias that is dropped.
     stacked = F.pad(torch.stack(list(biases)), (0, 0, 0, 1))
     added = stacked.index_select(0, group_of_row(counts, x.shape[0]))
     return x + (added if scale is None else (added * scale[:, None]).to(x.dtype))

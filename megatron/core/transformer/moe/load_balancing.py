@@ -1,13 +1,13 @@
-"""How evenly tokens are routed to experts: losses that even the load out, and the load of a step.
+"""Balance of the experts' load: the losses, and the load of a step.
 
 Balance loss: W. Fedus et al., "Switch Transformers", section 2.2, arXiv 2101.03961. z-loss: B. Zoph
 et al., "ST-MoE", section 3.1, arXiv 2202.08906. Balance over the global batch: Z. Qiu et al.,
 "Demons in the Detail", arXiv 2501.11873. Balance by a bias: L. Wang et al., "Auxiliary-Loss-Free
 Load Balancing Strategy for Mixture-of-Experts", section 3, arXiv 2408.15664.
 
-Every figure is one of the model and the batch, not of the layout: shares are of a sequence, of a
-micro batch, or of the global batch, whoever holds its tokens. Padding counts for nothing. A sample
-of packed documents has as many sequences as documents.
+No figure depends on the layout: shares refer to a sequence, a micro batch, or the global batch,
+whichever ranks hold its tokens. Padding is not counted. Each document of a packed sample counts as
+a sequence.
 
 Legend: s sequence, b micro batch, t = s*b tokens of this rank, e experts.
 """
@@ -37,10 +37,10 @@ AUX_LOSS_NAMES = {
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """Which group (a sequence, a sample, a micro batch) each token of this rank belongs to.
+    """The group (a sequence, a sample, a micro batch) of each token of this rank.
 
-    numbers: int64 [s, b], from 0; never falling along s. count: n, the groups of all ranks that
-    share the micro batch.
+    numbers: int64 [s, b], from 0, non-decreasing along s. count: n, the number of groups on all
+    ranks that share the micro batch.
     """
 
     numbers: Tensor
@@ -63,7 +63,7 @@ class TokenGroups:
         return x.new_zeros(self.count, *x.shape[1:]).index_add(0, self.numbers.flatten(), x)
 
     def of_tokens(self, x: Tensor) -> Tensor:
-        """Return for each token of this rank what x [n, ...] has for its group: [t, ...]."""
+        """Return for each token of this rank the value of x [n, ...] of its group: [t, ...]."""
         return x[self.numbers.flatten()] if self.count > 1 else x
 
 
@@ -72,12 +72,12 @@ def load_balancing_loss(
 ) -> Tensor:
     """Return this rank's part of e * sum over experts of (share of tokens) * (mean score).
 
-    1 for each group where its load is even; it grows with the scores of experts with many tokens.
+    The sum is 1 for a group with even load, and grows with the scores of experts with many tokens.
 
     Args:
         scores: [t, e] of this rank's tokens.
         shares: [n, e], each expert's share of the assignments of a group; they add up to 1.
-        weights: [t, 1] or [1, 1], of each token in the mean, zero for padding.
+        weights: [t, 1] or [1, 1], weight of each token in the mean, zero for padding.
     """
     return shares.shape[-1] * (groups.sums(scores * weights) * shares.to(scores.dtype)).sum()
 
@@ -86,30 +86,29 @@ def z_loss(logits: Tensor, weights: Tensor) -> Tensor:
     """Return this rank's part of the mean square of log-sum-exp of the logits [t, e].
 
     Args:
-        weights: as of `load_balancing_loss`.
+        weights: as in `load_balancing_loss`.
     """
     return (torch.logsumexp(logits, -1, keepdim=True).square() * weights).sum()
 
 
 class ExpertLoad:
-    """What one router counted: of the running step on this rank, then of the whole last step.
+    """The counts of one router: of the running step on this rank, and of the last step.
+
+    `count`, `add_dropped` and `add_loss` collect the choices of each expert, the choices beyond an
+    expert's capacity and this rank's parts of the balance losses. `finish_step` takes their sums
+    over all ranks:
 
     Attributes:
-        assignments: int64 [e], how often tokens of this rank chose each expert in the running step.
-        dropped: int64 [], how many of those choices were beyond an expert's capacity.
-        losses: name -> sum over micro batches of this rank's part of a balance loss.
-        step_assignments, step_dropped, step_losses: the same of all ranks, after `finish_step`;
-            losses are means over micro batches.
-        step_is_finite: whether all logits of the last step were finite numbers, on all ranks.
+        step_assignments: int64 [e], number of choices of each expert in the last step.
 
-    What the host asks of the last step is read from the device when it asks.
+    The properties `step_*` read their value from the device on first access.
     """
 
     def __init__(self, num_experts: int, layer_number: int) -> None:
         self.num_experts = num_experts
         self.layer_number = layer_number
         self.step_assignments: Tensor | None = None
-        self._step = _StepFigures.none()
+        self._step = _StepFigures(lambda: [0.0, 0.0, 0.0], ())
         self._bad_batches: Tensor | None = None
         self._assignments: Tensor | None = None
         self._dropped: Tensor | None = None
@@ -144,7 +143,7 @@ class ExpertLoad:
         """Add the choices [t, e] of one micro batch, and whether its logits were finite.
 
         Args:
-            share: of this rank in the micro batches whose tokens it routes.
+            share: this rank's share of the micro batches whose tokens it routes.
         """
         is_bad = is_finite.logical_not()
         self._bad_batches = is_bad if self._bad_batches is None else self._bad_batches + is_bad
@@ -157,7 +156,7 @@ class ExpertLoad:
         self.num_microbatches += share
 
     def add_dropped(self, number: Tensor) -> None:
-        """Add choices [] of one micro batch for which a dispatcher had no row."""
+        """Add the number [] of choices of one micro batch that did not fit in an exchange."""
         self._dropped = number if self._dropped is None else self._dropped + number
 
     def add_loss(self, name: str, value: Tensor) -> None:
@@ -166,9 +165,9 @@ class ExpertLoad:
         self._losses[name] = self._losses[name] + value if name in self._losses else value
 
     def packed(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """Return everything counted in the running step as one fp64 vector, and forget it.
+        """Return the counts of the running step as one fp64 vector, and reset them.
 
-        fp64 holds counts exactly up to 2^53.
+        fp64 represents counts exactly up to 2^53.
         """
         zero = torch.zeros((), device=device)
         assignments = (
@@ -184,10 +183,10 @@ class ExpertLoad:
         return torch.cat([assignments.double(), rest])
 
     def finish_step(self, packed: Tensor, read: Callable[[], Tensor], names: Sequence[str]) -> None:
-        """Take the sums over all ranks of what `packed` returned.
+        """Store the sums over all ranks of the vectors that `packed` returned.
 
         Args:
-            read: returns the same on the host.
+            read: returns these sums on the host.
         """
         self.step_assignments = packed[: self.num_experts].clone()
         first = self.num_experts
@@ -196,15 +195,10 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class _StepFigures:
-    """What the host may ask of a step."""
+    """Figures of a step, which are read from the device on first access."""
 
     read: Callable[[], list[float]]
     names: Sequence[str]
-
-    @staticmethod
-    def none() -> _StepFigures:
-        """Return those of no step."""
-        return _StepFigures(lambda: [0.0, 0.0, 0.0], ())
 
     @functools.cached_property
     def values(self) -> list[float]:
@@ -238,7 +232,7 @@ class LoadSummary:
 
 
 class LoadTrackingRouter(nn.Module):
-    """What the end of a step asks of a router."""
+    """Base of routers; `finish_router_step` finds them by this class."""
 
     load: ExpertLoad
 
@@ -260,18 +254,18 @@ def routers_of(model: Sequence[nn.Module]) -> Iterator[LoadTrackingRouter]:
 
 
 def loads_of_last_step() -> list[ExpertLoad]:
-    """Return what the routers of this stage counted in the step that ended last, in order.
+    """Return the loads of this stage's routers after the last step, in order.
 
-    It is for callers that do not hold the model, as Megatron's `track_moe_metrics` does not.
+    For callers without a reference to the model, such as Megatron's `track_moe_metrics`.
     """
     references = current_step().expert_loads
     return [load for reference in references if (load := reference()) is not None]
 
 
 def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Sum what routers counted over all ranks of this stage, and let them act on it.
+    """Sum the counts of routers over all ranks of this stage, and call `apply_load`.
 
-    Communication: one all-reduce over tp x cp x dp, where the stage has experts.
+    Communication: one all-reduce over tp x cp x dp, if the stage has experts.
     """
     routers = list(routers_of(model))
     current_step().expert_loads = [weakref.ref(router.load) for router in routers]
@@ -282,7 +276,7 @@ def finish_router_step(model: Sequence[nn.Module], groups: ProcessGroupCollectio
     packed = [router.load.packed(own, device) for router, own in zip(routers, names, strict=True)]
     everything = torch.cat(packed)
     torch_collectives.all_reduce(everything, groups.tp_dp_cp)
-    # One wait for the device, not several for each router, and only when somebody asks.
+    # One wait for the device for all routers, at the first read of a figure.
     sizes = [part.numel() for part in packed]
     on_host = functools.cache(lambda: everything.cpu().split(sizes))
     for index, (router, part) in enumerate(zip(routers, everything.split(sizes), strict=True)):

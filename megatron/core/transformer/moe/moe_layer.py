@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer in the place of an MLP: route, dispatch, compute, combine.
+"""A mixture-of-experts layer, which replaces an MLP: route, dispatch, compute, combine.
 
 N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts
 Layer", arXiv 1701.06538. Experts of a latent width: V. Elango et al., "LatentMoE: Toward Optimal
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, refuse_given
+from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -34,9 +35,9 @@ from megatron.core.transformer.moe.load_balancing import TokenGroups
 from megatron.core.transformer.moe.router import TopKRouter, expert_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertOverlap
 from megatron.core.transformer.moe.token_dispatcher import (
+    DispatchedTokens,
     ExchangeCapacity,
     TokenDispatcher,
-    pad_to_capacity,
 )
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -57,7 +58,7 @@ class MoELayer(MegatronModule):
     """Router, dispatcher, experts of this rank, and the shared expert if there is one.
 
     Tensor-parallel ranks route different tokens: under sequence parallelism they hold different
-    ones already, otherwise the layer cuts the sequence and joins it again.
+    tokens, otherwise the layer splits the sequence over them and gathers the output.
     """
 
     pg_collection: ProcessGroupCollection
@@ -104,7 +105,7 @@ class MoELayer(MegatronModule):
         self.token_dispatcher: TokenDispatcher = build_dispatcher(
             config, num_local_experts, self.local_expert_indices, groups
         )
-        # Without sequence parallelism the layer itself gives each rank other rows.
+        # Without sequence parallelism the layer itself splits the tokens over the ranks.
         self._cut = SINGLE_RANK if config.sequence_parallel else groups.tp
         if layer_number is not None:
             self.set_layer_number(layer_number)
@@ -112,7 +113,7 @@ class MoELayer(MegatronModule):
     def _projection(
         self, rows: int, columns: int, init_method: Callable[[Tensor], object] | None
     ) -> ReplicatedLinear:
-        """Build a projection between tokens and their latents, on rows that each rank routes."""
+        """Build a projection between tokens and latents, applied to the tokens of each rank."""
         tp = self.pg_collection.tp
         return ReplicatedLinear(
             rows,
@@ -125,7 +126,7 @@ class MoELayer(MegatronModule):
         )
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of the model (1-based) this is: random draws and logs name it."""
+        """Set the number of the layer in the model (1-based), a key of random draws and logs."""
         self.layer_number = layer_number
         if hasattr(self.router, "set_layer_number"):
             self.router.set_layer_number(layer_number)
@@ -141,16 +142,16 @@ class MoELayer(MegatronModule):
         """Compute the layer of [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
 
         Args:
-            intermediate_tensors: must be None: a layer is computed in one go.
-            padding_mask: bool [b, s/cp], True where there is no token. The routed experts give
-                zero there.
-            packed_seq_params: the documents of the whole sequences: a statistic of a sequence is
-                one of a document.
+            intermediate_tensors: must be None: a layer is computed in one call.
+            padding_mask: bool [b, s/cp], True for padding, where the output of the routed experts
+                is zero.
+            packed_seq_params: the documents of the whole sequences; statistics of a sequence are
+                computed per document.
         Returns:
-            (output of the input's shape, None: no bias is left to be added).
+            (output of the input's shape, None in the place of a bias that is still to be added).
         """
         given = {"intermediate_tensors": intermediate_tensors}
-        refuse_given("MoELayer", given, rule="a layer is computed in one go", fix="leave it out")
+        refuse_given("MoELayer", given, rule="a layer is computed in one call", fix="leave it out")
         if self.config.moe_layer_recompute and self.training:
             return checkpoint(
                 self._compute, False, hidden_states, padding_mask, packed_seq_params
@@ -198,7 +199,7 @@ class MoELayer(MegatronModule):
         mask = None if padding_mask is None else padding_mask.t()  # [s/cp, b]
         x, rows = hidden_states, hidden_states.shape[0]
         missing = -rows % self._cut.size()
-        if missing:  # rows that are no tokens, so that the sequence can be cut into equal parts
+        if missing:  # pad the sequence, so that it splits into equal parts
             x = F.pad(x, (0, 0, 0, 0, 0, missing))
             mask = x.new_zeros(rows, x.shape[1]).bool() if mask is None else mask
             mask = F.pad(mask, (0, 0, 0, missing), value=True)
@@ -233,10 +234,10 @@ class MoELayer(MegatronModule):
         return output if output.shape[0] == rows else output[:rows]
 
     def _sequences(self, packed: PackedSeqParams, x: Tensor, num_padded: int) -> TokenGroups:
-        """Return which documents the tokens x [s, b, h] that this rank routes belong to.
+        """Return the documents of the tokens x [s, b, h] that this rank routes.
 
         Args:
-            num_padded: rows that follow those of the ranks of `tp` together.
+            num_padded: padding positions after the tokens of all ranks of `tp`.
         """
         groups = self.pg_collection
         cp, tp = groups.microbatch_cp, groups.tp.size()
@@ -248,14 +249,16 @@ class MoELayer(MegatronModule):
         return TokenGroups(_shard_of_rows(numbers[:, rows].t(), groups.tp), count)
 
     def _exchange_capacity(self, x: Tensor, is_packed: bool) -> ExchangeCapacity | None:
-        """Return the sizes of the exchange of [s, b, h], where the settings say them."""
+        """Return the sizes of the exchange of [s, b, h] if the config fixes them, else None."""
         config, ranks = self.config, self.pg_collection.ep.size()
         num_tokens = x.shape[0] * x.shape[1]
         choices = num_tokens * config.moe_router_topk
         if config.moe_expert_rank_capacity_factor is not None:
             even = choices / ranks
             rows = -int(-even * config.moe_expert_rank_capacity_factor // 1)
-            return ExchangeCapacity(min(rows, self._most_rows(num_tokens)), choices)
+            # Each token is sent to a rank once for each of the rank's experts that it chooses.
+            local = min(config.moe_router_topk, len(self.local_expert_indices))
+            return ExchangeCapacity(min(rows, num_tokens * local), choices)
         if config.moe_pad_expert_input_to_capacity:
             capacity = x.shape[1] * self._capacity(x, is_packed)
             return ExchangeCapacity(
@@ -263,20 +266,17 @@ class MoELayer(MegatronModule):
             )
         return None
 
-    def _most_rows(self, num_tokens: int) -> int:
-        """Return how many rows a rank can send to another: each token to all that it chooses."""
-        return num_tokens * min(self.config.moe_router_topk, len(self.local_expert_indices))
-
     def _capacity(self, x: Tensor, is_packed: bool) -> int:
-        """Return the most tokens that an expert takes of a sample, which this rank has a part of.
+        """Return the most tokens that an expert takes of a whole sample.
 
-        Packed sequences have a capacity each, rounded up: together at most all of their tokens.
+        Each packed sequence has a capacity of its own, rounded up; the bound of their sum is the
+        number of tokens.
         """
         length = x.shape[0] * self.pg_collection.tp.size() * self.pg_collection.cp.size()
         return length if is_packed else expert_capacity(self.config, length)
 
     def _max_tokens_per_expert(self, x: Tensor, is_packed: bool) -> int:
-        """Return how many rows an expert gets at most: its capacity in every sample at hand."""
+        """Return the most rows that an expert receives: its capacity in each of the samples."""
         groups = self.pg_collection
         capacity = self._capacity(x, is_packed)
         senders = groups.tp_ep.size()
@@ -285,6 +285,38 @@ class MoELayer(MegatronModule):
 
 
 def _shard_of_rows(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's piece of the rows [s, b]."""
+    """Return this rank's part of x [s, b] along s."""
     length = x.shape[0] // group.size()
     return x.narrow(0, group.rank() * length, length)
+
+
+def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
+    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
+
+    Args:
+        capacity: at least the most rows that an expert can receive.
+    """
+    counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
+    num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
+    group = group_of_row(counts, num_rows)
+    begins = torch.arange(num_experts, device=counts.device) * capacity
+    shift = begins - (counts.cumsum(0) - counts)
+    total = num_experts * capacity
+    position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
+    # Padding rows are written to one extra slot at the end, which is dropped.
+    spare = int(isinstance(sent.tokens_per_expert, RowCounts))
+    position = torch.where(group < num_experts, position, total) if spare else position
+
+    def in_slots(rows: Tensor) -> Tensor:
+        empty = rows.new_zeros((total + spare, *rows.shape[1:]))
+        return empty.index_copy(0, position, rows)[:total]
+
+    return DispatchedTokens(
+        in_slots(sent.tokens),
+        in_slots(sent.probs),
+        [capacity] * num_experts,
+        lambda output, overlap_fn=None: sent.combine(
+            F.pad(output, (0, 0, 0, spare)).index_select(0, position), overlap_fn
+        ),
+        sent.num_dropped,
+    )

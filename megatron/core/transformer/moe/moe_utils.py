@@ -1,4 +1,4 @@
-"""Megatron's names for code written against them."""
+"""Megatron's names, for code that imports them from here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MoEAuxLossAutoScaler:
 
     @staticmethod
     def set_loss_scale(scale: Tensor | float) -> None:
-        """Say what gradient attached losses receive. Schedules do so before each micro batch."""
+        """Set the gradient of attached losses. Schedules call this before each micro batch."""
         set_aux_loss_scale(AuxLossScale(float(torch.as_tensor(scale))))
 
 

@@ -1,4 +1,4 @@
-"""The router of a mixture-of-experts layer: which experts each token is routed to.
+"""The router of a mixture-of-experts layer, which chooses the experts of each token.
 
 Legend: s sequence, b micro batch, h hidden, e experts; t = s*b tokens of this rank.
 """
@@ -43,13 +43,13 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class TopKRouter(LoadTrackingRouter, ParallelLayer):
     """Scores every expert for every token and chooses k of them.
 
-    The ranks of tp x cp share the sequences of a micro batch, each holding other tokens of them,
-    also without sequence parallelism: the weight's gradient is partial over `tp`.
+    The ranks of tp x cp share the sequences of a micro batch and route different tokens, also
+    without sequence parallelism: the weight's gradient is partial over `tp`.
 
     Attributes:
-        weight: [e, h]; bias: [e], in models with biases (None in others).
-        expert_bias: [e] fp32, added to the scores for the choice; None without it.
-        router_replay: records or replays its choices; see there.
+        weight: [e, h]; bias: [e], or None in models without biases.
+        expert_bias: [e] fp32, added to the scores for the choice, or None.
+        router_replay: records or replays the choices.
         global_shares: [e] fp32, each expert's share of the last step's assignments; None without a
             balance loss over the global batch.
     """
@@ -93,7 +93,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         self.register_buffer("global_shares", even if uses_shares else None)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of the model this is: for logs."""
+        """Set the number of the layer in the model, for logs."""
         self.load.layer_number = layer_number
 
     def forward(
@@ -105,10 +105,10 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         """Choose experts for the tokens [s, b, h] of this rank.
 
         Args:
-            padding_mask: bool [s, b], True where there is no token: it is routed to no expert and
-                takes no part in any loss.
-            sequences: which sequence each token belongs to, where several are packed into a
-                sample. None: a sample is one sequence.
+            padding_mask: bool [s, b], True for padding, which is routed to no expert and excluded
+                from all losses.
+            sequences: the sequence of each token, if several are packed into a sample; otherwise a
+                sample is one sequence.
         Returns:
             (weights [t, e], zero where an expert is not chosen; routing map, bool [t, e]).
         Communication:
@@ -149,7 +149,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         assignments = self.load.step_assignments
         if assignments is None:
             return
-        total = assignments.sum()  # zero without tokens, which moves nothing
+        total = assignments.sum()  # zero without tokens, which changes nothing
         if self.expert_bias is not None:
             direction = torch.sign(assignments.mean() - assignments).to(self.expert_bias)
             self.expert_bias += self.config.moe_router_bias_update_rate * direction
@@ -158,7 +158,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             self.global_shares.copy_(torch.where(total > 0, shares, self.global_shares))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move and convert the module, leaving its fp32 state fp32: a bias moves by tiny steps."""
+        """Move and convert the module, but keep fp32 buffers: the bias changes by tiny steps."""
         kept = {n: b for n, b in self.named_buffers(recurse=False) if b is not None}
         super()._apply(*args, **kwargs)
         for name, buffer in kept.items():
@@ -180,12 +180,12 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if config.moe_router_force_load_balancing:
-            # The gradient passes as if the logits had been used.
+            # The value is random; the gradient flows to the logits.
             logits = logits + (keyed_uniform(logits, rows) - logits).detach()
         return logits
 
     def _choose(self, logits: Tensor, is_token: Tensor | None) -> RoutingResult:
-        """Return the experts of the tokens of logits [s, b, e]; is_token: bool [s, b]."""
+        """Choose the experts of the tokens of logits [s, b, e]; is_token: bool [s, b]."""
         s, b, _ = logits.shape
 
         def replaced(indices: Tensor) -> Tensor:
@@ -201,14 +201,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
         return sinkhorn_routing(flat, self.config, balanced, replaced)
 
     def _sum_over_sequences(self, x: Tensor) -> Tensor:
-        """Sum a small tensor over the ranks that hold the tokens of the micro batch."""
+        """Sum a small tensor over the ranks that share the micro batch."""
         for group in self._sharing_groups:
             x = collectives.all_reduce(x.clone(), group)
         return x
 
     @property
     def _sharing_groups(self) -> list[Group]:
-        """Groups which together hold the tokens of the micro batch."""
+        """Groups that together contain the ranks that share the micro batch."""
         groups, cp = self.pg_collection, self.pg_collection.microbatch_cp
         found = [groups.tp_cp] if cp is groups.cp else [groups.tp, cp]
         return [group for group in found if group.size() > 1]
@@ -231,13 +231,13 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
     ) -> Tensor:
         """Return the choices [t, e] within the capacity of the experts.
 
-        The capacity follows from the tokens of a whole sequence, of which this rank holds a part.
+        The capacity is computed from the tokens of a whole sequence, on all of its ranks.
         """
         config, policy = self.config, self.config.moe_token_drop_policy
         chosen, numbers = choice.routing_map.view(shape), None
         if sequences is None and is_token is not None:
             sequences = TokenGroups.of_samples(shape, chosen.device)
-        # A weight may be rounded to zero where an expert is chosen: two values in one message.
+        # The weight of a chosen expert may round to zero, so -1 marks experts that are not chosen.
         marked = torch.where(chosen, choice.probs.detach().view(shape), -1.0)
         own = rows_of_rank(shape[0], self.pg_collection).positions(marked.device)
         gathered = [marked, own]
@@ -320,14 +320,14 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
 
 
 def expert_capacity(config: TransformerConfig, sequence_length: int) -> int:
-    """Return how many tokens of one sequence an expert takes."""
+    """Return the most tokens of one sequence that an expert takes."""
     assert config.moe_expert_capacity_factor and config.num_moe_experts
     even = sequence_length * config.moe_router_topk / config.num_moe_experts
     return max(1, -int(-even * config.moe_expert_capacity_factor // 1))
 
 
 def expert_capacities(config: TransformerConfig, lengths: Tensor) -> Tensor:
-    """Return how many tokens an expert takes of sequences of these lengths, [...] of any shape."""
+    """Return the capacity of an expert for sequences of the given lengths, [...] of any shape."""
     assert config.moe_expert_capacity_factor and config.num_moe_experts
     even = lengths.double() * config.moe_router_topk / config.num_moe_experts
     return (even * config.moe_expert_capacity_factor).ceil().long().clamp(min=1)

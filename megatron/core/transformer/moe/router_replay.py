@@ -1,16 +1,16 @@
-"""Record which experts tokens were routed to, and route them there again.
+"""Record the experts that a router chose, and replay the choices.
 
-A policy that was updated, or computed in another precision or layout, would send some tokens to
-other experts than the rollout did; replaying the rollout's choices removes that difference (W. Ma
-et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
-2510.11370). The experts are given, their weights are the router's own, so the gradient flows
-through the router.
+A policy that was updated, or computed in another precision or layout, routes some tokens to other
+experts than the rollout did; replaying the rollout's choices removes that difference (W. Ma et al.,
+"Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
+2510.11370). Only the choices are replayed: the router computes the weights of the experts, so the
+gradient flows through the router.
 
-Choices are kept by layer and micro batch, so virtual stages, any schedule and recomputation find
-theirs. What is gathered is the model's, not the layout's: it can be replayed in any other.
+Choices are stored by layer and micro batch, which works with virtual stages, any schedule and
+recomputation. Gathered choices do not depend on the layout: any other layout can replay them.
 
-`record_routing` and `replay_routing` are for whole models. `RouterReplay`, one a router, has
-Megatron's names besides.
+`record_routing` and `replay_routing` are for whole models. Each router has a `RouterReplay`, which
+has Megatron's methods.
 
 Legend: b micro batch, s sequence, l layers, k experts per token; t = s/cp/tp * b tokens here.
 """
@@ -29,29 +29,29 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, DataError
-from megatron.core.parameters.rng import SequenceShard
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.step_context.context import current_step
+from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.moe.load_balancing import routers_of
 from megatron.core.transport import torch_collectives
 from megatron.core.utils import as_list, get_model_config
 
 NOT_GIVEN = -1
-"""Instead of an expert: the router chooses for this token itself."""
+"""Takes the place of an expert: the router chooses for this token."""
 
 
 class RouterReplayAction(Enum):
-    """What a router does with its choices."""
+    """Action of a router on its choices."""
 
     RECORD = "record"
     REPLAY_FORWARD = "replay_forward"
     REPLAY_BACKWARD = "replay_backward"
-    """Of a recomputation: what the forward pass of this micro batch was given."""
+    """In a recomputation: use the choices of the forward pass of this micro batch."""
 
 
 class _Live:
-    """The replays of all routers that exist, in the order in which they were built."""
+    """The replays of all living routers, in order of construction."""
 
     def __init__(self) -> None:
         self.known: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
@@ -86,7 +86,7 @@ class RouterReplay:
         """Return the experts of this rank's tokens of the running micro batch.
 
         Args:
-            own: [s/cp/tp, b, k], what the router would choose.
+            own: [s/cp/tp, b, k], the router's own choices.
             rows: the positions of these tokens.
         """
         action, number = self.router_replay_action, current_step().random_scope.microbatch
@@ -117,28 +117,28 @@ class RouterReplay:
             return found
         if self.target_topk_idx is None:
             raise ConfigError(
-                f"nothing is given to replay in micro batch {number}.",
-                rule="every micro batch of a replay has its choices",
+                f"there are no choices to replay in micro batch {number}.",
+                rule="a replay needs the choices of every micro batch",
                 fix="pass replay_routing() a tensor for each, or call set_replay_data() before it;"
                 " compute_log_probs() adds micro batches and takes the routing itself",
             )
         return self.target_topk_idx.to(own).view_as(own)
 
     def set_target_indices(self, topk_indices: Tensor) -> None:
-        """Give the choices [t, k] for the micro batch that runs next."""
+        """Set the choices [t, k] of the next micro batch."""
         self.target_topk_idx = topk_indices
 
     def get_recorded_indices(self) -> Tensor | None:
-        """Return the choices [t, k] of the micro batch that ran last."""
+        """Return the choices [t, k] of the last micro batch."""
         return self._last
 
     def clear_indices(self) -> None:
-        """Forget what was recorded and what is given."""
+        """Drop recorded choices and choices to replay."""
         self.recorded, self.targets, self._used = {}, {}, {}
         self.target_topk_idx = self._last = None
 
     def set_router_replay_action(self, router_replay_action: RouterReplayAction) -> None:
-        """Say what to do from now on."""
+        """Set the action of the following forward passes."""
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
@@ -147,32 +147,32 @@ class RouterReplay:
 
     @staticmethod
     def set_replay_data(all_layers_topk_indices: Sequence[Tensor]) -> None:
-        """Give every router its choices [t, k], in the order of their layers on this rank."""
+        """Set the choices [t, k] of every router, in the order of their layers on this rank."""
         replays = RouterReplay.global_router_replay_instances
         if len(replays) != len(all_layers_topk_indices):
             raise DataError(
-                f"choices for {len(all_layers_topk_indices)} routers, of which there are"
+                f"choices for {len(all_layers_topk_indices)} routers, but this rank has"
                 f" {len(replays)}.",
-                rule="each router of this rank has its own",
-                fix="pass a list with one tensor for each",
+                rule="each router of this rank has its own choices",
+                fix="pass a list with one tensor for each router",
             )
         for replay, indices in zip(replays, all_layers_topk_indices, strict=True):
             replay.set_target_indices(indices)
 
     @staticmethod
     def get_recorded_data() -> list[Tensor | None]:
-        """Return what `get_recorded_indices` of every router returns."""
+        """Return `get_recorded_indices()` of every router."""
         return [one.get_recorded_indices() for one in RouterReplay.global_router_replay_instances]
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Forget what was recorded and what is given, in every router."""
+        """Call `clear_indices` of every router."""
         for replay in RouterReplay.global_router_replay_instances:
             replay.clear_indices()
 
     @staticmethod
     def set_global_router_replay_action(router_replay_action: RouterReplayAction) -> None:
-        """Say what every router does from now on."""
+        """Set the action of every router."""
         for replay in RouterReplay.global_router_replay_instances:
             replay.set_router_replay_action(router_replay_action)
 
@@ -184,11 +184,11 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_router_replay_instances() -> None:
-        """Do nothing: a router that is gone is gone from the list."""
+        """Do nothing: a deleted router leaves the list by itself."""
 
 
 class RoutingRecord:
-    """What `record_routing` noted on this rank."""
+    """The choices that `record_routing` recorded on this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self.config = get_model_config(chunks[0])
@@ -197,7 +197,7 @@ class RoutingRecord:
     def gather(self, pg_collection: ProcessGroupCollection | None = None) -> list[Tensor]:
         """Return the choices of every micro batch, int64 [b, s, l, k], on all ranks of a replica.
 
-        They are in the order in which micro batches are numbered; `NOT_GIVEN` in dense layers.
+        Micro batches are in the order of their numbers; dense layers have `NOT_GIVEN`.
 
         Communication:
             a maximum of four numbers and a sum of m x b x s x l x k on tp, cp and pp.
@@ -219,7 +219,7 @@ class RoutingRecord:
             torch_collectives.all_reduce(sizes, group, torch.distributed.ReduceOp.MAX)
         count, length, b, k = sizes.tolist()
         s = length * groups.tp.size() * groups.cp.size()
-        # A choice is held as one more than its number, and by one rank.
+        # One rank holds each choice. Adding 1 lets the sum distinguish expert 0 from no choice.
         table = torch.zeros(count, s, b, self.config.num_layers, k, dtype=torch.long, device=where)
         for layer, number, indices in found:
             positions = rows_of_rank(indices.shape[0], groups).positions(where)
@@ -230,7 +230,7 @@ class RoutingRecord:
 
 
 def rows_of_rank(num_rows: int, groups: ProcessGroupCollection) -> SequenceShard:
-    """Return the positions of the tokens that a router of this rank sees.
+    """Return the positions of the tokens that a router of this rank routes.
 
     Ranks of tp x cp share the sequences of a micro batch, with and without sequence parallelism.
     """
@@ -239,7 +239,7 @@ def rows_of_rank(num_rows: int, groups: ProcessGroupCollection) -> SequenceShard
 
 @contextmanager
 def record_routing(model: nn.Module | Sequence[nn.Module]) -> Iterator[RoutingRecord]:
-    """Note the choices of all routers, but those of prediction layers, in the step inside.
+    """Inside, record the choices of all routers except in prediction layers.
 
     Args:
         model: this rank's model chunk, or its list of chunks; wrapped or not.
@@ -253,15 +253,15 @@ def record_routing(model: nn.Module | Sequence[nn.Module]) -> Iterator[RoutingRe
 def replay_routing(
     model: nn.Module | Sequence[nn.Module], routing: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Route the tokens of the step that runs inside as it is given.
+    """Inside, route tokens by given choices.
 
     Args:
         model: this rank's model chunk, or its list of chunks; wrapped or not.
-        routing: of every micro batch of this replica, [b, s, l, k] as `RoutingRecord.gather`
-            returns it, whole on all ranks. `NOT_GIVEN`, or a position beyond s, leaves the choice
-            to the router.
+        routing: for every micro batch of this replica [b, s, l, k] as `RoutingRecord.gather`
+            returns it, equal on all ranks. The router chooses for entries `NOT_GIVEN` and for
+            positions beyond s.
     Raises:
-        DataError: a tensor has another form, or names an expert that does not exist.
+        DataError: a tensor has a wrong shape, or contains an expert that does not exist.
     """
     chunks = as_list(model)
     config = get_model_config(chunks[0])
@@ -286,16 +286,16 @@ def _check(number: int, choices: Tensor, config: Any) -> None:
         return
     raise DataError(
         f"the routing of micro batch {number} has {found}.",
-        rule=f"it is [b, s, {wanted[0]} layers, {wanted[1]} experts of a token], of"
-        f" {config.num_moe_experts} experts",
-        fix="replay in the model that was recorded",
+        rule=f"its shape is [b, s, {wanted[0]} layers, {wanted[1]} experts of a token], and experts"
+        f" are 0 to {config.num_moe_experts - 1}",
+        fix="replay in the model whose choices were recorded",
     )
 
 
 def _replays_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, RouterReplay]]:
     num_layers = get_model_config(chunks[0]).num_layers
     for router in routers_of(chunks):
-        replay = getattr(router, "router_replay", None)  # a router of one's own may have none
+        replay = getattr(router, "router_replay", None)  # absent in routers of other authors
         if replay is not None and router.load.layer_number <= num_layers:
             yield router.load.layer_number, replay
 

@@ -1,8 +1,8 @@
-"""Which experts a token is routed to, and with what weights: pure functions of the router's logits.
+"""The choice of experts and their weights: pure functions of the router's logits.
 
 Top-k gating: N. Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
 Mixture-of-Experts Layer", section 2.1, arXiv 1701.06538. Groups of experts, sigmoid scores and the
-bias that only chooses: "DeepSeek-V3 Technical Report", section 2.1.2, arXiv 2412.19437. Balanced
+bias of the choice: "DeepSeek-V3 Technical Report", section 2.1.2, arXiv 2412.19437. Balanced
 assignment: A. Clark et al., "Unified Scaling Laws for Routed Language Models", section 2.1.2,
 arXiv 2202.01169.
 
@@ -21,19 +21,14 @@ from torch import Tensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SINKHORN_TOLERANCE = 1e-4
-"""Largest mean change of an expert's factor at which the assignment counts as balanced."""
+"""The iteration ends when the mean change of an expert's factor is below this."""
 PRIORITY_BITS = 12
-"""Of the weights of tokens that compete for an expert's capacity."""
+"""Significant bits of the weights by which tokens compete for an expert's capacity."""
 MAX_SINKHORN_ROUNDS = 100
 
 
 Replaced = Callable[[Tensor], Tensor]
-"""Takes the experts [t, k] that were chosen, and returns those that tokens are routed to."""
-
-
-def unchanged(indices: Tensor) -> Tensor:
-    """Return the choice [t, k] itself."""
-    return indices
+"""Maps the chosen experts [t, k] to the experts to use."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class RoutingResult:
 
     probs: [t, e], the weight of each chosen expert, 0 elsewhere; differentiable.
     routing_map: bool [t, e], True where chosen.
-    scores: [t, e], how likely each expert was, summing to 1; differentiable. For balance losses.
+    scores: [t, e], scores of all experts, which sum to 1; differentiable. For balance losses.
     """
 
     probs: Tensor
@@ -54,14 +49,14 @@ def topk_routing(
     logits: Tensor,
     config: TransformerConfig,
     expert_bias: Tensor | None = None,
-    replaced: Replaced = unchanged,
+    replaced: Replaced = lambda chosen: chosen,
 ) -> RoutingResult:
     """Choose k experts for every token.
 
     Args:
         logits: [t, e], fp32 or fp64.
-        expert_bias: [e], added to the scores for the choice alone.
-        replaced: takes the chosen experts [t, k] and returns those to use.
+        expert_bias: [e], added to the scores for the choice, not for the weights.
+        replaced: maps the chosen experts [t, k] to the experts to use.
     """
     k = config.moe_router_topk
     kind = config.moe_router_score_function
@@ -87,13 +82,14 @@ def sinkhorn_routing(
     logits: Tensor,
     config: TransformerConfig,
     balanced: Callable[[Tensor], Tensor] | None,
-    replaced: Replaced = unchanged,
+    replaced: Replaced = lambda chosen: chosen,
 ) -> RoutingResult:
-    """Choose by a balanced assignment, and weigh by the logits' own scores.
+    """Choose experts by a balanced assignment; their weights are the scores of the logits.
 
     Args:
-        balanced: turns logits into an assignment [t, e]; None (outside of training) takes scores.
-        replaced: takes the chosen experts [t, k] and returns those to use.
+        balanced: turns logits into an assignment [t, e]; None (outside of training) chooses by
+            scores.
+        replaced: maps the chosen experts [t, k] to the experts to use.
     """
     k = config.moe_router_topk
     scores = torch.softmax(logits, -1)
@@ -113,9 +109,9 @@ def sinkhorn(
     """Scale exp(logits) so that every token gives 1/t and every expert receives 1/e.
 
     Args:
-        logits: [t, e] of this rank; the assignment is that of all ranks' tokens together.
-        sum_over_ranks: adds a small tensor over the ranks that share the micro batch.
-        is_token: bool [t], False for padding, which gives nothing.
+        logits: [t, e] of this rank; the assignment balances the tokens of all ranks together.
+        sum_over_ranks: sums a small tensor over the ranks that share the micro batch.
+        is_token: bool [t], False for padding, which contributes nothing.
     Communication: one sum of e numbers per round.
     """
     # A token's own factor drops out of the assignment: shift each by its largest logit.
@@ -139,7 +135,7 @@ def sinkhorn(
 
 
 def _topk_experts(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
-    """Return the indices [t, k] of the best experts, in the best groups where there are groups."""
+    """Return the indices [t, k] of the best experts, in the best groups if experts are grouped."""
     groups, kept = config.moe_router_num_groups, config.moe_router_group_topk
     if groups and kept and kept < groups:
         in_groups = ranked.unflatten(-1, (groups, -1))
@@ -152,7 +148,7 @@ def _topk_experts(ranked: Tensor, k: int, config: TransformerConfig) -> Tensor:
 
 
 def _scatter_probs(weights: Tensor, indices: Tensor, scores: Tensor) -> RoutingResult:
-    """Write the weights [t, k] of the chosen experts into a map of all of them."""
+    """Write the weights [t, k] of the chosen experts into a map over all experts."""
     probs = torch.zeros_like(scores).scatter(-1, indices, weights)
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, indices, True)
     return RoutingResult(probs, chosen, scores)
@@ -165,15 +161,16 @@ def apply_capacity(
     policy: str,
     sequences: Tensor | None = None,
 ) -> Tensor:
-    """Return which choices stay when an expert takes at most `capacity` tokens of a sequence.
+    """Drop choices so that an expert takes at most `capacity` tokens of a sequence.
 
     Args:
         priorities: [s, b, e], the weights of the choices, in order of position.
         chosen: bool [s, b, e].
-        capacity: a number, or [s, b, 1] of the sequence of each token.
-        policy: "probs" keeps the likeliest (of those that are equal to three digits the first),
-            "position" the first.
-        sequences: int64 [s, b], the sequence of each token, never falling along s. None: one.
+        capacity: a number, or [s, b, 1], the capacity in the sequence of each token.
+        policy: "probs" keeps the choices with the largest weights (and the first of weights that
+            are equal to three digits), "position" keeps the first.
+        sequences: int64 [s, b], the sequence of each token, non-decreasing along s; default one
+            sequence.
     """
     place = torch.arange(len(chosen), device=chosen.device).view(-1, 1, 1)
     begin = torch.zeros_like(place)
@@ -184,8 +181,8 @@ def apply_capacity(
         before = chosen.cumsum(0) - chosen.long()
         before = before - before.gather(0, begin.expand_as(before))
         return chosen & (before < capacity)
-    # Equal tokens, as the first ones of documents, differ in their last bits only, and
-    # those depend on the layout.
+    # Weights of equal tokens (such as the first tokens of documents) differ in their last bits
+    # only, and these bits depend on the layout.
     mantissa, exponent = torch.frexp(priorities)
     rounded = torch.ldexp((mantissa * 2**PRIORITY_BITS).round(), exponent)
     ranked = rounded.masked_fill(~chosen, -1.0)

@@ -1,6 +1,6 @@
 """The expert that every token uses.
 
-D. Dai et al., "DeepSeekMoE", section 3.2, arXiv 2401.06066. The gate is that of Qwen2-MoE.
+D. Dai et al., "DeepSeekMoE", section 3.2, arXiv 2401.06066. Qwen2-MoE has the same gate.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """An MLP over all tokens, split over `tp` like that of a dense layer.
+    """An MLP over all tokens, split over `tp` like the MLP of a dense layer.
 
     Attributes:
-        gate_weight: [1, h]; the output of a token counts by sigmoid(gate_weight @ token). None
-            without a gate.
+        gate_weight: [1, h] or None; the output of a token is multiplied by
+            sigmoid(gate_weight @ token).
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SharedExpertMLP(MLP):
         return self.fc2_and_gate(self.fc1_and_act(hidden_states), hidden_states), None
 
     def fc2_and_gate(self, intermediate: Tensor, hidden_states: Tensor) -> Tensor:
-        """Compute the output [s, b, h] from that of `fc1_and_act`, [s, b, f/tp], and the input."""
+        """Compute the output [s, b, h] from the result of `fc1_and_act` and the input."""
         output, bias = self.linear_fc2(intermediate)
         if bias is not None:
             output = output + bias
@@ -63,18 +63,14 @@ class SharedExpertMLP(MLP):
 
 
 class SharedExpertOverlap:
-    """The shared expert of one forward pass, computed while tokens travel to the routed ones.
+    """The shared expert of one forward pass, computed during the exchange of the routed experts.
 
-    Half of it while they go, half while they come back ("DeepSeek-V3 Technical Report", section
-    3.2.1, arXiv 2412.19437, hides the exchange under other work in the same way); in backward
-    while their gradients do.
-
-    Args:
-        expert: whose halves are called, by `begin` and `end`.
-        hidden_states: its input.
+    `begin` runs fc1 during the dispatch, `end` runs fc2 during the combine; backward overlaps the
+    same way ("DeepSeek-V3 Technical Report", section 3.2.1, arXiv 2412.19437, also overlaps the
+    exchange with other work).
 
     Attributes:
-        output: of the expert, after `end`.
+        output: output of the expert, set by `end`.
     """
 
     def __init__(self, expert: SharedExpertMLP, hidden_states: Tensor) -> None:

@@ -1,53 +1,56 @@
-"""How tokens travel to the ranks that hold their experts, and back.
+"""Send tokens to the ranks that hold their experts, and the outputs back.
 
-Every rank of a stage holds tokens of its own. Those of one `tp_ep` group together hold all experts
-once: the experts are distributed over `ep`, and each is split over `expt_tp`. A dispatcher brings
-every token to all shards of its experts, and sums what comes back; layers between know nothing
-of other ranks. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
+Every rank of a stage holds different tokens. The ranks of a `tp_ep` group together hold all experts
+once: the experts are distributed over `ep`, and each expert is split over `expt_tp`. A dispatcher
+sends every token to all shards of its experts, and sums their outputs; the experts themselves do
+not communicate. Expert parallelism: D. Lepikhin et al., "GShard", section 3.3, arXiv 2006.16668.
 
 Legend: t tokens of this rank, h hidden, e experts, l experts of this rank, n rows for its experts.
+In exchanges of fixed sizes: r ranks of `ep`, c rows that a rank sends to each of them, q ranks (of
+`ep` times `expt_tp`) that send to this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.kernels.permutation import PERMUTATION, IndexPermutation, Permutation
 from megatron.core.kernels.registry import Request
-from megatron.core.kernels.row_counts import RowCounts, counts_on_device, group_of_row
+from megatron.core.kernels.row_counts import RowCounts
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import mappings
 from megatron.core.topology.group import Group
-from megatron.core.transformer.moe.static_exchange import OverlapFn, SentRows, StaticPlan
 from megatron.core.transport import collectives
+
+OverlapFn = Callable[[], None] | None
+"""Computation that runs while tokens are in flight."""
 
 
 class Combine(Protocol):
-    """The way back from the experts."""
+    """Sends the outputs of the experts back to the ranks of their tokens."""
 
     def __call__(self, output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-        """Return the weighted sums [t, h] of what the experts made [n, h]."""
+        """Return the sums [t, h] over experts of their outputs [n, h]."""
 
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What reached the experts of this rank.
+    """The tokens that the experts of this rank have received.
 
     Attributes:
-        tokens: [n, h], those of the first local expert first; there may be rows of no expert after
-            the last one, of which nothing is used.
+        tokens: [n, h], ordered by local expert; padding rows may follow, whose outputs are unused.
         probs: [n], the weight of each row in its token's output.
-        tokens_per_expert: rows of each local expert, `RowCounts` where the host has not read them.
+        tokens_per_expert: rows of each local expert; `RowCounts` if the host has not read them.
         combine: from the experts' output [n, h] (partial over `expt_tp`) to the weighted sums
             [t, h] of this rank's own tokens; it takes `overlap_fn` as `dispatch` does.
-        num_dropped: int64 [], choices of this rank's tokens without a row; None: all have one.
+        num_dropped: int64 [], choices of this rank's tokens that did not fit; None if every
+            choice fits by construction.
     """
 
     tokens: Tensor
@@ -59,97 +62,18 @@ class DispatchedTokens:
 
 @dataclass(frozen=True)
 class ExchangeCapacity:
-    """Sizes of an exchange that are known before the router has chosen.
+    """Sizes of an exchange that are fixed before the router has chosen.
 
-    rows_per_rank: those that a rank sends to another; most_choices: of all tokens of a rank.
+    rows_per_rank: rows that a rank sends to each rank; most_choices: upper bound on the choices of
+    the tokens of a rank.
     """
 
     rows_per_rank: int
     most_choices: int
 
 
-class TokenDispatcher(Protocol):
-    """The interface between a router and its experts."""
-
-    def dispatch(
-        self,
-        tokens: Tensor,
-        probs: Tensor,
-        routing_map: Tensor,
-        overlap_fn: OverlapFn = None,
-        num_assignments: int | None = None,
-        capacity: ExchangeCapacity | None = None,
-    ) -> DispatchedTokens:
-        """Bring tokens [t, h] to their experts.
-
-        Args:
-            probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
-            overlap_fn: called once, while the tokens travel where the dispatcher can, else before.
-            num_assignments: how many are True in the map, where the host knows.
-            capacity: send as many rows to every rank, so that the host need not know the map.
-        """
-
-
-def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
-    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
-
-    Args:
-        capacity: as many as an expert can get, at least.
-    """
-    counts = counts_on_device(sent.tokens_per_expert, sent.tokens.device)
-    num_experts, num_rows = len(sent.tokens_per_expert), sent.tokens.shape[0]
-    group = group_of_row(counts, num_rows)
-    begins = torch.arange(num_experts, device=counts.device) * capacity
-    shift = begins - (counts.cumsum(0) - counts)
-    total = num_experts * capacity
-    position = F.pad(shift, (0, 1))[group] + torch.arange(num_rows, device=counts.device)
-    # Padding tokens go to one extra slot at the end, which is dropped.
-    spare = int(isinstance(sent.tokens_per_expert, RowCounts))
-    position = torch.where(group < num_experts, position, total) if spare else position
-
-    def in_slots(rows: Tensor) -> Tensor:
-        empty = rows.new_zeros((total + spare, *rows.shape[1:]))
-        return empty.index_copy(0, position, rows)[:total]
-
-    return DispatchedTokens(
-        in_slots(sent.tokens),
-        in_slots(sent.probs),
-        [capacity] * num_experts,
-        lambda output, overlap_fn=None: sent.combine(
-            F.pad(output, (0, 0, 0, spare)).index_select(0, position), overlap_fn
-        ),
-        sent.num_dropped,
-    )
-
-
-def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token.
-
-    Args:
-        number: n, where the host knows it and need not wait for an accelerator to count.
-    """
-    by_expert = routing_map.t()
-    if number is None or is_host_memory(routing_map.device):
-        assignments = by_expert.nonzero()
-    else:
-        assignments = torch.nonzero_static(by_expert, size=number)
-    return assignments[:, 0], assignments[:, 1]
-
-
-def permutation_of(
-    tokens: Tensor, routing_map: Tensor, num_assignments: int | None = None
-) -> Permutation:
-    """Return the order of the rows of tokens [t, h] by a map bool [t, e].
-
-    Args:
-        num_assignments: how many are True in the map, where the host knows.
-    """
-    expert, token = expert_assignments(routing_map, num_assignments)
-    return PERMUTATION.choose(Request.of(tokens)).kernel.run(expert, token, len(tokens))
-
-
-class TokenDispatcherBase:
-    """Groups, and the numbers of the experts of this rank.
+class TokenDispatcher:
+    """The interface between a router and its experts.
 
     Args:
         num_local_experts: experts of this rank.
@@ -166,12 +90,58 @@ class TokenDispatcherBase:
         self.local_expert_indices = list(local_expert_indices)
         self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
 
+    def dispatch(
+        self,
+        tokens: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        overlap_fn: OverlapFn = None,
+        num_assignments: int | None = None,
+        capacity: ExchangeCapacity | None = None,
+    ) -> DispatchedTokens:
+        """Send tokens [t, h] to their experts.
 
-class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
-    """Every rank of `tp_ep` receives all tokens of the group and keeps those of its experts.
+        Args:
+            probs: [t, e], weights; routing_map: bool [t, e], which experts each token is routed to.
+            overlap_fn: called once, during the exchange if the dispatcher can, else before it.
+            num_assignments: number of True entries of the map, if the host has it.
+            capacity: send this fixed number of rows to every rank, without reading the map on the
+                host.
+        """
+        raise NotImplementedError
+
+
+def expert_assignments(routing_map: Tensor, number: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return (expert, token) of every assignment, int64 [n] each: by expert, then by token.
+
+    Args:
+        number: n, if the host has it; otherwise the host waits for the device to count.
+    """
+    by_expert = routing_map.t()
+    if number is None or is_host_memory(routing_map.device):
+        assignments = by_expert.nonzero()
+    else:
+        assignments = torch.nonzero_static(by_expert, size=number)
+    return assignments[:, 0], assignments[:, 1]
+
+
+def permutation_of(
+    tokens: Tensor, routing_map: Tensor, num_assignments: int | None = None
+) -> Permutation:
+    """Return the permutation by expert of tokens [t, h] with a map bool [t, e].
+
+    Args:
+        num_assignments: number of True entries of the map, if the host has it.
+    """
+    expert, token = expert_assignments(routing_map, num_assignments)
+    return PERMUTATION.choose(Request.of(tokens)).kernel.run(expert, token, len(tokens))
+
+
+class MoEAllGatherTokenDispatcher(TokenDispatcher):
+    """Every rank of `tp_ep` receives all tokens of the group and selects its experts' tokens.
 
     Communication: all-gathers of t * h activations and t * e weights over `tp_ep`, and a
-    reduce-scatter of the output; backward the reverse. All ranks have equally many tokens.
+    reduce-scatter of the output; backward the reverse. All ranks have the same number of tokens.
     """
 
     def dispatch(
@@ -183,7 +153,7 @@ class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`; computes nothing while tokens travel, and needs the map."""
+        """Dispatch after `overlap_fn`; the host reads the map."""
         if overlap_fn is not None:
             overlap_fn()
         group = self.tp_ep
@@ -210,8 +180,8 @@ class MoEAllGatherTokenDispatcher(TokenDispatcherBase):
         )
 
 
-class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
-    """Each rank sends a token once for each of its experts, to the rank that holds it.
+class MoEAlltoAllTokenDispatcher(TokenDispatcher):
+    """Each rank sends a token once for each of its experts, to the rank that holds the expert.
 
     Communication: an all-gather of e counts over `tp_ep`; all-to-alls of the rows' activations
     and weights over `ep`, an all-gather over `expt_tp`, and both reversed for the output.
@@ -226,19 +196,26 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
         num_assignments: int | None = None,
         capacity: ExchangeCapacity | None = None,
     ) -> DispatchedTokens:
-        """See `TokenDispatcher`."""
+        """Dispatch; `overlap_fn` runs during the exchange."""
         if capacity is not None and self.ep.size() * self.expt_tp.size() > 1:
             return self._dispatch_in(capacity, tokens, probs, routing_map, overlap_fn)
+        ep, expt_tp = self.ep, self.expt_tp
         permutation = permutation_of(tokens, routing_map, num_assignments)
         plan = _ExchangePlan.of(self, routing_map.sum(0))
 
         def send_to_experts(values: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            received = plan.gather(plan.send(values, self.ep, overlap_fn), self.expt_tp)
-            return plan.by_expert(received)
+            received = mappings.all_to_all(ep, values, plan.received, plan.sent, overlap_fn)
+            received = mappings.gather_from_sequence_parallel_region(
+                received, group=expt_tp, output_split_sizes=plan.gathered
+            )
+            return _transpose_blocks(received, plan.blocks)
 
         def combine(output: Tensor, overlap_fn: OverlapFn = None) -> Tensor:
-            summed = plan.scatter(plan.by_source(output), self.expt_tp)
-            back = plan.send_back(summed, self.ep, overlap_fn)
+            by_source = _transpose_blocks(output, list(zip(*plan.blocks, strict=True)))
+            summed = mappings.reduce_scatter_to_sequence_parallel_region(
+                by_source, expt_tp, plan.gathered
+            )
+            back = mappings.all_to_all(ep, summed, plan.sent, plan.received, overlap_fn)
             return permutation.unpermute(back)
 
         weights: list[Tensor] = []
@@ -259,14 +236,14 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
         routing_map: Tensor,
         overlap_fn: OverlapFn,
     ) -> DispatchedTokens:
-        """Bring tokens to their experts without the host.
+        """Dispatch in fixed sizes: the host does not read the map.
 
         Communication: all-to-alls of equal pieces, one of e counts; the rest as in `dispatch`.
         """
         ep, expt_tp = self.ep, self.expt_tp
         sent = SentRows.of(routing_map, ep.size(), capacity.rows_per_rank, capacity.most_choices)
         plan = StaticPlan.of(sent, ep, expt_tp)
-        # Not in the order of a permutation: there are rows without a token between those of ranks.
+        # No other form of permutation fits: padding rows lie between the rows of ranks.
         permutation = IndexPermutation(sent.expert, sent.token, tokens.shape[0])
         weights: list[Tensor] = []
 
@@ -284,12 +261,12 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcherBase):
 
 @dataclass(frozen=True)
 class _ExchangePlan:
-    """How many rows go where.
+    """The sizes of an exchange.
 
     sent, received: rows for and from each rank of `ep`; gathered: rows of each rank of `expt_tp`
-    after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in the
-    order in which they arrive; tokens_per_expert: rows of each local expert. A rank that holds all
-    experts sends nothing, and its host does not ask for numbers.
+    after the exchange; blocks: [source][local expert] rows of every sender in `tp_ep`, in order of
+    arrival; tokens_per_expert: rows of each local expert. If the rank holds all experts, the lists
+    are empty and the counts stay on the device.
     """
 
     sent: list[int]
@@ -299,12 +276,15 @@ class _ExchangePlan:
     tokens_per_expert: Sequence[int]
 
     @staticmethod
-    def of(dispatcher: TokenDispatcherBase, assignments: Tensor) -> _ExchangePlan:
-        """Plan the exchange of a rank with [e] assignments. Communication: see above."""
+    def of(dispatcher: TokenDispatcher, assignments: Tensor) -> _ExchangePlan:
+        """Plan the exchange of a rank with [e] assignments.
+
+        Communication: all-gathers of e counts over `ep` and `expt_tp`.
+        """
         ep, expt_tp, local = dispatcher.ep, dispatcher.expt_tp, dispatcher.num_local_experts
         ep_size, tp_size = ep.size(), expt_tp.size()
         counts = assignments.view(1, -1)
-        # The counts travel the way of the rows, so that the order of the ranks is the same.
+        # Gathered over the groups of the rows, so that the order of the ranks is the same.
         if ep_size > 1:
             counts = collectives.all_gather(counts, ep)
         if tp_size > 1:
@@ -326,32 +306,6 @@ class _ExchangePlan:
             [sum(column) for column in zip(*blocks, strict=True)],
         )
 
-    def send(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
-        """Exchange rows over `ep`."""
-        return mappings.all_to_all(ep, rows, self.received, self.sent, overlap_fn)
-
-    def send_back(self, rows: Tensor, ep: Group, overlap_fn: OverlapFn = None) -> Tensor:
-        """Undo `send`."""
-        return mappings.all_to_all(ep, rows, self.sent, self.received, overlap_fn)
-
-    def gather(self, rows: Tensor, expt_tp: Group) -> Tensor:
-        """Collect the rows of all ranks that hold a shard of the same experts."""
-        return mappings.gather_from_sequence_parallel_region(
-            rows, group=expt_tp, output_split_sizes=self.gathered
-        )
-
-    def scatter(self, rows: Tensor, expt_tp: Group) -> Tensor:
-        """Sum the shards' outputs, each rank keeping the rows that it brought."""
-        return mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp, self.gathered)
-
-    def by_expert(self, rows: Tensor) -> Tensor:
-        """Put rows ordered by source and expert in order of the experts."""
-        return _transpose_blocks(rows, self.blocks)
-
-    def by_source(self, rows: Tensor) -> Tensor:
-        """Undo `by_expert`."""
-        return _transpose_blocks(rows, list(zip(*self.blocks, strict=True)))
-
 
 def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     """Reorder rows from (outer, inner) to (inner, outer).
@@ -364,3 +318,120 @@ def _transpose_blocks(rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
     width = len(counts[0])
     pieces = rows.split([count for row in counts for count in row])
     return torch.cat([piece for inner in range(width) for piece in pieces[inner::width]])
+
+
+@dataclass(frozen=True)
+class SentRows:
+    """The rows that this rank sends in an exchange of fixed sizes.
+
+    NCCL's all-to-all takes its sizes from the host, which would wait for the router in each layer
+    and micro batch. Here every rank sends c rows to each of the r ranks of `ep`; only the devices
+    hold the number of rows that are tokens, and the products of experts skip the padding rows.
+
+    Attributes:
+        token, expert: int64 [r*c], token and expert of each row; arbitrary for padding rows.
+        counts: int64 [r, l], rows for each expert.
+        num_dropped: int64 [], choices that did not fit.
+    """
+
+    token: Tensor
+    expert: Tensor
+    counts: Tensor
+    num_dropped: Tensor
+
+    @staticmethod
+    def of(routing_map: Tensor, num_ranks: int, rows_per_rank: int, most: int) -> SentRows:
+        """Assign the choices of a router to rows, by expert and then by token.
+
+        Args:
+            routing_map: bool [t, e].
+            most: upper bound on the number of choices.
+        """
+        num_experts = routing_map.shape[1]
+        local = num_experts // num_ranks
+        chosen = torch.nonzero_static(routing_map.t(), size=most)
+        expert, token = chosen[:, 0], chosen[:, 1]  # -1 after the last one
+        counts = routing_map.sum(0).view(num_ranks, local)
+        of_rank = counts.sum(1)
+        ends = counts.cumsum(1).clamp(max=rows_per_rank)
+        kept = ends - torch.cat([ends.new_zeros(num_ranks, 1), ends[:, :-1]], 1)
+        rank = expert.clamp(min=0) // local
+        row = torch.arange(most, device=expert.device) - (of_rank.cumsum(0) - of_rank)[rank]
+        fits = (expert >= 0) & (row < rows_per_rank)
+        total = num_ranks * rows_per_rank
+        place = torch.where(fits, rank * rows_per_rank + row, total)
+        found = expert.new_zeros(2, total + 1)
+        found.scatter_(1, place.expand(2, -1), torch.stack([token, expert]))
+        return SentRows(found[0, :-1], found[1, :-1], kept, (of_rank - kept.sum(1)).sum())
+
+
+@dataclass(frozen=True)
+class StaticPlan:
+    """The permutation of received rows by expert, and its inverse.
+
+    Attributes:
+        counts: tokens of each local expert.
+        order: int64 [q*c], index of the received row at each place of the order by expert.
+        is_row: bool [q*c], whether a token is at that place.
+        target, is_token: the inverse: the place of each received row, and whether it is a token.
+    """
+
+    sent: SentRows
+    counts: RowCounts
+    order: Tensor
+    is_row: Tensor
+    target: Tensor
+    is_token: Tensor
+
+    @staticmethod
+    def of(sent: SentRows, ep: Group, expt_tp: Group) -> StaticPlan:
+        """Exchange the number of tokens of each expert.
+
+        Communication: an all-to-all of e counts over `ep`, an all-gather over `expt_tp`.
+        """
+        rows_per_rank = sent.token.shape[0] // ep.size()
+        counts = sent.counts
+        if ep.size() > 1:
+            counts = collectives.all_to_all(counts, ep)
+        if expt_tp.size() > 1:
+            counts = collectives.all_gather(counts, expt_tp)
+        num_sources, local = counts.shape
+        total = num_sources * rows_per_rank
+        ends = counts.cumsum(1)
+        row = torch.arange(rows_per_rank, device=counts.device).expand(num_sources, -1)
+        expert = torch.searchsorted(ends, row.contiguous(), right=True)
+        is_token = expert < local
+        by_expert = counts.t().reshape(-1)
+        begins = (by_expert.cumsum(0) - by_expert).view(local, num_sources).t()
+        shift = begins - (ends - counts)
+        target = shift.gather(1, expert.clamp(max=local - 1)) + row
+        target = torch.where(is_token, target, total).view(-1)
+        order = target.new_zeros(total + 1)
+        order.scatter_(0, target, torch.arange(total, device=target.device))
+        is_row = torch.arange(total, device=target.device) < counts.sum()
+        return StaticPlan(
+            sent,
+            RowCounts(counts.sum(0)),
+            order[:-1],
+            is_row,
+            target.clamp(max=total - 1),
+            is_token.view(-1),
+        )
+
+    def send(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
+        """Send rows [r*c, ...] to their experts: [q*c, ...], by expert, padding rows zero."""
+        received = mappings.all_to_all(ep, values, overlap_fn=overlap_fn)
+        received = mappings.gather_from_sequence_parallel_region(received, group=expt_tp)
+        return _where(self.is_row, received.index_select(0, self.order))
+
+    def send_back(self, values: Tensor, ep: Group, expt_tp: Group, overlap_fn: OverlapFn) -> Tensor:
+        """Undo `send` of rows [q*c, ...], with sums over `expt_tp`; padding rows are not read."""
+        rows = _where(self.is_token, values.index_select(0, self.target))
+        rows = mappings.reduce_scatter_to_sequence_parallel_region(rows, expt_tp)
+        return mappings.all_to_all(ep, rows, overlap_fn=overlap_fn)
+
+
+def _where(mask: Tensor, rows: Tensor) -> Tensor:
+    """Return rows [n, ...] where the mask [n] is True, else zeros (NaN times zero would be NaN)."""
+    shape = mask.shape + (1,) * (rows.dim() - 1)
+    return rows.masked_fill(mask.logical_not().view(shape), 0.0)
