@@ -39,12 +39,12 @@ def model_flops(family: str, z: Sizes, batch: int) -> float:
 
     Causal attention counts the half of its matrix that is needed.
     """
-    size = ModelSize(
+    config = TransformerConfig(
         num_layers=z.num_layers, hidden_size=z.hidden_size, num_attention_heads=z.num_heads,
-        num_query_groups=z.num_kv_heads, kv_channels=z.hidden_size // z.num_heads,
-        ffn_hidden_size=z.ffn_size, vocab_size=z.vocab_size, seq_length=z.sequence,
-        is_gated=family == "llama",
+        num_query_groups=z.num_kv_heads, ffn_hidden_size=z.ffn_size,
+        gated_linear_unit=family == "llama",
     )  # fmt: skip
+    size = ModelSize(config=config, vocab_size=z.vocab_size, seq_length=z.sequence)
     return training_flops(size, batch)
 
 

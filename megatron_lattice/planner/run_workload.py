@@ -116,23 +116,23 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
             fix="leave it out to plan a model with attention",
         )
     states = state_bytes(run.optimizer, precision, grads_in_fp32=run.ddp.grad_reduce_in_fp32)
-    layers = size.num_layers
-    routed = size.num_expert_layers * size.routed_parameters
+    config, layers = size.config, size.config.num_layers
+    routed = sum(kind.has_experts for kind in size.layer_kinds) * size.routed_parameters
     tables = size.head_matrix * (1 if size.is_tied else 2)
-    experts = size.experts
+    experts, groups = config.num_moe_experts or 0, config.num_query_groups or 0
     numbers: dict[str, float] = {
         "num_layers": layers,
-        "hidden_size": size.hidden_size,
-        "num_attention_heads": size.num_attention_heads,
-        "num_query_groups": size.num_attention_heads if size.latent else size.num_query_groups,
-        "kv_channels": size.attention_width / size.num_attention_heads,
-        "ffn_hidden_size": size.ffn_hidden_size,
-        "gated_linear_unit": size.is_gated,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_attention_heads if config.multi_latent_attention else groups,
+        "kv_channels": size.value_head,
+        "ffn_hidden_size": config.ffn_hidden_size or 0,
+        "gated_linear_unit": config.gated_linear_unit,
         "vocab_size": size.vocab_size,
-        "num_experts": experts.num_experts if experts else 0,
-        "moe_router_topk": experts.topk if experts else 0,
-        "moe_ffn_hidden_size": experts.width if experts else 0,
-        "expert_hidden_size": (experts and experts.latent) or size.hidden_size,
+        "num_experts": experts,
+        "moe_router_topk": config.moe_router_topk if experts else 0,
+        "moe_ffn_hidden_size": size.expert_width if experts else 0,
+        "expert_hidden_size": config.moe_latent_size or config.hidden_size,
         "active_params": size.active_parameters if experts else 0,
         "dense_params": (size.total_parameters - routed - tables) / layers,
         "expert_params": routed / layers,

@@ -263,7 +263,7 @@ def _kernels(run: ResolvedRun, config: TransformerConfig, device: str) -> list[s
 
 def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     lines = [f"{size.total_parameters:,} parameters (vocabulary padded to {size.vocab_size})"]
-    if size.experts is not None:
+    if size.config.num_moe_experts:
         lines.append(f"{size.active_parameters:,} of them met by one token")
     per_token = training_flops_per_token(size)
     per_step = training_flops(size, run.schedule.global_batch_size)

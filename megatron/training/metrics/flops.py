@@ -34,45 +34,43 @@ def forward_flops_per_token(size: ModelSize) -> float:
     """Return the operations of the forward pass of one token."""
     if size.decoder_seq_length:
         return _two_stacks(size)
+    h, depths, kinds = size.config.hidden_size, size.prediction_depths, size.passed_kinds
     windowed, full = (mean_keys(size.seq_length, w) for w in (size.window, None))
     keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
     if size.is_bidirectional:
         keys = float(size.seq_length)
-    attention = 2 * keys * size.score_width  # queries with keys, weights with values
-    kinds = size.passed_kinds
-    matrices = sum(size.token_matrices(kind) for kind in kinds)
-    matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
-    matrices += (1 + size.mtp_num_layers) * size.head_matrix
-    matrices += size.has_word_head * size.hidden_size**2
-    matrices += sum(size.mixers[k.mixer].token_products for k in kinds if k.is_recurrent)
+    products = sum(size.token_products(kind) for kind in kinds)
+    products += depths * 2 * h**2  # a depth joins two inputs
+    products += (1 + depths) * size.head_matrix + size.has_word_head * h**2
     dense = sum(kind.attends and not kind.is_sparse for kind in kinds)
     sparse = sum(kind.is_sparse for kind in kinds)
-    return 2 * matrices + dense * attention + sparse * _sparse_attention(size)
+    scores = dense * keys * size.score_width
+    return 2 * (products + scores + sparse * _sparse_scores(size))
 
 
-def _sparse_attention(size: ModelSize) -> float:
-    """Return the operations of one token with the chosen keys, and of the indexer with all."""
-    if size.indexer is None:
-        return 0.0
-    chosen = mean_keys(size.seq_length, size.indexer.topk)
-    seen = mean_keys(size.seq_length, size.window)
-    return 2 * (chosen * size.score_width + seen * size.indexer.heads * size.indexer.width)
+def _sparse_scores(size: ModelSize) -> float:
+    """Return the products of a query with the chosen keys, and of the indexer with all keys."""
+    config = size.config
+    indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
+    chosen = mean_keys(size.seq_length, config.dsa_indexer_topk)
+    return chosen * size.score_width + mean_keys(size.seq_length, size.window) * indexer
 
 
 def _two_stacks(size: ModelSize) -> float:
-    """Return the operations of an encoder and a decoder, over the tokens of the encoder."""
-    s, t = size.seq_length, size.decoder_seq_length
-    crossed = 2 * size.num_query_groups * size.kv_channels * size.hidden_size  # keys and values
+    """Return the operations of an encoder and a decoder, per token of the encoder."""
+    s, t, config = size.seq_length, size.decoder_seq_length, size.config
+    keys_and_values = 2 * (config.num_query_groups or 0) * (config.kv_channels or 0)
+    crossed = keys_and_values * config.hidden_size
     pairs = 0.0
-    matrices = float(t * size.head_matrix)
+    products = float(t * size.head_matrix)
     for kind in size.layer_kinds:
         if kind.has_cross_attention:
-            matrices += t * (size.token_matrices(kind) - crossed) + s * crossed
+            products += t * (size.token_products(kind) - crossed) + s * crossed
             pairs += t * (mean_keys(t, None) + s)
         else:
-            matrices += s * size.token_matrices(kind)
+            products += s * size.token_products(kind)
             pairs += s * s
-    return 2 * (matrices + pairs * size.score_width) / s
+    return 2 * (products + pairs * size.score_width) / s
 
 
 def training_flops_per_token(size: ModelSize) -> float:

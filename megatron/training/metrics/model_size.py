@@ -1,13 +1,9 @@
-"""How many parameters a model has, and where. Pure arithmetic on settings.
-
-Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
-v rows of the vocabulary, s sequence.
-"""
+"""Number of parameters and sizes of the matrices of a model. Pure arithmetic on its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,405 +11,284 @@ from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LayerKind
 from megatron.core.transformer.norm import NORMS
-from megatron.training.metrics.latent_sizes import IndexerSizes, LatentSizes
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
     from megatron.training.config.resolved import ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """Mixture-of-experts layers; see `megatron.core.transformer.moe`."""
-
-    num_experts: int
-    topk: int
-    width: int
-    latent: int = 0
-    """Width of what they read and write; 0 is the hidden size."""
-    shared_width: int = 0
-    """Width of the expert that every token uses; 0 if there is none."""
-    has_shared_gate: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The sizes that parameters and FLOPs follow from."""
+    """Parameters and products of the model that a config describes.
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
+    Letters in comments: h hidden size, n query heads, g key/value heads, d width of a head.
+    """
+
+    config: TransformerConfig
     vocab_size: int
+    """Rows of the embedding, with padding."""
     seq_length: int
-    max_position_embeddings: int = 0
-    """Rows of a learned position table; 0 if there is none."""
-    is_gated: bool = False
     is_tied: bool = True
-    normalization: str = "LayerNorm"
-    has_linear_bias: bool = True
-    has_qkv_bias: bool = True
-    has_qk_norm: bool = False
-    has_output_gate: bool = False
-    num_layer_norms: int = 2
-    window: int | None = None
-    """Keys to the left that a query sees besides itself; None is all."""
-    windowed_share: float = 1.0
-    """Share of the layers with attention that have the window."""
-    has_sinks: bool = False
-    """Each head learns the score of a key without value."""
-    mtp_num_layers: int = 0
-    """Tokens after the next one that are predicted, each by a depth of layers."""
-    mtp_kinds: tuple[tuple[LayerKind, ...], ...] = ()
-    """Layers of each depth, or of one depth that is used for all."""
-    latent: LatentSizes | None = None
-    """Sizes of multi-latent attention."""
-    indexer: IndexerSizes | None = None
-    """Sizes of what chooses the keys of sparse attention."""
-    experts: ExpertSizes | None = None
-    """Sizes of mixture-of-experts layers."""
-    mixers: Mapping[str, MixerSizes] = field(default_factory=dict)
-    """Sizes of each mixer with a state that a layer has."""
-    kinds: tuple[LayerKind, ...] = ()
-    """What each layer is made of; none: attention and a dense MLP."""
+    """The output head uses the embedding's weight."""
+    learned_positions: int = 0
+    """Rows of a learned position table; 0: no table."""
+    position_buckets: int = 0
+    """Rows of the table of relative positions in each stack; 0: no tables."""
     is_bidirectional: bool = False
-    """A query sees the keys of both sides."""
+    """A query attends to keys on both sides."""
     decoder_seq_length: int = 0
-    """Tokens that a decoder writes after an encoder has read `seq_length`; 0: one stack."""
-    num_position_buckets: int = 0
-    """Rows of the table of relative positions that each stack has."""
+    """Tokens of the decoder behind an encoder that reads `seq_length` tokens; 0: one stack."""
     vision_parameters: int = 0
-    """Of an encoder of images, which the first stage has; its operations are not counted."""
+    """Parameters of an image encoder. Its operations are not counted."""
     num_tokentypes: int = 0
     has_word_head: bool = False
-    """A dense layer and a norm before the head, which has a bias."""
+    """A dense layer and a norm precede the head, and the head has a bias."""
     has_binary_head: bool = False
     """A dense layer on the first token, and a head of two classes."""
 
     @staticmethod
     def from_settings(run: ResolvedRun, vocab_size: int | None = None) -> ModelSize:
-        """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
-        learned = run.model.position_embedding_type == "learned_absolute"
-        window = run.model.window_size
-        traits = run.encoders.traits
-        kinds = run.model.kinds_of_layers(run.experts.layers_with_experts(run.model.num_layers))
-        if traits.has_two_stacks:
-            kinds = _kinds_of_stacks(kinds, run.model.encoder_num_layers or 0)
-        mtp_kinds = run.transformer_config.prediction_kinds()
-        every_kind = (*kinds, *chain.from_iterable(mtp_kinds))
-        has_buckets = run.model.position_embedding_type == "relative"
+        """Read the sizes of a run; `vocab_size` replaces its padded vocabulary."""
+        model, encoders, traits = run.model, run.encoders, run.encoders.traits
+        positions = model.position_embedding_type
         return ModelSize(
-            num_layers=run.model.num_layers,
-            hidden_size=run.model.hidden_size,
-            num_attention_heads=run.model.num_attention_heads,
-            num_query_groups=run.model.num_query_groups or 0,
-            kv_channels=run.model.kv_channels or 0,
-            ffn_hidden_size=run.model.ffn_hidden_size or 0,
+            config=run.transformer_config,
             vocab_size=vocab_size or run.tokenizer.padded_vocab_size or 0,
-            seq_length=run.model.seq_length,
-            max_position_embeddings=run.model.max_position_embeddings if learned else 0,
-            is_gated=run.model.swiglu or run.model.geglu or run.model.quick_geglu,
-            is_tied=not run.model.untie_embeddings_and_output_weights,
-            normalization=run.model.normalization,
-            has_linear_bias=run.model.add_bias_linear,
-            has_qkv_bias=run.model.add_bias_linear or run.model.add_qkv_bias,
-            has_qk_norm=run.model.qk_layernorm,
-            has_output_gate=run.model.attention_output_gate,
-            num_layer_norms=4 if run.model.sandwich_norm else 2,
-            windowed_share=_windowed_share(run, kinds),
-            has_sinks=run.model.softmax_type == "learnable",
-            mtp_num_layers=run.latent_attention.mtp_num_layers or 0,
-            mtp_kinds=mtp_kinds,
-            latent=LatentSizes.of(run.latent_attention),
-            indexer=IndexerSizes.of(run.model, every_kind),
-            experts=_expert_sizes(run),
-            mixers={
-                mixer: RECURRENT_MIXERS[mixer].sizes_of(run.transformer_config)
-                for mixer in sorted({kind.mixer for kind in every_kind if kind.is_recurrent})
-            },
-            kinds=kinds,
-            window=window[0] if window is not None and window[0] >= 0 else None,
+            seq_length=model.seq_length,
+            is_tied=not model.untie_embeddings_and_output_weights,
+            learned_positions=model.max_position_embeddings * (positions == "learned_absolute"),
+            position_buckets=encoders.relative_attention_num_buckets * (positions == "relative"),
             is_bidirectional=traits.is_bidirectional,
-            decoder_seq_length=(run.encoders.decoder_seq_length or 0) * traits.has_two_stacks,
-            num_position_buckets=run.encoders.relative_attention_num_buckets * has_buckets,
-            vision_parameters=run.vision.num_parameters(run.model.hidden_size)
-            if traits.has_images
-            else 0,
+            decoder_seq_length=(encoders.decoder_seq_length or 0) * traits.has_two_stacks,
+            vision_parameters=run.vision.num_parameters(model.hidden_size) * traits.has_images,
             num_tokentypes=traits.num_tokentypes,
             has_word_head=traits.has_word_head,
-            has_binary_head=traits.has_word_head and run.encoders.bert_binary_head,
+            has_binary_head=traits.has_word_head and encoders.bert_binary_head,
         )
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is made of."""
-        return self.kinds or (LayerKind(),) * self.num_layers
+        """Kind of each layer. The last layer of an encoder has a final norm; layers of a decoder
+        behind it have cross-attention."""
+        kinds = self.config.layer_kinds()
+        num_encoder = self.config.encoder_num_layers
+        if not num_encoder:
+            return kinds
+        encoder = [*kinds[: num_encoder - 1], replace(kinds[num_encoder - 1], has_final_norm=True)]
+        decoder = [replace(kind, has_cross_attention=True) for kind in kinds[num_encoder:]]
+        return (*encoder, *decoder)
+
+    @property
+    def prediction_layers(self) -> tuple[LayerKind, ...]:
+        """Kinds of the layers of multi-token prediction that have parameters of their own."""
+        return tuple(chain.from_iterable(self.config.prediction_kinds()))
+
+    @property
+    def prediction_depths(self) -> int:
+        """Tokens after the next one that are predicted."""
+        return self.config.mtp_num_layers or 0
 
     @property
     def passed_kinds(self) -> tuple[LayerKind, ...]:
-        """What a token passes: the layers, and those that predict later tokens."""
-        repeats = self.mtp_num_layers // max(1, len(self.mtp_kinds))
-        return self.layer_kinds + self._built_mtp_kinds * repeats
+        """Kinds of all layers that a token passes; a shared prediction layer repeats."""
+        repeats = self.prediction_depths // max(1, len(self.config.prediction_kinds()))
+        return self.layer_kinds + self.prediction_layers * repeats
 
     @property
-    def _built_mtp_kinds(self) -> tuple[LayerKind, ...]:
-        return tuple(chain.from_iterable(self.mtp_kinds))
+    def windowed_share(self) -> float:
+        """Share of the layers with attention that have the window."""
+        kinds = enumerate(self.layer_kinds, 1)
+        windowed = [self.config.window_of(n) is not None for n, kind in kinds if kind.attends]
+        return sum(windowed) / max(1, len(windowed))
 
     @property
-    def num_expert_layers(self) -> int:
-        """Layers with experts, of those that predict the next token."""
-        return sum(kind.has_experts for kind in self.layer_kinds)
+    def window(self) -> int | None:
+        """Keys to the left that a query attends to besides its own; None: all."""
+        window = self.config.window_size
+        return window[0] if window is not None and window[0] >= 0 else None
 
     @property
-    def qkv_width(self) -> int:
-        """Width of what a token projects to for attention: (n + 2g) d, with an output gate
-        (2n + 2g) d, or by way of latents."""
-        if self.latent is not None:
-            return self.num_attention_heads * self.latent.per_head
-        heads = self.num_attention_heads * (1 + self.has_output_gate) + 2 * self.num_query_groups
-        return heads * self.kv_channels
+    def qk_head(self) -> int:
+        """Width of a query head and of a key head."""
+        config = self.config
+        if config.multi_latent_attention:
+            return config.qk_head_dim + config.qk_pos_emb_head_dim
+        return config.kv_channels or 0
+
+    @property
+    def value_head(self) -> int:
+        """Width of a value head."""
+        config = self.config
+        return config.v_head_dim if config.multi_latent_attention else config.kv_channels or 0
 
     @property
     def attention_width(self) -> int:
-        """Width of the attention's output, n d, or n times the width of a value head."""
-        if self.latent is not None:
-            return self.num_attention_heads * self.latent.value
-        return self.num_attention_heads * self.kv_channels
-
-    def token_matrices(self, kind: LayerKind) -> int:
-        """Elements of the matrices that one token is multiplied with in a layer: of the experts,
-        its own."""
-        count = 0
-        if kind.attends:
-            count += self._attention_matrices + self._indexer_matrices(kind)
-        elif kind.is_recurrent:
-            count += self.mixers[kind.mixer].matrices(self.hidden_size)
-        count += kind.has_cross_attention * self._attention_matrices
-        if kind.mlp == DENSE:
-            count += self._mlp_matrices(self.ffn_hidden_size)
-        elif kind.mlp == EXPERTS:
-            sizes = self._experts
-            count += self._shared_matrices + sizes.topk * self._mlp_matrices(
-                sizes.width, sizes.latent
-            )
-        return count
-
-    def _indexer_matrices(self, kind: LayerKind) -> int:
-        if not kind.is_sparse:
-            return 0
-        assert self.indexer is not None and self.latent is not None
-        return self.indexer.matrices(self.hidden_size, self.latent.query_latent)
-
-    @property
-    def _experts(self) -> ExpertSizes:
-        assert self.experts is not None, "a layer of experts in a model without"
-        return self.experts
-
-    @property
-    def _shared_matrices(self) -> int:
-        """Elements of router, shared expert and its gate, projections to and from latents."""
-        sizes = self._experts
-        shared = self._mlp_matrices(sizes.shared_width) + sizes.has_shared_gate * self.hidden_size
-        return (sizes.num_experts + 2 * sizes.latent) * self.hidden_size + shared
-
-    def _mlp_matrices(self, width: int, latent: int = 0) -> int:
-        return (3 if self.is_gated else 2) * (latent or self.hidden_size) * width
-
-    def _mlp_biases(self, width: int, latent: int = 0) -> int:
-        if not (self.has_linear_bias and width):
-            return 0
-        return width * (2 if self.is_gated else 1) + (latent or self.hidden_size)
-
-    @property
-    def _attention_matrices(self) -> int:
-        h = self.hidden_size
-        projections = h * self.qkv_width
-        if self.latent is not None:
-            projections = self.latent.matrices(h, self.num_attention_heads)
-        return projections + self.attention_width * h
+        """Width of the attention's output: n times the width of a value head."""
+        return self.config.num_attention_heads * self.value_head
 
     @property
     def score_width(self) -> int:
         """Products of a query with one key and of its weight with one value, over all heads."""
-        if self.latent is not None:
-            return self.num_attention_heads * (self.latent.query + self.latent.value)
-        return 2 * self.attention_width
+        return self.config.num_attention_heads * (self.qk_head + self.value_head)
+
+    @property
+    def _qkv_width(self) -> int:
+        # (n + 2g) d, with an output gate (2n + 2g) d.
+        config = self.config
+        heads = config.num_attention_heads * (1 + config.attention_output_gate)
+        return (heads + 2 * (config.num_query_groups or 0)) * (config.kv_channels or 0)
+
+    @property
+    def _attention_matrices(self) -> int:
+        """Elements of the projections of one attention: to queries, keys, values, and back."""
+        config, h = self.config, self.config.hidden_size
+        back = self.attention_width * h
+        if not config.multi_latent_attention:
+            return h * self._qkv_width + back
+        heads, rank = config.num_attention_heads, config.q_lora_rank
+        queries = heads * self.qk_head
+        queries = h * rank + rank * queries if rank else h * queries
+        keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+        return queries + keys + values + back
+
+    def _indexer_matrices(self, kind: LayerKind) -> int:
+        """Elements of the projections of an indexer to queries, a key and weights."""
+        if not kind.is_sparse:
+            return 0
+        config = self.config
+        heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
+        return (config.q_lora_rank or 0) * heads * width + config.hidden_size * (width + heads)
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a routed expert's MLP."""
+        return self.config.moe_ffn_hidden_size or self.config.ffn_hidden_size or 0
+
+    @property
+    def _shared_matrices(self) -> int:
+        """Elements of router, shared expert and its gate, projections to and from latents."""
+        config = self.config
+        shared = self._mlp_matrices(config.moe_shared_expert_intermediate_size or 0)
+        columns = (config.num_moe_experts or 0) + 2 * (config.moe_latent_size or 0)
+        columns += config.moe_shared_expert_gate
+        return columns * config.hidden_size + shared
+
+    def _mlp_matrices(self, width: int, outside: int | None = None) -> int:
+        return (2 + self.config.gated_linear_unit) * (outside or self.config.hidden_size) * width
+
+    def _mlp_biases(self, width: int, outside: int | None = None) -> int:
+        if not (self.config.add_bias_linear and width):
+            return 0
+        outside = outside or self.config.hidden_size
+        return (1 + self.config.gated_linear_unit) * width + outside
+
+    def _mixer(self, kind: LayerKind) -> MixerSizes:
+        return RECURRENT_MIXERS[kind.mixer].sizes_of(self.config)
+
+    def token_products(self, kind: LayerKind) -> int:
+        """Multiplications of one token in a layer, scores of attention apart.
+
+        Each matrix counts once; of the routed experts the `moe_router_topk` chosen ones count.
+        """
+        config = self.config
+        count = kind.has_cross_attention * self._attention_matrices
+        if kind.attends:
+            count += self._attention_matrices + self._indexer_matrices(kind)
+        elif kind.is_recurrent:
+            mixer = self._mixer(kind)
+            count += mixer.matrices(config.hidden_size) + mixer.token_products
+        if kind.mlp == DENSE:
+            count += self._mlp_matrices(config.ffn_hidden_size or 0)
+        elif kind.mlp == EXPERTS:
+            one = self._mlp_matrices(self.expert_width, config.moe_latent_size)
+            count += self._shared_matrices + config.moe_router_topk * one
+        return count
 
     @property
     def head_matrix(self) -> int:
-        """Elements of the output head, also when it is tied to the embedding."""
-        return self.hidden_size * self.vocab_size
+        """Elements of the output head, also of a head that is tied to the embedding."""
+        return self.config.hidden_size * self.vocab_size
 
-    @property
-    def norm_parameters(self) -> int:
-        """Parameters of one norm over the hidden size."""
-        return self._norm_parameters(self.hidden_size)
+    def _norm(self, width: int | None = None) -> int:
+        sizes = NORMS[self.config.normalization].sizes(width or self.config.hidden_size)
+        return sum(sizes.values())
 
-    def _norm_parameters(self, width: int) -> int:
-        return sum(NORMS[self.normalization].sizes(width).values())
-
-    def layer_parameters(self, kind: LayerKind) -> int:
-        """All parameters of one layer, but those of routed experts."""
-        norms = self.num_layer_norms // 2 * self.norm_parameters
-        count = 0
+    def _layer_parameters(self, kind: LayerKind) -> int:
+        """Parameters of one layer without its routed experts."""
+        config = self.config
+        norms = (1 + config.sandwich_norm) * self._norm()
+        count = kind.has_final_norm * self._norm()
         if kind.mixer:
             count += norms
             count += (
                 self._attention_parameters
                 if kind.attends
-                else self.mixers[kind.mixer].parameters(self.hidden_size)
+                else self._mixer(kind).parameters(config.hidden_size)
             )
-        if kind.is_sparse and self.indexer is not None:
-            norm = sum(NORMS["LayerNorm"].sizes(self.indexer.width).values())
-            count += self._indexer_matrices(kind) + norm
+        if kind.is_sparse:
+            norm = NORMS["LayerNorm"].sizes(config.dsa_indexer_head_dim or 0)
+            count += self._indexer_matrices(kind) + sum(norm.values())
         if kind.has_cross_attention:
-            count += self._attention_parameters + self.norm_parameters
-        count += kind.has_final_norm * self.norm_parameters
+            count += self._attention_parameters + self._norm()
         if kind.mlp == DENSE:
-            width = self.ffn_hidden_size
+            width = config.ffn_hidden_size or 0
             count += norms + self._mlp_matrices(width) + self._mlp_biases(width)
         elif kind.mlp == EXPERTS:
-            sizes = self._experts
-            biases = sizes.num_experts  # of the router
-            if sizes.latent:
-                biases += sizes.latent + self.hidden_size
-            biases *= self.has_linear_bias
-            count += norms + self._shared_matrices + self._mlp_biases(sizes.shared_width) + biases
+            biases = config.num_moe_experts or 0  # of the router
+            if config.moe_latent_size:
+                biases += config.moe_latent_size + config.hidden_size
+            count += norms + self._shared_matrices + config.add_bias_linear * biases
+            count += self._mlp_biases(config.moe_shared_expert_intermediate_size or 0)
         return count
 
     @property
     def routed_parameters(self) -> int:
         """Parameters of the routed experts of one layer."""
-        if self.experts is None:
-            return 0
-        sizes = self.experts.width, self.experts.latent
-        one = self._mlp_matrices(*sizes) + self._mlp_biases(*sizes)
-        return self.experts.num_experts * one
+        width, latent = self.expert_width, self.config.moe_latent_size
+        one = self._mlp_matrices(width, latent) + self._mlp_biases(width, latent)
+        return (self.config.num_moe_experts or 0) * one
 
     @property
     def _attention_parameters(self) -> int:
-        """Parameters of a layer's attention."""
-        h = self.hidden_size
-        count = self._attention_matrices
-        count += self.num_attention_heads * self.has_sinks
-        if self.has_linear_bias:
-            count += h
-        if self.latent is not None:
-            widths = [self.latent.latent, self.latent.query_latent]
-            return count + self.has_qk_norm * sum(map(self._norm_parameters, filter(None, widths)))
-        if self.has_qkv_bias:
-            count += self.qkv_width
-        if self.has_qk_norm:
-            count += 2 * self._norm_parameters(self.kv_channels)
-        return count
-
-    @property
-    def mtp_parameters(self) -> int:
-        """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
-        joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
-        return len(self.mtp_kinds) * joining + self._layers(self._built_mtp_kinds)
+        config = self.config
+        count = self._attention_matrices + config.add_bias_linear * config.hidden_size
+        count += config.num_attention_heads * (config.softmax_type == "learnable")
+        if config.multi_latent_attention:
+            normed = [config.kv_lora_rank, config.q_lora_rank]
+            return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
+        if config.add_bias_linear or config.add_qkv_bias:
+            count += self._qkv_width
+        return count + 2 * config.qk_layernorm * self._norm(config.kv_channels)
 
     def _layers(self, kinds: Iterable[LayerKind]) -> int:
-        """All parameters of some layers."""
         return sum(
-            self.layer_parameters(kind) + kind.has_experts * self.routed_parameters
+            self._layer_parameters(kind) + kind.has_experts * self.routed_parameters
             for kind in kinds
         )
 
     @property
-    def active_parameters(self) -> int:
-        """Parameters that one token meets: all but the routed experts that it is not routed to."""
-        if self.experts is None:
-            return self.total_parameters
-        layers = sum(k.has_experts for k in self.layer_kinds + self._built_mtp_kinds)
-        met = self.routed_parameters * self.experts.topk // self.experts.num_experts
-        return self.total_parameters - layers * (self.routed_parameters - met)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Tables of words, positions and token types, and what reads images."""
-        rows = self.max_position_embeddings + self.num_tokentypes
-        return self.head_matrix + rows * self.hidden_size + self.vision_parameters
-
-    @property
-    def further_head_parameters(self) -> int:
-        """Parameters of the stage of the loss besides the product with the vocabulary."""
-        dense = self.hidden_size * (self.hidden_size + 1)
-        count = self.has_word_head * (dense + self.norm_parameters + self.vocab_size)
-        return count + self.has_binary_head * (dense + 2 * (self.hidden_size + 1))
-
-    @property
     def total_parameters(self) -> int:
-        """All parameters of the model; a tied head counts once."""
-        head = self.further_head_parameters + (0 if self.is_tied else self.head_matrix)
-        layers = self._layers(self.layer_kinds) + self.mtp_parameters
-        ends = self.embedding_parameters + self.norm_parameters + head
-        return layers + ends + self.position_tables
+        """Parameters of the whole model; a tied head counts once."""
+        h = self.config.hidden_size
+        layers = self._layers((*self.layer_kinds, *self.prediction_layers))
+        # A depth of prediction joins two inputs with a matrix [2h, h] and has three norms.
+        joins = len(self.config.prediction_kinds()) * (2 * h**2 + 3 * self._norm())
+        rows = self.learned_positions + self.num_tokentypes
+        embedding = self.head_matrix + rows * h + self.vision_parameters
+        dense = h * (h + 1)
+        head = 0 if self.is_tied else self.head_matrix
+        head += self.has_word_head * (dense + self._norm() + self.vocab_size)
+        head += self.has_binary_head * (dense + 2 * (h + 1))
+        tables = 2 * self.position_buckets * self.config.num_attention_heads
+        return layers + joins + embedding + self._norm() + head + tables
 
     @property
-    def position_tables(self) -> int:
-        """Elements of the tables of relative positions, one for each stack."""
-        return 2 * self.num_position_buckets * self.num_attention_heads
-
-    def stage_routed_parameters(self, kinds: Iterable[LayerKind], *, predicts: bool) -> int:
-        """Parameters of routed experts that one pipeline stage holds, before any split."""
-        held = [*kinds, *(self._built_mtp_kinds if predicts else ())]
-        return sum(kind.has_experts for kind in held) * self.routed_parameters
-
-    def stage_parameters(
-        self,
-        kinds: Iterable[LayerKind],
-        *,
-        has_embedding: bool,
-        has_loss: bool,
-        predicts: bool | None = None,
-    ) -> int:
-        """Parameters that one pipeline stage holds, before any tensor-parallel split.
-
-        The last stage keeps its own copy of a tied embedding.
-
-        Args:
-            kinds: of its layers.
-            predicts: whether the stage ends with the final norm, and predicts later tokens if any
-                are; None: that of the loss does.
-        """
-        predicts = has_loss if predicts is None else predicts
-        count = self._layers(kinds) + self.position_tables
-        if has_embedding:
-            count += self.embedding_parameters
-        if predicts:
-            count += self.norm_parameters + self.mtp_parameters
-            if self.mtp_num_layers and not has_embedding and not (self.is_tied and has_loss):
-                count += self.head_matrix  # a copy of the embedding
-        if has_loss:
-            count += self.further_head_parameters
-            count += 0 if self.is_tied and has_embedding else self.head_matrix
-        return count
-
-
-def _kinds_of_stacks(kinds: tuple[LayerKind, ...], num_encoder: int) -> tuple[LayerKind, ...]:
-    """Return what layers are made of, with what an encoder ends with and a decoder has besides."""
-    encoder = list(kinds[:num_encoder])
-    encoder[-1:] = [replace(kind, has_final_norm=True) for kind in encoder[-1:]]
-    decoder = [replace(kind, has_cross_attention=True) for kind in kinds[num_encoder:]]
-    return (*encoder, *decoder)
-
-
-def _windowed_share(run: ResolvedRun, kinds: Iterable[LayerKind]) -> float:
-    attending = [number for number, kind in enumerate(kinds, 1) if kind.attends]
-    windowed = [run.model.window_of(number) is not None for number in attending]
-    return sum(windowed) / max(1, len(windowed))
-
-
-def _expert_sizes(run: ResolvedRun) -> ExpertSizes | None:
-    if not run.experts.num_moe_experts:
-        return None
-    return ExpertSizes(
-        num_experts=run.experts.num_moe_experts,
-        topk=run.experts.moe_router_topk,
-        width=run.experts.moe_ffn_hidden_size or run.model.ffn_hidden_size or 0,
-        latent=run.experts.moe_latent_size or 0,
-        shared_width=run.experts.moe_shared_expert_intermediate_size or 0,
-        has_shared_gate=run.experts.moe_shared_expert_gate,
-    )
+    def active_parameters(self) -> int:
+        """Parameters that one token uses: all but the routed experts that it is not sent to."""
+        experts = self.config.num_moe_experts
+        if not experts:
+            return self.total_parameters
+        layers = sum(kind.has_experts for kind in (*self.layer_kinds, *self.prediction_layers))
+        used = self.routed_parameters * self.config.moe_router_topk // experts
+        return self.total_parameters - layers * (self.routed_parameters - used)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -17,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.presets import preset, preset_names
 from megatron.core.parameters.param_meta import get_param_meta
-from megatron.core.transformer.config.layer_kinds import LayerKind
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.metrics.flops import (
@@ -42,12 +41,9 @@ def words_of(text: str) -> list[str]:
 
 
 TINY = ModelSize(
-    num_layers=2,
-    hidden_size=8,
-    num_attention_heads=2,
-    num_query_groups=1,
-    kv_channels=4,
-    ffn_hidden_size=16,
+    config=TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, num_query_groups=1, ffn_hidden_size=16
+    ),
     vocab_size=10,
     seq_length=6,
 )
@@ -63,7 +59,7 @@ def test_forward_flops_of_a_tiny_model_by_hand():
 
 def masked_half(size):
     """Operations per token, forward and backward, of the scores that a causal mask hides."""
-    return 6 * size.num_layers * size.seq_length * size.attention_width
+    return 6 * size.config.num_layers * size.seq_length * size.attention_width
 
 
 def test_flops_of_llama3_70b_at_8k_are_the_published_ones():
@@ -77,10 +73,8 @@ def test_flops_of_gpt3_175b_follow_the_formula_of_the_paper():
     # Narayanan et al., section 5.1 (arXiv 2104.04473), without recomputation:
     # 72 B s L h^2 (1 + s / 6h + V / 12 L h), for a token.
     layers, hidden, seq, vocab = 96, 12288, 2048, 51200
-    size = ModelSize(
-        num_layers=layers, hidden_size=hidden, num_attention_heads=96, num_query_groups=96,
-        kv_channels=128, ffn_hidden_size=4 * hidden, vocab_size=vocab, seq_length=seq,
-    )  # fmt: skip
+    config = TransformerConfig(num_layers=layers, hidden_size=hidden, num_attention_heads=96)
+    size = ModelSize(config=config, vocab_size=vocab, seq_length=seq)
     paper = 72 * layers * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * layers * hidden))
     assert training_flops_per_token(size) + masked_half(size) == pytest.approx(paper)
 
@@ -175,9 +169,8 @@ def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):
     )  # fmt: skip
     size = ModelSize.from_settings(run, vocab_size=64)
     assert size.total_parameters == sum(p.numel() for p in model.parameters())
-    whole = size.stage_parameters(size.layer_kinds, has_embedding=True, has_loss=True)
-    assert whole == size.total_parameters
-    routed = size.stage_routed_parameters(size.layer_kinds, predicts=True)
+    layers = [*size.layer_kinds, *size.prediction_layers]
+    routed = sum(kind.has_experts for kind in layers) * size.routed_parameters
     assert routed == sum(p.numel() for p in model.parameters() if get_param_meta(p).is_expert)
     share = run.experts.moe_router_topk / (
         run.experts.num_moe_experts or run.experts.moe_router_topk
@@ -221,7 +214,9 @@ def test_torch_counts_these_operations_and_the_scores_that_are_masked(flags):
     masked = 24 - mean_keys(24, size.window)
     scores = 2 * 2 * 24 * len(size.passed_kinds) * masked * size.score_width
     assert 3 * (forward.get_total_flops() - scores) == training_flops(size, num_samples=2)
-    if size.latent is None:  # its kernel on CPUs adds products in place, which torch does not count
+    if (
+        not config.multi_latent_attention
+    ):  # its kernel on CPUs adds products in place, which torch does not count
         assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
@@ -244,29 +239,6 @@ def test_operations_of_recurrent_layers_do_not_grow_with_the_sequence():
     rows, states = 2 * 2 * 6 + 2 * 4 * 5 + 2 * 4, 4 * 4 * 6 * 5 + (2 * 2 * 6 + 4 * 5) * 4
     in_place = 2 * (32 * (rows + 4 * 5) + states) - 2 * (4 * 32 * 32 + 2 * 32 * 32)
     assert flops(64, "[1]*4") - flops(64, "[1]*3+[0]") == in_place
-
-
-def test_stages_hold_all_parameters_between_them():
-    size = size_of(preset("llama3-8b"), seq_length=1024)
-    stages = [
-        size.stage_parameters([LayerKind()] * 8, has_embedding=stage == 0, has_loss=stage == 3)
-        for stage in range(4)
-    ]
-    assert sum(stages) == size.total_parameters
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_an_early_stage_of_prediction_has_a_copy_of_the_embedding(is_tied):
-    size = replace(size_of(preset("llama3-8b"), seq_length=1024), mtp_num_layers=2,
-                   mtp_kinds=((LayerKind(),),) * 2, is_tied=is_tied)  # fmt: skip
-    ends = [(True, False, False), (False, False, True), (False, True, False)]
-    names = ("has_embedding", "has_loss", "predicts")
-    held = [
-        size.stage_parameters([LayerKind()] * layers, **dict(zip(names, which, strict=True)))
-        for layers, which in zip((20, 12, 0), ends, strict=True)
-    ]
-    assert sum(held) == size.total_parameters + size.head_matrix * (1 + is_tied)
-    assert held[2] == size.head_matrix
 
 
 def test_a_gpu_is_known_by_a_part_of_its_name():
