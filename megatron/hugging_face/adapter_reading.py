@@ -169,10 +169,10 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
         raise problem(path, f"it holds no {CONFIG_NAME} with {WEIGHTS_NAME}")
     config = read_config(path, path / CONFIG_NAME)
     finder = _Finder(path, config, tensors_of_file(path / WEIGHTS_NAME))
-    geometry, prefix = model.settings.geometry, model.family.prefixes[0]
+    settings, prefix = model.settings, model.family.prefixes[0]
     adapted: dict[str, tuple[_Source, ...]] = {}
     for rule in model.family.rules(model.settings):
-        for megatron_name, hf_names in rule.names(geometry):
+        for megatron_name, hf_names in rule.names(settings):
             if not megatron_name.endswith(".weight"):
                 continue
             if _target_of(megatron_name) not in (*TARGETS, *EXPERT_TARGETS):
@@ -182,7 +182,7 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
                 found = finder.of_layers(names)
                 heights = finder.heights(found, len(names))
                 if found:
-                    rows = rule.row_map(geometry, heights)
+                    rows = rule.row_map(settings, heights)
                     adapted[megatron_name] = finder.sources(found, rows)
                 continue
             before, after = megatron_name.split("experts.experts.")

@@ -62,7 +62,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
         ConfigError: no family can express this model, or PEFT cannot hold these adapters.
     """
     settings = ModelDescription.from_values(stored_values(contents))
-    family, geometry = family_of_settings(settings), settings.geometry
+    family = family_of_settings(settings)
     adapters = stored_adapters(contents)
     tensors: dict[str, Tensor] = {}
     target_modules: set[str] = set()
@@ -70,7 +70,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
     is_transposed = False
     of_experts: dict[str, dict[str, tuple[WeightRule, Factors]]] = {}
     for rule in family.rules(settings):
-        for megatron_name, hf_names in rule.names(geometry):
+        for megatron_name, hf_names in rule.names(settings):
             found = adapters.of(megatron_name)
             if found is None:
                 continue
@@ -81,7 +81,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
                 continue
             is_transposed |= rule.is_transposed
             heights = [found.up.shape[0] // len(names)] * len(names)
-            row_map = rule.row_map(geometry, heights)
+            row_map = rule.row_map(settings, heights)
             for index, name in enumerate(names):
                 rows = sorted((r for r in row_map if r.source == index), key=lambda r: r.begin)
                 layer = name.removesuffix(".weight")
@@ -93,7 +93,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
                     tensors[key] = _rows(found.magnitude, places)
                 # Two words: some families have layers of one name in attention and MLP.
                 place = ".".join(layer.split(".")[-2:])
-                if settings.num_experts and place.split(".")[-1] in _RENAMED:
+                if settings.num_moe_experts and place.split(".")[-1] in _RENAMED:
                     target_parameters.add(f"{place}.weight")
                 else:
                     target_modules.add(place)

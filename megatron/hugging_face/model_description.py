@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.transformer.config.block import BlockConfig
-from megatron.core.transformer.config.experts import ExpertConfig
 from megatron.core.transformer.config.layer_kinds import (
     DENSE,
     GATED_DELTA_NET,
@@ -19,147 +16,61 @@ from megatron.core.transformer.config.layer_kinds import (
     SPARSE_ATTENTION,
     LayerKind,
 )
-from megatron.core.transformer.config.linear_attention import (
-    MIXER_OF_VARIANT,
-    LinearAttentionConfig,
-)
+from megatron.core.transformer.config.linear_attention import MIXER_OF_VARIANT
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.hugging_face.weight_map import Geometry
+from megatron.training.config.model import (
+    EncoderSettings,
+    ExpertSettings,
+    LatentAttentionSettings,
+    ModelSettings,
+    VisionSettings,
+)
+
+_OF_TRAINING = {
+    "init_method", "output_layer_init_method", "embedding_init_method", "init_method_std",
+    "embedding_init_method_std", "init_method_xavier_uniform", "use_mup", "mup_base_hidden_size",
+    "mup_width_mult", "mup_base_head_dim", "mup_attn_scale_power", "mup_embedding_mult",
+    "mup_output_mult", "qk_clip", "qk_clip_threshold", "qk_clip_alpha", "log_max_attention_logit",
+    "apply_rope_fusion", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss",
+    "dsa_kernel_backend", "transformer_impl", "gated_linear_unit", "activation_func",
+    "attention_softmax_in_fp32", "apply_query_key_layer_scaling", "attention_backend", "preset",
+    "seq_length", "use_rotary_position_embeddings", "add_position_embedding",
+    "make_vocab_size_divisible_by", "spec", "mtp_loss_scaling_factor", "rope_type",
+    "moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep",
+    "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_grouped_gemm",
+    "moe_layer_recompute", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps",
+    "moe_router_force_load_balancing", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity",
+    "moe_expert_rank_capacity_factor", "moe_shared_expert_overlap", "moe_per_layer_logging",
+    "decoder_num_layers", "decoder_seq_length", "mask_prob", "short_seq_prob", "freeze_lm",
+    "freeze_vit", "freeze_projection", "image_min_pixels", "image_max_pixels", "image_mean",
+    "image_std",
+}  # fmt: skip
+"""Settings that change training, speed or data, or that repeat another setting: a description
+leaves them out."""
+FLAG_OF = {
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_moe_experts": "num_experts",
+}
+"""Setting -> its flag, where the two names differ."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelDescription:
-    """Settings that decide what a model computes, by the names of their flags.
+@dataclass(kw_only=True)
+class ModelDescription(
+    ModelSettings, LatentAttentionSettings, ExpertSettings, EncoderSettings, VisionSettings
+):
+    """The settings of a run that decide which function its model computes."""
 
-    A field with a default may be absent, and the default is then what the flag has: a test compares
-    the two.
-    """
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    untie_embeddings_and_output_weights: bool
-    unpadded_vocab_size: int
-    architecture: str = "gpt"
-    bert_binary_head: bool = True
-    encoder_num_layers: int | None = None
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    scale_t5_logits: bool = False
-    group_query_attention: bool = False
+    num_layers: int = field()
+    hidden_size: int = field()
+    ffn_hidden_size: int = field()
+    num_attention_heads: int = field()
     num_query_groups: int = 1
-    kv_channels: int | None = None
-    position_embedding_type: str = "learned_absolute"
-    rotary_base: float = 10000
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False
-    rope_interleave: bool = True
-    rotary_seq_len_interpolation_factor: int | None = None
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    no_rope_freq: list[int] | None = None
-    mrope_section: list[int] | None = None
-    mrope_interleaved: bool = False
-    rotary_base_local: float | None = None
-    rotary_scaling_factor: float = 1.0
-    original_max_position_embeddings: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    yarn_correction_range_round_to_int: bool = True
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    normalization: str = "LayerNorm"
-    norm_epsilon: float = 1e-5
-    apply_layernorm_1p: bool = False
-    apply_residual_connection_post_layernorm: bool = False
-    sandwich_norm: bool = False
-    use_parallel_residual: bool = False
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    swiglu: bool = False
-    geglu: bool = False
-    squared_relu: bool = False
-    relu: bool = False
-    quick_geglu: bool = False
-    glu_linear_offset: float = 0.0
-    activation_func_clamp_value: float | None = None
-    openai_gelu: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    attention_output_gate: bool = False
-    window_size: tuple[int, int] | None = None
-    window_attn_skip_freq: int | list[int] | None = None
-    softmax_scale: float | None = None
-    softmax_type: str = "vanilla"
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 32
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-    latent_norm_epsilon: float | None = None
-    experimental_attention_variant: str | None = None
-    linear_attention_freq: int | list[int] | None = None
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    hybrid_layer_pattern: str | None = None
-    mamba_state_dim: int = 128
-    mamba_head_dim: int = 64
-    mamba_num_groups: int = 8
-    mamba_num_heads: int | None = None
-    mamba_step_limits: tuple[float, float] = (0.0, math.inf)
-    dsa_indexer_head_dim: int | None = None
-    dsa_indexer_n_heads: int | None = None
-    dsa_indexer_topk: int | None = None
-    dsa_indexer_k_norm_epsilon: float | None = None
-    dsa_indexer_k_norm_fp32: bool = False
-    dsa_indexer_rope_interleaved: bool = False
-    dsa_indexer_scoring_relu: bool = True
-    num_experts: int | None = None
-    moe_layer_freq: int | list[int] = 1
-    moe_ffn_hidden_size: int | None = None
-    moe_latent_size: int | None = None
-    moe_router_topk: int = 2
-    moe_router_score_function: str = "softmax"
-    moe_router_pre_softmax: bool = False
-    moe_router_topk_scaling_factor: float | None = None
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_group_score_topk: int | None = None
-    moe_router_enable_expert_bias: bool = False
-    moe_router_dtype: str | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_expert_capacity_factor: float | None = None
-    mtp_num_layers: int | None = None
-    mtp_use_repeated_layer: bool = False
-    vision_model_type: str = "qwen2_5_vl"
-    vision_num_layers: int = 32
-    vision_hidden_size: int = 1280
-    vision_num_attention_heads: int = 16
-    vision_ffn_hidden_size: int = 3420
-    num_channels: int = 3
-    patch_dim: int = 16
-    temporal_patch_size: int = 2
-    spatial_merge_size: int = 2
-    vision_window_size: int = 112
-    vision_full_attention_layers: list[int] | None = None
-    vision_num_position_embeddings: int = 2304
-    deepstack_layers: list[int] | None = None
-    image_token_id: int | None = None
-    vision_start_token_id: int | None = None
-    vision_end_token_id: int | None = None
+    seq_length: int = 0
+    max_position_embeddings: int = field()
+    untie_embeddings_and_output_weights: bool = field()
+    unpadded_vocab_size: int = field()
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:
@@ -176,9 +87,9 @@ class ModelDescription:
                 flags=["--use-mup"],
                 fix="keep the model in the checkpoint format of this project",
             )
-        known = dataclasses.fields(cls)
-        found = {f.name: values[f.name] for f in known if values.get(f.name) is not None}
-        missing = [f.name for f in known if _is_required(f) and f.name not in found]
+        flags = {f.name: FLAG_OF.get(f.name, f.name) for f in described_fields()}
+        found = {name: values[flag] for name, flag in flags.items() if values.get(flag) is not None}
+        missing = [f.name for f in described_fields() if _is_required(f) and f.name not in found]
         if missing:
             raise ConfigError(
                 f"the settings of the model lack {', '.join(missing)}.",
@@ -194,8 +105,8 @@ class ModelDescription:
         if self.has_rotary_positions:
             always.add("rotary_base")
         return {
-            field.name: value
-            for field in dataclasses.fields(self)
+            FLAG_OF.get(field.name, field.name): value
+            for field in described_fields()
             for value in [getattr(self, field.name)]
             if field.name in always or _is_required(field) or value != field.default
         }
@@ -216,25 +127,9 @@ class ModelDescription:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
-    def geometry(self) -> Geometry:
-        """The numbers that rules need."""
-        return Geometry(
-            num_layers=self.num_layers,
-            num_heads=self.num_attention_heads,
-            num_groups=self.num_key_value_heads,
-            head_dim=self.head_dim,
-        )
-
-    @property
     def experts_width(self) -> int:
         """The width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
-
-    @property
-    def layers_with_experts(self) -> list[bool]:
-        """For every layer, whether it has experts."""
-        experts = ExpertConfig(num_moe_experts=self.num_experts, moe_layer_freq=self.moe_layer_freq)
-        return experts.layers_with_experts(self.num_layers)
 
     @property
     def mamba_heads(self) -> int:
@@ -242,15 +137,14 @@ class ModelDescription:
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
-    def mixers(self) -> LinearAttentionConfig:
-        """The settings of mixers with a state."""
-        fields = dataclasses.fields(LinearAttentionConfig)
-        return LinearAttentionConfig(**{f.name: getattr(self, f.name) for f in fields})
+    def has_experts(self) -> list[bool]:
+        """Return whether each layer has experts."""
+        return self.layers_with_experts(self.num_layers)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """What every layer is made of."""
-        return self.mixers.kinds_of_layers(self.layers_with_experts)
+        return self.kinds_of_layers(self.has_experts)
 
     def layers_where(self, holds: Callable[[LayerKind], object]) -> tuple[int, ...]:
         """Return the numbers, from 0, of the layers of which something holds."""
@@ -259,8 +153,8 @@ class ModelDescription:
     @property
     def windowed_layers(self) -> list[bool]:
         """For every layer, whether it has the window, if there is one."""
-        block = BlockConfig(window_size=(0, 0), window_attn_skip_freq=self.window_attn_skip_freq)
-        return [block.window_of(n + 1) is not None for n in range(self.num_layers)]
+        model = replace(self, window_size=(0, 0))
+        return [model.window_of(n + 1) is not None for n in range(self.num_layers)]
 
     @property
     def scale_of_scores(self) -> float | None:
@@ -270,6 +164,11 @@ class ModelDescription:
         if self.softmax_scale is None and self.position_embedding_type == "yarn":
             return yarn_softmax_scale(self.head_dim, self.rotary_scaling_factor, self.mscale)
         return self.softmax_scale or self.head_dim**-0.5
+
+
+def described_fields() -> list[dataclasses.Field[Any]]:
+    """Return the fields that a description has a value for."""
+    return [f for f in dataclasses.fields(ModelDescription) if f.name not in _OF_TRAINING]
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
@@ -282,13 +181,9 @@ _YARN = (
 )  # fmt: skip
 _OF_LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
                "latent_norm_epsilon")  # fmt: skip
-_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelDescription)
-    if not _is_required(field)
-}
+_DEFAULTS = {field.name: field.default for field in described_fields() if not _is_required(field)}
 _OF_ALL_MIXERS = {"linear_conv_kernel_dim", "linear_attention_freq"}
-_OF_TRAINING = {
+_WITHOUT_EFFECT = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
     "unpadded_vocab_size": 0, "dsa_indexer_k_norm_fp32": False,
 }  # fmt: skip
@@ -299,8 +194,11 @@ def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
     """Return in words where two such models would compute something different."""
     first, second = _canonical(one), _canonical(other)
     pairs = {
-        field.name: (getattr(first, field.name), getattr(second, field.name))
-        for field in dataclasses.fields(ModelDescription)
+        FLAG_OF.get(field.name, field.name): (
+            getattr(first, field.name),
+            getattr(second, field.name),
+        )
+        for field in described_fields()
     }
     return [f"{name} {a!r} would become {b!r}" for name, (a, b) in pairs.items() if a != b]
 
@@ -308,7 +206,7 @@ def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
 def _canonical(model: ModelDescription) -> ModelDescription:
     """Return the description that all models which compute the same have."""
     has_latents = model.multi_latent_attention
-    has_experts, windowed = model.layers_with_experts, model.windowed_layers
+    has_experts, windowed = model.has_experts, model.windowed_layers
     without_effect: set[str] = set()
     if not model.has_rotary_positions or (model.no_rope_freq and all(model.no_rope_freq)):
         without_effect |= {n for n in _DEFAULTS if n.startswith(("rotary", "rope", "use_rope"))}
@@ -319,7 +217,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         without_effect.add("rope_scaling_factor")
     if model.add_bias_linear:
         without_effect.add("add_qkv_bias")  # implied
-    if model.num_experts is None:
+    if model.num_moe_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
     mixers = {kind.mixer for kind in model.layer_kinds}
     for of_sizes, prefix in (({GATED_DELTA_NET, KIMI}, "linear_"), ({MAMBA}, "mamba_"),
@@ -340,10 +238,10 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         if has_latents
         else {*_OF_LATENTS, "rope_interleave"}
     )
-    plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _OF_TRAINING
+    plain: dict[str, Any] = {name: _DEFAULTS[name] for name in without_effect} | _WITHOUT_EFFECT
     model = replace(model, softmax_scale=model.scale_of_scores)
     if has_latents:
-        epsilon = model.latent_norm_epsilon or model.norm_epsilon
+        epsilon = model.latent_norm_epsilon or model.layernorm_epsilon
         model = replace(model, latent_norm_epsilon=epsilon)
     else:
         model = replace(
@@ -352,7 +250,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
             group_query_attention=False,
             num_query_groups=model.num_key_value_heads,
         )
-    if model.num_experts is not None:
+    if model.num_moe_experts is not None:
         model = replace(model, moe_ffn_hidden_size=model.experts_width)
     if all(kind.mlp != DENSE for kind in model.layer_kinds):
         model = replace(model, ffn_hidden_size=0)
@@ -364,7 +262,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         has_it = [int(kind.mixer == variant) for kind in model.layer_kinds]
         model = replace(model, experimental_attention_variant=variant, linear_attention_freq=has_it)
     if SPARSE_ATTENTION in mixers and model.dsa_indexer_k_norm_epsilon is None:
-        model = replace(model, dsa_indexer_k_norm_epsilon=model.norm_epsilon)
+        model = replace(model, dsa_indexer_k_norm_epsilon=model.layernorm_epsilon)
     if MAMBA in mixers:
         model = replace(model, mamba_num_heads=model.mamba_heads)
     window = model.window_size

@@ -36,7 +36,7 @@ from megatron.hugging_face.model_directory import (
     repeated,
     stored_tensors,
 )
-from megatron.hugging_face.weight_map import Geometry, WeightRule
+from megatron.hugging_face.weight_map import WeightRule
 
 
 class ModelContents(InteropContents):
@@ -117,9 +117,9 @@ def open_model(path: Path) -> ModelContents:
 
 def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
     """Return the names of the tensors that parameters are made of."""
-    rules, geometry = model.family.rules(model.settings), model.settings.geometry
+    rules = model.family.rules(model.settings)
     prefix = model.family.prefix(stored, rules[0].hf_names[0])
-    made = [names for rule in rules for _, names in rule.names(geometry)]
+    made = [names for rule in rules for _, names in rule.names(model.settings)]
     return {full_name(name, prefix) for names in made for name in names}
 
 
@@ -142,7 +142,7 @@ def arranged(
     Raises:
         CheckpointError: tensors are missing, or some are not understood.
     """
-    geometry, family = model.settings.geometry, model.family
+    family = model.family
     rules = family.rules(model.settings)
     for pattern, written in family.other_names.items():
         stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
@@ -150,7 +150,7 @@ def arranged(
     found, used = [], set()
     for rule in rules:
         shapes: list[tuple[int, ...]] | None = None
-        for megatron_name, hf_names in rule.names(geometry):
+        for megatron_name, hf_names in rule.names(model.settings):
             names = [full_name(name, prefix) for name in hf_names]
             missing = [name for name in names if name not in stored]
             if missing:
@@ -163,7 +163,7 @@ def arranged(
                     model.path,
                     f"{odd[0]!r} has the shape {stored[odd[0]].shape}, unlike other layers",
                 )
-            found.append((megatron_name, *_pieces(model, rule, names, stored, geometry)))
+            found.append((megatron_name, *_pieces(model, rule, names, stored)))
     meaningless = [full_name(pattern, prefix) for pattern in family.without_meaning]
     meaningless += _left_out(model)
     used.update(repeated(family, model.settings, stored))
@@ -184,7 +184,6 @@ def _pieces(
     rule: WeightRule,
     names: list[str],
     stored: dict[str, StoredView],
-    geometry: Geometry,
 ) -> tuple[tuple[int, ...], Pieces]:
     views = [stored[name] for name in names]
     if rule.num_blocks is not None:
@@ -202,7 +201,7 @@ def _pieces(
         raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
     pieces: Pieces = []
     height = 0
-    for rows in rule.row_map(geometry, [view.shape[0] for view in views]):
+    for rows in rule.row_map(model.settings, [view.shape[0] for view in views]):
         view = views[rows.source]
         if rows.begin + rows.length > view.shape[0]:
             raise _not_as_expected(

@@ -15,15 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """The numbers that rules need."""
-
-    num_layers: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
+from megatron.hugging_face.model_description import ModelDescription
 
 
 @dataclass(frozen=True)
@@ -39,11 +31,11 @@ class RowRange:
     length: int
 
 
-RowMap = Callable[[Geometry, Sequence[int]], list[RowRange]]
-"""(geometry, rows of each Hugging Face tensor) -> the ranges, in the order of Megatron's rows."""
+RowMap = Callable[[ModelDescription, Sequence[int]], list[RowRange]]
+"""(model, rows of each Hugging Face tensor) -> the ranges, in the order of Megatron's rows."""
 
 
-def _concatenated(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+def _concatenated(_model: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
     """Concatenate the tensors along dimension 0."""
     found, megatron_begin = [], 0
     for source, height in enumerate(heights):
@@ -74,11 +66,11 @@ class WeightRule:
     unit_dims: tuple[int, int] = (0, 0)
     """Dimensions of 1 that Hugging Face's have before the rows and after them."""
 
-    def names(self, geometry: Geometry) -> list[tuple[str, tuple[str, ...]]]:
+    def names(self, model: ModelDescription) -> list[tuple[str, tuple[str, ...]]]:
         """Return (Megatron's name, Hugging Face's names), for every layer."""
         if "{}" not in self.megatron_name:
             return [(self.megatron_name, self.hf_names)]
-        layers = range(geometry.num_layers) if self.layers is None else self.layers
+        layers = range(model.num_layers) if self.layers is None else self.layers
         return [
             (self.megatron_name.format(layer), tuple(name.format(layer) for name in self.hf_names))
             for layer in layers
@@ -129,8 +121,8 @@ def alternating_experts(
 def query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
     """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
 
-    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
-        return _by_group(geometry, [(0, 0), (1, 0), (2, 0)])
+    def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
+        return _by_group(model, [(0, 0), (1, 0), (2, 0)])
 
     return WeightRule(megatron_name, (query, key, value), row_map)
 
@@ -138,11 +130,11 @@ def query_key_value(megatron_name: str, query: str, key: str, value: str) -> Wei
 def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
     """Separate projections there; here rows by group: one key, one value head."""
 
-    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
-        width = geometry.head_dim
+    def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
+        width = model.head_dim
         return [
             RowRange(source, group * width, (2 * group + source) * width, width)
-            for group in range(geometry.num_groups)
+            for group in range(model.num_key_value_heads)
             for source in (0, 1)
         ]
 
@@ -154,20 +146,20 @@ def fused_query_key_value(
 ) -> WeightRule:
     """All queries, then all keys, then all values in one tensor there."""
 
-    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
-        keys = geometry.num_heads * geometry.head_dim
-        values = keys + geometry.num_groups * geometry.head_dim
-        return _by_group(geometry, [(0, 0), (0, keys), (0, values)])
+    def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
+        keys = model.num_attention_heads * model.head_dim
+        values = keys + model.num_key_value_heads * model.head_dim
+        return _by_group(model, [(0, 0), (0, keys), (0, values)])
 
     return WeightRule(megatron_name, (hf_name,), row_map, is_transposed)
 
 
-def _by_group(geometry: Geometry, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
+def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
-    width = geometry.head_dim
-    heights = (geometry.num_heads // geometry.num_groups * width, width, width)
+    width = model.head_dim
+    heights = (model.num_attention_heads // model.num_key_value_heads * width, width, width)
     found, megatron_begin = [], 0
-    for group in range(geometry.num_groups):
+    for group in range(model.num_key_value_heads):
         for (source, start), height in zip(starts, heights, strict=True):
             found.append(RowRange(source, start + group * height, megatron_begin, height))
             megatron_begin += height
@@ -180,10 +172,10 @@ def gated_query_key_value(megatron_name: str, query: str, key: str, value: str) 
     Here rows by group: q/g query heads, as many gate heads, one key, one value head.
     """
 
-    def row_map(geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
-        width, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
+    def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
+        width, per_group = model.head_dim, model.num_attention_heads // model.num_key_value_heads
         begins: list[tuple[int, int]] = []
-        for group in range(geometry.num_groups):
+        for group in range(model.num_key_value_heads):
             heads = [2 * width * (group * per_group + head) for head in range(per_group)]
             begins += [(0, begin) for begin in heads]
             begins += [(0, begin + width) for begin in heads]
@@ -202,7 +194,7 @@ def by_block(
         runs: for each tensor there, the rows of each of its runs.
     """
 
-    def row_map(_geometry: Geometry, _heights: Sequence[int]) -> list[RowRange]:
+    def row_map(_model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
         begins = [
             (source, sum(rows[:i]), height // num_blocks)
             for source, rows in enumerate(runs.values())

@@ -163,11 +163,10 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 def plan(contents: Contents, family: Family, settings: ModelDescription) -> list[Group]:
     """Find the source of every Hugging Face tensor."""
-    geometry = settings.geometry
     vocabulary = settings.unpadded_vocab_size
     groups = []
     for rule in family.rules(settings):
-        for megatron_name, hf_names in rule.names(geometry):
+        for megatron_name, hf_names in rule.names(settings):
             source = find_source(contents, megatron_name)
             shape = source.shape
             if rule.num_blocks is not None:
@@ -180,7 +179,7 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
             if rule.has_vocabulary_rows:
                 shape = (vocabulary, *shape[1:])
                 source = Source(source.tensor, source.layer, shape)
-            rows = rule.row_map(geometry, [shape[0] // len(hf_names)] * len(hf_names))
+            rows = rule.row_map(settings, [shape[0] // len(hf_names)] * len(hf_names))
             heights = [
                 max(r.begin + r.length for r in rows if r.source == i) for i in range(len(hf_names))
             ]

@@ -63,7 +63,7 @@ def with_experts(settings: ModelDescription, config: ConfigFields) -> ModelDescr
     factor = config.take("routed_scaling_factor", 1.0)
     return replace(
         settings,
-        num_experts=config.take("n_routed_experts"),
+        num_moe_experts=config.take("n_routed_experts"),
         moe_layer_freq=[int(n >= dense) for n in range(layers)] if dense else 1,
         moe_ffn_hidden_size=width,
         moe_shared_expert_intermediate_size=width * config.take("n_shared_experts"),
@@ -118,9 +118,9 @@ def experts_fields(settings: ModelDescription) -> dict[str, Any]:
     """Return the fields of experts beside a shared one."""
     width = settings.experts_width
     return {
-        "n_routed_experts": settings.num_experts or 1,
+        "n_routed_experts": settings.num_moe_experts or 1,
         "n_shared_experts": (settings.moe_shared_expert_intermediate_size or 0) // width,
-        "first_k_dense_replace": settings.layers_with_experts.count(False),
+        "first_k_dense_replace": settings.has_experts.count(False),
         "moe_layer_freq": 1,
         "moe_intermediate_size": width,
         "num_experts_per_tok": settings.moe_router_topk,
@@ -268,7 +268,7 @@ def with_expert_layers(
         block: what Hugging Face's files call the MLP of these layers.
         names: what they call gate, up and down of a routed expert.
     """
-    has_experts = settings.layers_with_experts
+    has_experts = settings.has_experts
     with_them, without = (
         tuple(n for n, has in enumerate(has_experts) if has == wanted) for wanted in (True, False)
     )

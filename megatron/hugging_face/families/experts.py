@@ -32,7 +32,7 @@ def _mixtral_settings(config: ConfigFields) -> ModelDescription:
     settings = MISTRAL.settings(config)
     return replace(
         settings,
-        num_experts=_num_experts(config),
+        num_moe_experts=_num_experts(config),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=settings.ffn_hidden_size,
     )
@@ -42,7 +42,7 @@ def _mixtral_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **MISTRAL.fields(settings),
         "intermediate_size": settings.experts_width,
-        "num_local_experts": settings.num_experts or 1,
+        "num_local_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
     }
 
@@ -54,7 +54,7 @@ def _qwen_settings(dense: ModelDescription, config: ConfigFields) -> ModelDescri
     config.only("mlp_only_layers", [])
     return replace(
         dense,
-        num_experts=_num_experts(config),
+        num_moe_experts=_num_experts(config),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=config.take("moe_intermediate_size"),
         moe_router_pre_softmax=not config.take("norm_topk_prob", False),
@@ -65,7 +65,7 @@ def _qwen_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "num_experts": settings.num_experts or 1,
+        "num_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
         "norm_topk_prob": not settings.moe_router_pre_softmax,
@@ -128,7 +128,7 @@ def expert_rules(
     settings: ModelDescription, block: str, gate: str, up: str, down: str
 ) -> list[WeightRule]:
     """Return the rules of a layer's experts, their router and the norm before them."""
-    count = settings.num_experts or 1
+    count = settings.num_moe_experts or 1
     hf_prefix, megatron_prefix = (
         f"{_HF}{block}.experts.{{expert}}.",
         f"{_MEGATRON}mlp.experts.experts.",

@@ -37,7 +37,7 @@ def _first_settings(config: ConfigFields) -> ModelDescription:
     return replace(
         settings,
         geglu=True,
-        apply_layernorm_1p=True,
+        layernorm_zero_centered_gamma=True,
         embedding_multiplier=settings.hidden_size**0.5,
     )
 

@@ -45,7 +45,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
         quick_geglu=True,
         glu_linear_offset=1.0,
         activation_func_clamp_value=float(config.take("swiglu_limit", _BOUND)),
-        num_experts=config.take("num_local_experts"),
+        num_moe_experts=config.take("num_local_experts"),
         moe_router_topk=topk,
         moe_ffn_hidden_size=settings.ffn_hidden_size,
     )
@@ -62,7 +62,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
         **window_fields(settings),
         "attention_bias": True,
         "intermediate_size": settings.experts_width,
-        "num_local_experts": settings.num_experts or 1,
+        "num_local_experts": settings.num_moe_experts or 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "swiglu_limit": settings.activation_func_clamp_value,
     }
@@ -71,7 +71,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 def _rules(settings: ModelDescription) -> list[WeightRule]:
     attention, hf_prefix = _MEGATRON + "self_attention.", _HF + "self_attn."
     experts, router = _MEGATRON + "mlp.experts.experts.", _MEGATRON + "mlp.router."
-    count = settings.num_experts or 1
+    count = settings.num_moe_experts or 1
     found = [rule for rule in LLAMA.rules(settings) if ".mlp." not in rule.megatron_name]
     found += [
         projections("bias"),

@@ -65,7 +65,7 @@ def _moe_settings(config: ConfigFields) -> ModelDescription:
 def _with_experts(settings: ModelDescription, config: ConfigFields, count: int) -> ModelDescription:
     return replace(
         settings,
-        num_experts=count,
+        num_moe_experts=count,
         moe_router_topk=config.take("num_experts_per_tok", 2),
         moe_ffn_hidden_size=settings.ffn_hidden_size,
     )
@@ -77,7 +77,7 @@ def _moe_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **fields,
         "intermediate_size": settings.experts_width,
-        "num_local_experts": settings.num_experts or 0,
+        "num_local_experts": settings.num_moe_experts or 0,
         "num_experts_per_tok": settings.moe_router_topk,
     }
 
@@ -92,7 +92,7 @@ def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
             alternating_experts(
                 f"{here}experts.experts.{mine}.weight",
                 f"{there}{theirs}.weight",
-                num_experts=settings.num_experts or 1,
+                num_experts=settings.num_moe_experts or 1,
                 num_blocks=1,
                 is_transposed=False,
             )
@@ -151,7 +151,7 @@ def _with_mixers(settings: ModelDescription, config: ConfigFields) -> ModelDescr
 def _hybrid_fields(settings: ModelDescription) -> dict[str, Any]:
     is_recurrent = [kind.is_recurrent for kind in settings.layer_kinds]
     fields = _moe_fields(settings)
-    if settings.num_experts is None:
+    if settings.num_moe_experts is None:
         fields["shared_intermediate_size"] = settings.ffn_hidden_size
     else:
         fields["shared_intermediate_size"] = settings.moe_shared_expert_intermediate_size or 0
@@ -169,7 +169,7 @@ def _hybrid_fields(settings: ModelDescription) -> dict[str, Any]:
 
 def _hybrid_rules(settings: ModelDescription) -> list[WeightRule]:
     there = _HF + "shared_mlp."
-    if settings.num_experts is None:
+    if settings.num_moe_experts is None:
         here = _MEGATRON + "mlp."
         matrices = (here + "linear_fc1.weight", here + "linear_fc2.weight")
         found = [rule for rule in LLAMA.rules(settings) if rule.megatron_name not in matrices]

@@ -118,7 +118,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **fields,
         "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
-        "mlp_layer_types": [_MLPS[has_them] for has_them in settings.layers_with_experts],
+        "mlp_layer_types": [_MLPS[has_them] for has_them in settings.has_experts],
         "linear_head_dim": settings.linear_key_head_dim,
         "linear_num_heads": settings.linear_num_key_heads,
         "linear_conv_kernel_dim": settings.linear_conv_kernel_dim,

@@ -17,7 +17,6 @@ from megatron.hugging_face.families.llama import QWEN2, QWEN3
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import rope_parameters
 from megatron.hugging_face.weight_map import (
-    Geometry,
     RowRange,
     WeightRule,
     concat,
@@ -194,14 +193,14 @@ def _projections(settings: ModelDescription, kind: str, hf_name: str) -> WeightR
     """Return the rule of queries, keys and values of the encoder, of its own heads."""
     rule = fused_query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", hf_name)
     heads = settings.vision_num_attention_heads
-    of_vision = Geometry(
-        num_layers=settings.vision_num_layers,
-        num_heads=heads,
-        num_groups=heads,
-        head_dim=settings.vision_hidden_size // heads,
+    of_vision = replace(
+        settings,
+        num_attention_heads=heads,
+        group_query_attention=False,
+        kv_channels=settings.vision_hidden_size // heads,
     )
 
-    def row_map(_geometry: Geometry, heights: Sequence[int]) -> list[RowRange]:
+    def row_map(_model: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
         return rule.row_map(of_vision, heights)
 
     return replace(rule, row_map=row_map)

@@ -124,7 +124,7 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_bias", False)
     config.only("mlp_bias", False)
     settings = _plain_settings(config, "norm_eps")
-    return replace(settings, squared_relu=True, apply_layernorm_1p=True)
+    return replace(settings, squared_relu=True, layernorm_zero_centered_gamma=True)
 
 
 def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _mamba2_settings(config: ConfigFields) -> ModelDescription:
         unpadded_vocab_size=config.take("vocab_size"),
         position_embedding_type="none",
         normalization="RMSNorm",
-        norm_epsilon=config.take("layer_norm_epsilon"),
+        layernorm_epsilon=config.take("layer_norm_epsilon"),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -153,7 +153,7 @@ def _mamba2_fields(settings: ModelDescription) -> dict[str, Any]:
         "hidden_act": "silu",
         "use_bias": False,
         "use_conv_bias": True,
-        "layer_norm_epsilon": settings.norm_epsilon,
+        "layer_norm_epsilon": settings.layernorm_epsilon,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
         "time_step_limit": _limit_fields(settings),
         "vocab_size": settings.unpadded_vocab_size,
@@ -206,7 +206,7 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
         unpadded_vocab_size=config.take("vocab_size"),
         position_embedding_type="none",
         normalization="RMSNorm",
-        norm_epsilon=config.take("layer_norm_epsilon"),
+        layernorm_epsilon=config.take("layer_norm_epsilon"),
         squared_relu=True,
         add_bias_linear=False,
         hidden_dropout=0.0,
@@ -219,7 +219,7 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
     routed = judged_by_sigmoid(
         replace(
             settings,
-            num_experts=config.take("n_routed_experts", 8),
+            num_moe_experts=config.take("n_routed_experts", 8),
             moe_layer_freq=[int(letter == "E") for letter in letters],
             moe_router_topk=config.take("num_experts_per_tok", 2),
             moe_ffn_hidden_size=config.take("moe_intermediate_size", None),
@@ -249,14 +249,14 @@ def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:
         "max_position_embeddings": settings.max_position_embeddings,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
         "vocab_size": settings.unpadded_vocab_size,
-        "layer_norm_epsilon": settings.norm_epsilon,
+        "layer_norm_epsilon": settings.layernorm_epsilon,
         "mlp_hidden_act": "relu2",
         "time_step_min": settings.mamba_step_limits[0],
     }
-    if settings.num_experts is None:
+    if settings.num_moe_experts is None:
         return fields
     return fields | {
-        "n_routed_experts": settings.num_experts,
+        "n_routed_experts": settings.num_moe_experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
@@ -308,7 +308,7 @@ def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
         *(
             experts(
                 f"{here}experts.experts.linear_fc{i}.weight",
-                settings.num_experts or 1,
+                settings.num_moe_experts or 1,
                 f"{there}experts.{{expert}}.{name}_proj.weight",
             )
             for i, name in ((1, "up"), (2, "down"))

@@ -124,8 +124,8 @@ ARCHITECTURES = {
 """What a run can train; the script says which."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncoderSettings:
+@dataclass(kw_only=True)
+class EncoderSettings(SettingsGroup):
     """Encoders: the heads of BERT, the decoder of T5, and the words that are hidden in samples."""
 
     architecture: str = flag("gpt", choices=tuple(ARCHITECTURES))

@@ -45,12 +45,11 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             n.replace("model.", "backbone.", 1): found[n] for n in [*found] if n[:6] == "model."
         }
     model = read_model_directory(directory)
-    geometry = model.settings.geometry
     prefix = model.family.prefixes[0]
     compared, worst = 0, 0.0
     largest = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
     for rule in model.family.rules(model.settings):
-        for mine, others in rule.names(geometry):
+        for mine, others in rule.names(model.settings):
             if any(_of_module(full_name(name, prefix)) in buffers for name in others):
                 continue
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
@@ -69,7 +68,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             mine_whole = _our_gradient(ours, mine, rule.num_experts)
             if rule.num_blocks is not None:
                 grads = [_in_blocks(grads[0], rule.num_blocks)]
-            for rows in rule.row_map(geometry, [len(g) for g in grads]):
+            for rows in rule.row_map(model.settings, [len(g) for g in grads]):
                 part = grads[rows.source].narrow(0, rows.begin, rows.length)
                 own = mine_whole.narrow(0, rows.megatron_begin, rows.length)
                 assert_close(own, part, FP32_REORDERED_SUM, mine)

@@ -23,7 +23,7 @@ from megatron.hugging_face import (
     write_model,
 )
 from megatron.hugging_face.families import family_misfit
-from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.model_description import FLAG_OF, described_fields
 from megatron.training.config.run import all_flags
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 from tests.unit.hugging_face.gradients import compare_gradients
@@ -36,8 +36,8 @@ from tests.unit.hugging_face.models import (
 )
 
 DESCRIPTION_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelDescription)
+    FLAG_OF.get(field.name, field.name): field.default
+    for field in described_fields()
     if field.default is not dataclasses.MISSING
 }
 
