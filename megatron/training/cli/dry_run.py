@@ -277,19 +277,16 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
         return []
     if run.encoders.architecture != "gpt":
         return ["not traced: the synthetic samples of a traced step are those of pretrain_gpt.py"]
-    parallel = run.parallelism
-    if parallel.pipeline_model_parallel_size > 1 and (
-        parallel.pipeline_schedule != "1f1b" or parallel.virtual_pipeline_model_parallel_size
-    ):
-        # Only for plain 1F1B one micro batch is enough: the other ranks need minutes.
-        return ["not traced: tools/memory_report.py with these flags traces it in some minutes"]
     # torch's tensors without memory take seconds to import, which a run does not need.
     from megatron.training.setup.traced_memory import UntraceableStepError, memory_of_stages
     from megatron.training.setup.traced_rank import ModelScript
 
     script = ModelScript(call.model_provider, call.forward_step)
     try:
-        stages = memory_of_stages(run.overlaid(_WITHOUT_FILES), script)
+        stages = memory_of_stages(run.overlaid(_WITHOUT_FILES), script, all_stages=False)
     except UntraceableStepError as error:
         return [f"not traced: {error.found}"]
-    return [stage.describe() for stage in stages]
+    lines = [stage.describe() for stage in stages]
+    if len(stages) < (last := run.parallelism.pipeline_model_parallel_size - 1):
+        lines.append(f"stages 1 to {last - 1}: tools/memory_report.py with these flags traces them")
+    return lines

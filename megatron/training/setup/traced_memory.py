@@ -103,11 +103,15 @@ class StageMemory:
         return f"stage {self.stage}: {gibibytes(self.peak_bytes)} ({parts}), at {self.place}"
 
 
-def memory_of_stages(run: ResolvedRun, script: ModelScript) -> list[StageMemory]:
+def memory_of_stages(
+    run: ResolvedRun, script: ModelScript, *, all_stages: bool = True
+) -> list[StageMemory]:
     """Return the memory of the first rank of each pipeline stage, with NCCL's ways of sending.
 
     Args:
         run: resolved, with its vocabulary.
+        all_stages: if False and each stage needs a trace of its own, only the first stage and the
+            last stage are traced.
     Raises:
         TopologyError: this process is a rank of a run.
     """
@@ -117,6 +121,8 @@ def memory_of_stages(run: ResolvedRun, script: ModelScript) -> list[StageMemory]
     is_replayed = run.transformer_config.pipeline_schedule == "1f1b" and layout.num_chunks == 1
     found = []
     for stage, rank in enumerate(ranks):
+        if not (is_replayed or all_stages or stage in (0, len(ranks) - 1)):
+            continue
         # Of other schedules all ranks differ, and are traced with their whole program.
         key = contents_of_rank(run, layout, stage) if is_replayed else stage
         if key not in traces:

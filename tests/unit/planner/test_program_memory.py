@@ -75,6 +75,13 @@ def test_what_is_recomputed_is_freed_by_the_end_of_the_step(module):
     assert found.idle == plain.idle
 
 
+def test_the_first_and_last_stages_alone_have_the_memory_that_a_trace_of_all_stages_has():
+    words = "--num-layers 6 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6"
+    run = run_of(f"{SMALL} {words} --pipeline-model-parallel-size 3", 3)
+    whole = memory_of_stages(run, SCRIPT)
+    assert memory_of_stages(run, SCRIPT, all_stages=False) == [whole[0], whole[-1]]
+
+
 def test_a_stage_of_1f1b_keeps_as_many_micro_batches_as_stages_follow_it():
     words = "--global-batch-size 8 --pipeline-model-parallel-size 2"
     run = run_of(f"{SMALL} {words}", 2)
