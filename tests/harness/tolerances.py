@@ -75,6 +75,15 @@ FP32_AFTER_MUON = Tolerance(
     "6e-5 after two updates. In fp64 the same runs agree to FP64_REORDERED_SUM",
 )
 
+FP32_AFTER_16_BIT_MOMENTS = Tolerance(
+    "FP32_AFTER_16_BIT_MOMENTS",
+    rtol=1e-4,
+    atol=1e-7,
+    reason="a moment that two runs compute with other roundings (u = 2^-24) is in a few of its "
+    "elements rounded to neighbouring bf16 values, 2^-8 apart: such a weight of 0.02 moves by "
+    "lr * 2^-8 = 4e-6, 2e-4 of it. With fp32 moments the same runs agree to FP32_REORDERED_SUM",
+)
+
 FP64_REORDERED_SUM = Tolerance(
     "FP64_REORDERED_SUM",
     rtol=1e-10,
@@ -139,6 +148,7 @@ TOLERANCES = {
         FP32_OTHER_DEVICE,
         FP32_AFTER_OPTIMIZER,
         FP32_AFTER_MUON,
+        FP32_AFTER_16_BIT_MOMENTS,
         FP64_REORDERED_SUM,
         FP64_AFTER_OPTIMIZER,
         BF16_ROUNDED_ONCE,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.harness.tolerances import (
     BF16_WHOLE_MODEL,
+    FP32_AFTER_16_BIT_MOMENTS,
     FP32_AFTER_MUON,
     FP32_AFTER_OPTIMIZER,
     FP32_REORDERED_SUM,
@@ -143,6 +144,8 @@ def _of_figure(case: Case, figure: Figure) -> Tolerance:
     is_of_first_step = figure.name.startswith("step 1 ")
     if case.settings.get("optimizer") == "muon" and not is_of_first_step:
         return FP32_AFTER_MUON
+    if {"exp-avg-dtype", "exp-avg-sq-dtype"} & set(case.settings) and not is_of_first_step:
+        return FP32_AFTER_16_BIT_MOMENTS
     return FP32_REORDERED_SUM
 
 
