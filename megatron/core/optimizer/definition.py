@@ -98,6 +98,8 @@ class OptimizerDefinition:
     state_names: tuple[str, ...]
     """Names of the state tensors, as in checkpoints; each has the shape of its parameter.
     `--exp-avg-sq-dtype` sets the dtype of "exp_avg_sq", `--exp-avg-dtype` the dtype of others."""
+    has_state: Callable[[UpdateSettings], bool] = lambda _config: True
+    """Whether the update of a run needs the state tensors."""
     constants: Callable[[UpdateSettings], dict[str, Any]] = lambda _config: {}
     """Settings of parameter groups in addition to "lr" and "weight_decay": a schedule may change
     them, and checkpoints store them."""
@@ -124,7 +126,8 @@ class OptimizerDefinition:
                        "--optimizer-cpu-offload", "--optimizer-offload-path"],
                 fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
             )  # fmt: skip
-        found = ElementwiseUpdate(self.state_names, self.update(config), self.constants(config))
+        names = self.state_names if self.has_state(config) else ()
+        found = ElementwiseUpdate(names, self.update(config), self.constants(config))
         return found if self.kind is None else replace(found, kind=self.kind(config))
 
 

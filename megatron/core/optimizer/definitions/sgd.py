@@ -24,7 +24,7 @@ def update_sgd(pieces: Pieces) -> None:
     sgd(
         pieces.weights,
         pieces.gradients,
-        list(pieces.states["momentum_buffer"]),
+        list(pieces.states.get("momentum_buffer", [None] * len(pieces.weights))),
         fused=True,
         weight_decay=pieces.settings["weight_decay"],
         momentum=pieces.settings["momentum"],
@@ -49,6 +49,7 @@ def _build(config: UpdateSettings, param_groups: list[dict[str, Any]], _: ModelT
 OPTIMIZER = OptimizerDefinition(
     name="sgd",
     state_names=("momentum_buffer",),
+    has_state=lambda config: config.sgd_momentum != 0.0,
     constants=lambda config: {"momentum": config.sgd_momentum},
     update=lambda _config: update_sgd,
     build=_build,
