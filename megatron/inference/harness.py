@@ -1,7 +1,7 @@
-"""A model as EleutherAI's evaluation harness (lm_eval) wants it, in any layout.
+"""A model for EleutherAI's evaluation harness (lm_eval), in any layout.
 
-Every rank asks the harness for the same tasks and answers the same requests together, so the
-harness itself need not know of ranks.
+Every rank runs the harness on the same tasks, so all ranks compute the same requests together and
+the harness needs no support for ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.inference.text import continue_texts
 
 PURPOSE = "tools/evaluate_harness.py"
 DEFAULT_NEW_TOKENS = 256
-"""As the harness's own models have it."""
+"""The default of the harness's own models."""
 _ACTING = ("until", "do_sample", "temperature", "top_k", "top_p")
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -28,24 +28,24 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "length_penalty": (1,), "early_stopping": (False,),
     "use_cache": (True, False),
 }  # fmt: skip
-"""Values with which a setting changes no text."""
+"""Setting -> values that leave the generated text unchanged."""
 
 
 def row_of_pair(context: Sequence[int], continuation: Sequence[int], longest: int) -> Row:
-    """Return the row that scores `continuation` after `context`; what is too long is cut in front.
+    """Return the `Row` that scores `continuation` after `context`, truncated at its beginning.
 
     Args:
-        longest: positions of the model. The last token needs none.
+        longest: number of positions of the model. The last token needs no position.
     """
     tokens = [*context, *continuation][-(longest + 1) :]
     return Row(tokens, max(1, len(tokens) - len(continuation)))
 
 
 def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
-    """Return rows that score each of `tokens` once, each window as full as it can be.
+    """Return windows that together score each of `tokens` once, with as much context as possible.
 
     Args:
-        prefix: is before the first token.
+        prefix: the token before the first of `tokens`.
     """
     full = [prefix, *tokens]
     rows, done = [], 1
@@ -58,7 +58,7 @@ def rolling_rows(tokens: Sequence[int], prefix: int, longest: int) -> list[Row]:
 
 
 def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
-    """Return an `lm_eval.api.model.LM` that asks this model.
+    """Return an `lm_eval.api.model.LM` that runs this model.
 
     Raises:
         MissingExtraError: lm_eval is not installed.
@@ -70,8 +70,8 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
     prefix = known[0] if known else tokenizer.special_id("eod", purpose=PURPOSE)
 
     def scored(rows: Sequence[Row]) -> list[Score]:
-        # Rows of like length share a micro batch; the longest come first, so that memory that
-        # does not suffice shows at once.
+        # Sequences of similar length share a micro batch. The longest ones are first, so that the
+        # run fails at once if memory does not suffice.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
         found = score(
             session.model,
@@ -84,7 +84,7 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
         return [placed[index] for index in range(len(rows))]
 
     def pair(context: str, continuation: str) -> Row:
-        # A space between the two belongs to the word that follows, as tokenizers have it.
+        # Tokenizers join a space to the following word: move it to the continuation.
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         if not stripped:
@@ -94,10 +94,10 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
         return row_of_pair([*begin, *before], full[len(before) :], longest)
 
     class Model(base):  # type: ignore[misc]
-        """Answers the three kinds of requests that the harness has."""
+        """The three kinds of requests of the harness."""
 
         def loglikelihood(self, requests: Any, **_options: Any) -> list[tuple[float, bool]]:
-            """Score continuations: (log-probability, whether greedy choice would write it)."""
+            """Score continuations: (log-probability, whether greedy sampling would generate it)."""
             if not requests:
                 return []
             found = scored([pair(*request.args) for request in requests])
@@ -134,7 +134,7 @@ def harness_model(session: ModelSession[Any], *, batch_size: int) -> Any:
 
 
 def check_generation(how: Mapping[str, object]) -> None:
-    """Refuse what a task asks of generation and would not get: its score would be another one.
+    """Refuse generation settings without an implementation: they would change the task's score.
 
     Args:
         how: the `generation_kwargs` of a task.
@@ -149,10 +149,10 @@ def check_generation(how: Mapping[str, object]) -> None:
     }  # fmt: skip
     if unknown:
         raise ConfigError(
-            f"a task asks for {', '.join(f'{n}={v!r}' for n, v in sorted(unknown.items()))}.",
-            rule=f"generation knows {', '.join((*_ACTING, *_LENGTHS))}",
+            f"a task sets {', '.join(f'{n}={v!r}' for n, v in sorted(unknown.items()))}.",
+            rule=f"generation supports {', '.join((*_ACTING, *_LENGTHS))}",
             flags=["--tasks"],
-            fix="leave it out of the task's generation_kwargs, and say so beside the score",
+            fix="leave it out of the task's generation_kwargs, and report this with the score",
         )
 
 
@@ -164,8 +164,8 @@ def _written(
     most = int(next((how[name] for name in _LENGTHS if name in how), DEFAULT_NEW_TOKENS))
     if not 0 < most < longest:
         raise ConfigError(
-            f"a task wants up to {most} new tokens.",
-            rule=f"the model has {longest} positions, one at least for the prompt",
+            f"a task generates up to {most} new tokens.",
+            rule=f"the model has {longest} positions, of which the prompt takes at least one",
             flags=["max_gen_toks"],
             fix=f"set max_gen_toks below {longest} in the task's generation_kwargs",
         )

@@ -1,9 +1,9 @@
-"""What a model thinks of given texts: log-probabilities, in every layout.
+"""Compute the log-probabilities of given texts, in every layout.
 
-The rows are dealt to the replicas, and every rank gets all results; what a replica computes is
-`megatron.post_training.log_probs`.
+The sequences are distributed over the replicas (dp), which compute them with
+`megatron.post_training.log_probs`. Every rank returns all results.
 
-Legend: b rows, s positions.
+Legend: b sequences, s positions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.post_training.log_probs import compute_log_probs
 
 
 class Row(NamedTuple):
-    """A sequence of which the tokens from `first_scored` on are scored, each given all before."""
+    """A sequence; its tokens from `first_scored` on are scored, each given all tokens before it."""
 
     tokens: Sequence[int]
     first_scored: int = 1
 
 
 class Score(NamedTuple):
-    """Of each scored token: its log-probability (natural), and whether no other is likelier."""
+    """Each scored token's log-probability (natural), and whether it is the most likely token."""
 
     logprobs: list[float]
     is_greedy: list[bool]
@@ -44,18 +44,18 @@ def score(
     batch_size: int,
     groups: ProcessGroupCollection,
 ) -> list[Score]:
-    """Score rows; the same on every rank.
+    """Score sequences; every rank returns all scores.
 
     Args:
         model: this rank's model chunk, or its list of chunks.
         rows: at least one; the same on every rank. `first_scored` is 1 or more.
         vocab_size: the model's number of classes.
-        batch_size: rows of one micro batch. Rows of a micro batch are padded to one length, so
-            neighbours should be of similar length.
+        batch_size: sequences in a micro batch. They are padded to one length, so neighbours should
+            have similar lengths.
     Communication:
-        that of `compute_log_probs`, and sums of 2 x b x s numbers on dp.
+        see `compute_log_probs`; also all-reduces of 2 x b x s numbers on dp.
     Raises:
-        ConfigError: an id is none of the model's classes; nothing was run.
+        ConfigError: an id is outside the vocabulary; nothing was run.
     """
     for row in rows:
         problem = check_prompt(row.tokens, 1, vocab_size, len(row.tokens) + 1)
@@ -80,12 +80,14 @@ def score(
             table[0, first : first + batch_size] = one.log_probs
             table[1, first : first + batch_size] = one.is_greedy
         torch_collectives.all_reduce(table, groups.dp)
-        found += [_score_of(row, table[:, index]) for index, row in enumerate(part)]
+        for index, row in enumerate(part):
+            logprobs, greedy = table[:, index, row.first_scored - 1 : len(row.tokens) - 1].tolist()
+            found.append(Score(logprobs, [flag == 1.0 for flag in greedy]))
     return found
 
 
 def _batch(rows: Sequence[Row], num_rows: int, width: int) -> dict[str, Tensor]:
-    """Return tokens and labels [b, s] of rows, padded in both directions."""
+    """Return tokens and labels [b, s], padded to `num_rows` sequences of `width` tokens."""
     tokens = torch.zeros(num_rows, width, dtype=torch.long)
     labels = torch.full((num_rows, width), IGNORED_LABEL)
     for index, row in enumerate(rows):
@@ -93,8 +95,3 @@ def _batch(rows: Sequence[Row], num_rows: int, width: int) -> dict[str, Tensor]:
         tokens[index, : len(ids) - 1] = ids[:-1]
         labels[index, row.first_scored - 1 : len(ids) - 1] = ids[row.first_scored :]
     return {"tokens": tokens, "labels": labels}
-
-
-def _score_of(row: Row, table: Tensor) -> Score:
-    logprobs, greedy = table[:, row.first_scored - 1 : len(row.tokens) - 1].tolist()
-    return Score(logprobs, [flag == 1.0 for flag in greedy])
