@@ -356,7 +356,7 @@ class FullCudaGraphWrapper:
     def __init__(self, forward_backward_func: object, cuda_graph_warmup_steps: int = 1) -> None:
         raise ConfigError(
             f"{forward_backward_func} cannot be captured after {cuda_graph_warmup_steps} steps.",
-            rule="steps run without CUDA graphs",
+            rule="steps run eagerly, and no CUDA graph is captured",
             flags=["--cuda-graph-impl"],
             fix="leave the flag out",
         )

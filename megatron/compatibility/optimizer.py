@@ -114,7 +114,7 @@ class ChainedOptimizer:
     def sharded_state_dict(
         self, model_sharded_state_dict: Mapping[str, object], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Return each optimizer's declarations under its number; checkpoint keys omit the number."""
+        """Return the declarations of each optimizer under its number; keys omit the number."""
         return {
             str(i): optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
             for i, optimizer in enumerate(self.chained_optimizers)

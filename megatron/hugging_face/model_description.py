@@ -1,4 +1,4 @@
-"""What a model computes, in Megatron's terms: a `config.json` and a checkpoint both say it."""
+"""Describe a model by Megatron's settings, which a `config.json` and a checkpoint both contain."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from megatron.hugging_face.weight_map import Geometry
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Settings that decide what a model computes, by the names of their flags.
+    """The settings that affect a model's logits, by the names of their flags.
 
-    A field with a default may be absent, and the default is then what the flag has: a test compares
-    the two.
+    A field with a default may be absent; a test compares its default with the flag's default.
     """
 
     num_layers: int
@@ -163,16 +162,15 @@ class ModelDescription:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:
-        """Describe the model of a run by its settings, `vars(args)` of a checkpoint for example.
+        """Describe the model of a run by its settings, for example `vars(args)` of a checkpoint.
 
         Raises:
-            ConfigError: sizes are missing.
+            ConfigError: sizes are missing, or the model was trained with --use-mup.
         """
         if values.get("use_mup"):
             raise ConfigError(
                 "the model was trained with --use-mup.",
-                rule="no family of Hugging Face models here has muP's factors on attention and"
-                " logits",
+                rule="no supported Hugging Face family has muP's factors on attention and logits",
                 flags=["--use-mup"],
                 fix="keep the model in the checkpoint format of this project",
             )
@@ -182,14 +180,16 @@ class ModelDescription:
         if missing:
             raise ConfigError(
                 f"the settings of the model lack {', '.join(missing)}.",
-                rule="a model is exported by the settings that it was trained with",
-                fix="use a checkpoint that holds the settings of its run",
+                rule="an export needs the settings of the training run",
+                fix="use a checkpoint that contains the settings of its run",
             )
         return cls(**found)
 
     def stated(self) -> dict[str, Any]:
-        """Return what a config says of the model, by names of flags: without what is the default,
-        but for what distinguishes all models."""
+        """Return the settings that differ from the defaults, by the names of their flags.
+
+        Required settings and the settings that distinguish all models are always included.
+        """
         always = {"group_query_attention", "position_embedding_type"}
         if self.has_rotary_positions:
             always.add("rotary_base")
@@ -202,7 +202,7 @@ class ModelDescription:
 
     @property
     def has_rotary_positions(self) -> bool:
-        """Whether heads are rotated."""
+        """Whether the model has rotary positions."""
         return self.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
@@ -217,7 +217,7 @@ class ModelDescription:
 
     @property
     def geometry(self) -> Geometry:
-        """The numbers that rules need."""
+        """The numbers that weight rules use."""
         return Geometry(
             num_layers=self.num_layers,
             num_heads=self.num_attention_heads,
@@ -232,39 +232,39 @@ class ModelDescription:
 
     @property
     def layers_with_experts(self) -> list[bool]:
-        """For every layer, whether it has experts."""
+        """Whether each layer has experts."""
         experts = ExpertConfig(num_moe_experts=self.num_experts, moe_layer_freq=self.moe_layer_freq)
         return experts.layers_with_experts(self.num_layers)
 
     @property
     def mamba_heads(self) -> int:
-        """The number of heads of Mamba-2."""
+        """The number of heads of a Mamba-2 layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def mixers(self) -> LinearAttentionConfig:
-        """The settings of mixers with a state."""
+        """The settings of recurrent mixers."""
         fields = dataclasses.fields(LinearAttentionConfig)
         return LinearAttentionConfig(**{f.name: getattr(self, f.name) for f in fields})
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What every layer is made of."""
+        """The mixer and MLP of each layer."""
         return self.mixers.kinds_of_layers(self.layers_with_experts)
 
     def layers_where(self, holds: Callable[[LayerKind], object]) -> tuple[int, ...]:
-        """Return the numbers, from 0, of the layers of which something holds."""
+        """Return the numbers, from 0, of the layers whose kind fulfils a condition."""
         return tuple(number for number, kind in enumerate(self.layer_kinds) if holds(kind))
 
     @property
     def windowed_layers(self) -> list[bool]:
-        """For every layer, whether it has the window, if there is one."""
+        """Whether each layer uses the window, if the model has one."""
         block = BlockConfig(window_size=(0, 0), window_attn_skip_freq=self.window_attn_skip_freq)
         return [block.window_of(n + 1) is not None for n in range(self.num_layers)]
 
     @property
     def scale_of_scores(self) -> float | None:
-        """The factor on the scores; None where latent attention has its own."""
+        """The factor on attention scores; None with latent attention, which has its own factor."""
         if self.multi_latent_attention:
             return None
         if self.softmax_scale is None and self.position_embedding_type == "yarn":
@@ -292,11 +292,11 @@ _OF_TRAINING = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
     "unpadded_vocab_size": 0, "dsa_indexer_k_norm_fp32": False,
 }  # fmt: skip
-"""Fields that say nothing about the logits of a model, and what stands for all values of each."""
+"""Fields that do not affect logits -> the value that replaces any value in comparisons."""
 
 
 def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
-    """Return in words where two such models would compute something different."""
+    """Return, in words, the settings by which the logits of two models differ."""
     first, second = _canonical(one), _canonical(other)
     pairs = {
         field.name: (getattr(first, field.name), getattr(second, field.name))
@@ -306,7 +306,7 @@ def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
 
 
 def _canonical(model: ModelDescription) -> ModelDescription:
-    """Return the description that all models which compute the same have."""
+    """Return a description that is equal for all models with the same logits."""
     has_latents = model.multi_latent_attention
     has_experts, windowed = model.layers_with_experts, model.windowed_layers
     without_effect: set[str] = set()
@@ -318,7 +318,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if not model.use_rope_scaling:
         without_effect.add("rope_scaling_factor")
     if model.add_bias_linear:
-        without_effect.add("add_qkv_bias")  # implied
+        without_effect.add("add_qkv_bias")  # add_bias_linear includes these biases
     if model.num_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
     mixers = {kind.mixer for kind in model.layer_kinds}
@@ -382,10 +382,10 @@ _OF_LAYERS = {"vision_num_position_embeddings", "deepstack_layers"}
 
 
 def _of_other_encoders(model: ModelDescription) -> set[str]:
-    """Return the settings of images that say nothing of this model."""
+    """Return the settings of images that do not affect this model."""
     if model.architecture != "vlm":
         named = {n for n in _DEFAULTS if n.startswith("vision_")}
         return named | _OF_IMAGES | _OF_WINDOWS | _OF_LAYERS | {"image_token_id"}
-    # Two tokens that only the samples know.
+    # Only the preprocessing of samples uses these two tokens.
     around = {"vision_start_token_id", "vision_end_token_id"}
     return around | (_OF_LAYERS if model.vision_model_type == "qwen2_5_vl" else _OF_WINDOWS)

@@ -81,16 +81,6 @@ class Engine:
         self._count = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Number of sequences that have no row of the cache yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Number of sequences that have a row of the cache."""
-        return len(self._running)
-
-    @property
     def is_idle(self) -> bool:
         """Whether a step would do nothing."""
         return not self._waiting and not self._running

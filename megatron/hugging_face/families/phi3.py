@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose projections are fused: queries, keys, values; gate and up."""
+"""Phi-3: a Llama with fused projections: queries, keys and values; gate and up."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FUSED = {
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    # Dropout that Transformers applies while training only; ours has flags of its own.
+    # Dropout affects training only, which has flags for it.
     for name in ("embd_pdrop", "resid_pdrop"):
         config.take(name, None)
-    # Before and after the longer context of the 128k models; without rope_scaling they are equal.
+    # The context before its extension to 128k; without rope_scaling it has no effect.
     config.take("original_max_position_embeddings", None)
     return MISTRAL.settings(config)
 

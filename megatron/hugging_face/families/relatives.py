@@ -1,9 +1,9 @@
-"""Dense models that differ from Llama in one place or two, each a few lines.
+"""Dense models with a few differences from Llama.
 
 Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotate.
-SmolLM3: layers that do not rotate. CWM and Ministral: layers with windows. Arcee: a squared ReLU
-without a gate. StableLM: LayerNorm, and heads that rotate in part. Nemotron: all of that, with
-norms stored about zero. StarCoder 2: LayerNorm, GELU and biases everywhere.
+SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows. Arcee: a squared
+ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
+zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
 
 def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_out_bias", False)
-    config.take("residual_dropout", None)  # while training only; ours has flags of its own
+    config.take("residual_dropout", None)  # affects training only, which has a flag for it
     has_bias = config.take("attention_bias", True)
     return replace(LLAMA.settings(config.without("attention_bias")), add_qkv_bias=has_bias)
 
@@ -51,7 +51,7 @@ def _smollm3_settings(config: ConfigFields) -> ModelDescription:
     settings = LLAMA.settings(config)
     interval = config.take("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % interval != 0) for layer in range(settings.num_layers)]
-    rotates = config.take("no_rope_layers", usual)  # 1 where a layer rotates, for all its name
+    rotates = config.take("no_rope_layers", usual)  # despite the name, 1 means that a layer rotates
     skips = None if all(rotates) else [int(not does) for does in rotates]
     return replace(settings, no_rope_freq=skips)
 
@@ -80,7 +80,7 @@ def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription
     """Return the settings of a model with LayerNorm and rotary positions.
 
     Args:
-        norm_epsilon: what the config calls it.
+        norm_epsilon: name of the config's field.
     """
     renamed = config.renamed(norm_epsilon, "rms_norm_eps")
     settings = replace(gated_settings(renamed), normalization="LayerNorm")
@@ -155,7 +155,7 @@ def _starcoder2_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[WeightRule]:
-    """Return rules, and those of the biases of parameters whose names contain one of `parts`."""
+    """Return `rules` and rules of biases for parameters whose names contain one of `parts`."""
     found = list(rules)
     biases = [
         replace(
@@ -170,7 +170,7 @@ def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[We
 
 
 def _without_gate(rules: Iterable[WeightRule], name: str = "up_proj") -> list[WeightRule]:
-    """Return rules with one tensor for the first layer of the MLP."""
+    """Return `rules` with one tensor for the first layer of the MLP."""
     one = identity(_FC1, f"{_HF}mlp.{name}.weight")
     return [one if rule.megatron_name == _FC1 else rule for rule in rules]
 
