@@ -405,7 +405,7 @@ def local_multi_tensor_l2_norm(
 def get_data_parallel_group_if_dtensor(
     tensor: Tensor, data_parallel_group: Group | None = None
 ) -> Group | None:
-    """Return the group over which a DTensor is split; for other tensors `data_parallel_group`.
+    """Return the group of a DTensor's mesh; for other tensors `data_parallel_group`.
 
     Raises:
         ConfigError: the tensor is split over a group other than `data_parallel_group`.

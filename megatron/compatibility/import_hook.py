@@ -82,7 +82,7 @@ def getter(module: str) -> Callable[[str], Any]:
 
 
 class _StandInType(ABCMeta):
-    """The type of stand-ins: reading an attribute raises an error that names the replacement."""
+    """The type of missing names: reading an attribute raises an error with the replacement."""
 
     _found: str
     _reason: str

@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> Group:
-    """Return the group over which the largest magnitude of an FP8 tensor is reduced."""
+    """Return the group that reduces the largest magnitude of an FP8 tensor."""
     groups = ProcessGroupCollection.current()
     if tp_only_amax_red:
         return groups.tp_cp if with_context_parallel else groups.tp

@@ -296,7 +296,7 @@ _OF_TRAINING = {
 
 
 def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
-    """Return, in words, the settings by which the logits of two models differ."""
+    """Describe the differences between two models that affect logits."""
     first, second = _canonical(one), _canonical(other)
     pairs = {
         field.name: (getattr(first, field.name), getattr(second, field.name))

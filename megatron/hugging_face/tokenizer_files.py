@@ -32,9 +32,8 @@ def write_tokenizer(tokenizer: TextTokenizer, target: Path) -> str | None:
     """Write a tokenizer for `AutoTokenizer`.
 
     Files of Hugging Face are copied. Any other tokenizer is converted to a tokenizer.json, and the
-    two are compared on texts on which tokenizers often differ. The tokenizer.json is written if at
-    most one text has different ids: the library and SentencePiece normalize some stacked accents
-    differently.
+    two are compared on difficult texts. The tokenizer.json is written if at most one text has
+    different ids: the library and SentencePiece normalize some stacked accents differently.
 
     Returns:
         a note on a text with different ids, or the reason why nothing was written; or None.

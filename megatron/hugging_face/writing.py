@@ -111,7 +111,7 @@ def write_model(
         settings: describe the model; by default, the settings in the checkpoint.
         adapters: an opened checkpoint of adapters, which are merged into the weights.
         dtype: of the written weights; None keeps the stored dtype.
-        companion: directory of the model with which training began. Its tokenizer files and the
+        companion: directory of the model that training has continued. Its tokenizer files and the
             config fields that do not affect weights are copied, and its family is preferred.
         tokenizer: written instead of the companion's tokenizer files.
         file_bytes: most bytes of tensors in a file.

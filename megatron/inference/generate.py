@@ -63,8 +63,8 @@ def generate(
             `max_new_tokens`.
         max_rows: sequences in the cache; further prompts wait until others have ended.
         uses_cache: None uses a cache wherever the layout supports it.
-        sources: for a T5, the encoder's input for each prompt of the decoder (a prompt is the one
-            token with which the decoder begins). No cache is used.
+        sources: for a T5, the encoder's input for each prompt of the decoder (a prompt is only the
+            decoder's start token). No cache is used.
         images: for a `VisionLanguageModel`, the patches and the grid of each image of each prompt,
             in the order of the image tokens. No cache is used.
     Communication:

@@ -165,7 +165,7 @@ def _written(
     if not 0 < most < longest:
         raise ConfigError(
             f"a task generates up to {most} new tokens.",
-            rule=f"the model has {longest} positions, of which the prompt takes at least one",
+            rule=f"the model has {longest} positions, and the prompt needs at least one",
             flags=["max_gen_toks"],
             fix=f"set max_gen_toks below {longest} in the task's generation_kwargs",
         )

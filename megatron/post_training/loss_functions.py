@@ -254,7 +254,7 @@ def grpo_loss_func(
         batch: `labels` [b, s/cp], -100 outside of answers; `old_log_probs` [b, s/cp]; `advantages`
             [b, s/cp]; with `kl_coef` `reference_log_probs` [b, s/cp].
         logits: [b, s/cp, v/tp].
-        temperature: the temperature at which the tokens were sampled.
+        temperature: the sampling temperature of the tokens.
         entropy_coef: the loss subtracts the entropy times this.
         options: of `grpo_loss`.
     Communication: see `vocab_parallel_log_probs`; also all-reduces on cp.

@@ -10,7 +10,7 @@ from megatron.core.foundation.flight_recorder import Channel, Field
 from megatron.resilience.recorder_reader import Operation, Snapshot, show_instruction
 
 _SAME_SIZE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-"""Operations in which all ranks of a group have the same number of elements."""
+"""Operations with the same number of elements on all ranks of a group."""
 _PATIENCE = 4
 _LONG_WAIT_S = 5.0
 """The shortest wait for another machine that causes a warning."""
@@ -150,7 +150,7 @@ class Diagnosis:
         return StuckRanks("HANG", ranks, text, self._waiting_chain(ranks))
 
     def _awaited(self, view: RankView) -> list[int]:
-        """Return the ranks that have not entered the operation in which a rank waits.
+        """Return the ranks that have not entered the operation that blocks a rank.
 
         A rank that has entered a later operation of the channel has completed its part of this one.
         """
@@ -180,8 +180,8 @@ class Diagnosis:
         """Return a line for each waiting rank, which names the ranks for which it waits.
 
         Args:
-            stuck: ranks that no longer run. If all ranks have entered the operation in which a rank
-                waits, the rank waits for the stuck ranks of the operation.
+            stuck: ranks that no longer run. If all ranks have entered the operation that blocks a
+                rank, the rank waits for the stuck ranks of the operation.
         """
         lines = []
         for view in self.views.values():

@@ -44,7 +44,7 @@ from megatron.resilience.restart_coordinator import (
 
 POLL_S = 0.05
 BEAT_S, SILENT_S = 1.0, 8.0
-"""Interval of a launcher's heartbeats, and the time without one after which its node is lost."""
+"""Interval of a launcher's heartbeats, and the longest silence before its node counts as lost."""
 END_S = 30.0
 """How long ranks may take to save after SIGTERM."""
 _FATAL = re.compile(
@@ -350,7 +350,7 @@ def serve(flags: Flags, folder: Path) -> int:
         if launcher is not None:
             launcher.end(grace_s=END_S if signals else 2.0)
     if flags.node_rank == 0:
-        time.sleep(1.0)  # let the other launchers read the status
+        time.sleep(1.0)  # the other launchers read the status
     return status if status >= 0 else 128 - status
 
 

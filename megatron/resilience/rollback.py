@@ -44,7 +44,7 @@ def num_rollbacks_at(iteration: int, earlier: Ranges, num_skipped: int) -> int:
 def next_skipped(
     returned_to: int, spike: int, earlier: Ranges, num_skipped: int
 ) -> tuple[int, int]:
-    """Return the (first, last) iteration to skip: those not skipped before, at least to the spike."""
+    """Return the (first, last) iteration to skip: not skipped before, at least up to the spike."""
     first = returned_to + 1
     while (last := next((b for a, b in earlier if a <= first <= b), None)) is not None:
         first = last + 1

@@ -1,4 +1,4 @@
-"""Store a signal until the end of the step, and let an interrupted run finish its report."""
+"""Delay a signal to the end of the step, and give an interrupted run time for its report."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SignalFlag:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Make signals end the process in this block, in which there is nothing to save yet.
+        """Make signals end the process in this block: there is nothing to save yet.
 
         Building and loading may take longer than launchers wait, and no Python handler runs during
         a long call into C.

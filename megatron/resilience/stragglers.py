@@ -72,7 +72,7 @@ processor; data: waiting for the loader; and by kind of group the waits in its c
 
 @dataclass(frozen=True)
 class Straggler:
-    """Slow ranks, and the part of the step in which they are slow."""
+    """Slow ranks, and the slow part of their step."""
 
     kind: str
     """compute, standstill, processor, loader, or the name of a kind of group: its link."""

@@ -36,7 +36,7 @@ LOOK_S = 5.0
 END_S = 2.0
 """How long ranks may take to end before they are killed."""
 STACK_S, STACK_POLL_S = 2.0, 0.005
-"""Timeout for the stacks of ranks, and the interval at which their files are read."""
+"""Timeout for the stacks of ranks, and the interval between readings of their files."""
 EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
 _LAST_LINES = (b" in <module>\n", b" in _run_module_as_main\n", b"  ...\n")
 
@@ -163,7 +163,7 @@ class Watchdog:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ranks = [_Rank(rank) for rank in settings.ranks]
-        self._now = 0.0  # seconds in which this process ran, without the sleep of the machine
+        self._now = 0.0  # running time of this process in seconds, without the machine's sleep
         self._warned: tuple[int, ...] = ()
         self._looked_at = 0.0
 
@@ -312,7 +312,7 @@ class Watchdog:
 
 
 def kernel_state(process: int) -> dict[str, str]:
-    """Return the state of each thread of a process, and the kernel function in which it waits."""
+    """Return the state of each thread of a process, and the kernel function that blocks it."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in sorted(Path(f"/proc/{process}/task").iterdir(), key=lambda p: int(p.name)):

@@ -62,7 +62,7 @@ FAMILIES: tuple[Family, ...] = (
     *state_space.FAMILIES,
     *granite.FAMILIES,
 )
-"""In the order in which an export tries them."""
+"""An export tries them in this order."""
 
 
 def family_of_config(fields: Mapping[str, object], source: str) -> Family:
