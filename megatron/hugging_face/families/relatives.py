@@ -4,6 +4,7 @@ Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotat
 SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows. Arcee: a squared
 ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
 zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
+Phi-3: one tensor of queries, keys and values, and one of gate and up.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
-from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.families.llama import LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
+_PHI3_FUSED = {
+    _MEGATRON + "self_attention.linear_qkv.weight": fused_query_key_value(
+        _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
+    ),
+    _FC1: identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
+}
 
 
 def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
@@ -184,6 +191,28 @@ def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
     return _with_biases(rules, ("norm", "linear_"))
 
 
+def _phi3_settings(config: ConfigFields) -> ModelDescription:
+    # Dropout affects training only, which has flags for it.
+    for name in ("embd_pdrop", "resid_pdrop"):
+        config.take(name, None)
+    # The context before its extension to 128k; without rope_scaling it has no effect.
+    config.take("original_max_position_embeddings", None)
+    return MISTRAL.settings(config)
+
+
+def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
+        "partial_rotary_factor": settings.rotary_percent,
+        "original_max_position_embeddings": settings.max_position_embeddings,
+        "pad_token_id": None,
+    }
+
+
+def _phi3_rules(settings: ModelDescription) -> list[WeightRule]:
+    return [_PHI3_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
+
+
 def _family(
     model_type: str,
     architecture: str,
@@ -248,6 +277,15 @@ STARCODER2 = _family(
     _starcoder2_rules,
     num_key_value_heads=2,
     tie_word_embeddings=True,
+)
+PHI3 = replace(
+    MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    settings=_phi3_settings,
+    fields=_phi3_fields,
+    rules=_phi3_rules,
+    absent={},
 )
 FAMILIES = (
     SEED_OSS,
