@@ -33,14 +33,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 __package_name__ = "megatron-lattice"
 
 
-def _own_version() -> str:
-    try:
-        return metadata.version(__package_name__)
-    except metadata.PackageNotFoundError:  # a checkout that was not installed
-        return "0+unknown"
-
-
-__version__ = _own_version()
+try:
+    __version__ = metadata.version(__package_name__)
+except metadata.PackageNotFoundError:  # a checkout that was not installed
+    __version__ = "0+unknown"
 __shortversion__ = __version__
 
 

@@ -2,7 +2,7 @@
 
 The short file of each family (`families/`) maps its `config.json` to Megatron's settings and rows
 of its tensors to Megatron's parameters. All families share the rest: `reading` presents a model's
-files as a checkpoint, from which the loader reads the slices that a rank needs; `writing` converts
+files as a checkpoint, so that the loader reads only the slices of its rank; `writing` converts
 any checkpoint to such files; `weight_stream` yields the same tensors from a running model. No code
 of a model's repository is run, and no pickle is opened.
 """

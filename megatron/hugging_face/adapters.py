@@ -104,7 +104,9 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
             is_inner = part == "gate_up_proj" and len(parts) == 2
             layer = PREFIX + module + ".base_layer" * is_inner
             tensors[f"{layer}.lora_A.weight"] = found.down.flatten(0, 1)
-            up = found.up if rule.num_blocks is None else _alternating(found.up, rule.num_blocks)
+            up = found.up
+            if rule.num_blocks is not None:  # the rows of the blocks of an expert alternate
+                up = up.unflatten(1, (rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
             tensors[f"{layer}.lora_B.weight"] = up.permute(1, 2, 0).flatten(1).contiguous()
             target_parameters.add(f"mlp.experts.{part}")
     if adapters.use_dora and target_parameters:
@@ -152,11 +154,6 @@ def _rows(values: Tensor, places: list[tuple[int, int, int]]) -> Tensor:
     for begin, megatron_begin, length in places:
         part[begin : begin + length] = values[megatron_begin : megatron_begin + length]
     return part
-
-
-def _alternating(up: Tensor, num_blocks: int) -> Tensor:
-    """Return B of all experts [e, o, r] with the rows of the blocks interleaved."""
-    return up.unflatten(1, (num_blocks, -1)).transpose(1, 2).flatten(1, 2)
 
 
 _WITHOUT_EFFECT = frozenset({
