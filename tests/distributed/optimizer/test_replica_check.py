@@ -71,7 +71,7 @@ CASES = [
     (Layout(dp=2, zero=1), Model(), 1, flip_weight, FC1, r"\(dp_cp"),
     # A majority is no proof where the owner of a shard sends it to the others.
     (Layout(dp=4, zero=1), Model(), 1, flip_weight, FC1,
-     r"fc1.* differs .*\(dp_cp\); the fault is on the smaller side, or on the rank that owns"),
+     r"fc1.* differs .*\(dp_cp\); the fault is in the smaller set, or on the rank that owns"),
     (Layout(tp=2, cp=2), Model(), 3, flip_weight, FC1, r"ranks \[\[1\], \[3\]\] \(dp_cp"),
     (Layout(tp=4), Model(), 1, flip_weight, NORM, r"ranks \[1\] differs from \[0, 2, 3\] \(tp"),
     (Layout(tp=2, sp=True), Model(is_llama=False), 1, flip_weight, NORM, r"\(tp"),
