@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.foundation.optional_imports import require
-from megatron.inference.harness import PURPOSE, harness_model
+from megatron.inference.evaluation import PURPOSE, harness_model
 from megatron.inference.session import open_session
 from megatron.resilience.failure import failures_reported
 from megatron.resilience.status import RunStatus

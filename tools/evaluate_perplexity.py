@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.foundation.errors import ConfigError, DataError
-from megatron.inference.scoring import Row, score
+from megatron.inference.evaluation import Row, score
 from megatron.inference.session import ModelSession, open_session
 from megatron.resilience.failure import failures_reported
 from megatron.resilience.status import RunStatus

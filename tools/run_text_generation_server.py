@@ -98,13 +98,13 @@ def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
         return None
 
 
-def guarded(app: Any, options: ServerFlags) -> Any:
-    """Return `app` with limits, keys and accepted hosts; warn if it answers the whole network.
+def access_of(options: ServerFlags) -> dict[str, Any]:
+    """Return the limits, keys and accepted hosts of `App`; warn if it answers the whole network.
 
     Raises:
         ConfigError: a limit is not positive, or the keys cannot be read.
     """
-    from megatron.inference.server import Guard, is_loopback
+    from megatron.inference.server import is_loopback
 
     for spec in flag_specs(Limits, ""):
         value = getattr(options.limits, spec.field)
@@ -126,7 +126,7 @@ def guarded(app: Any, options: ServerFlags) -> Any:
     hosts = (
         None if not is_local or "*" in options.allowed_hosts else frozenset(options.allowed_hosts)
     )
-    return Guard(app=app, limits=options.limits, keys=keys, hosts=hosts)
+    return {"limits": options.limits, "keys": keys, "hosts": hosts}
 
 
 def serve(server: Any, service: Service, listener: socket.socket) -> None:
@@ -194,12 +194,11 @@ def main() -> None:
                     service=service,
                     tokenizer=session.tokenizer,
                     model=options.served_model_name,
-                    limits=options.limits,
                     chat_template=chat_template_of(session),
                     ends=session.ends,
+                    **access_of(options),
                 )
-                guard = guarded(app.routes(), options)
-                server = http_server(guard, logs_requests=not options.no_request_log)
+                server = http_server(app, logs_requests=not options.no_request_log)
                 listener = listen(options.host, options.port)
             except MegatronError as error:
                 problem = error

@@ -33,14 +33,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 __package_name__ = "megatron-lattice"
 
 
-def _own_version() -> str:
-    try:
-        return metadata.version(__package_name__)
-    except metadata.PackageNotFoundError:  # a checkout that was not installed
-        return "0+unknown"
-
-
-__version__ = _own_version()
+try:
+    __version__ = metadata.version(__package_name__)
+except metadata.PackageNotFoundError:  # a checkout that was not installed
+    __version__ = "0+unknown"
 __shortversion__ = __version__
 
 
@@ -48,22 +44,22 @@ __shortversion__ = __version__
 
 
 def set_experimental_flag(flag: bool) -> None:
-    """Remember that experimental features may be used; none here asks."""
+    """Store the flag that `is_experimental_enabled` returns; no feature depends on it."""
     STATE.is_experimental = bool(flag)
 
 
 def is_experimental_enabled() -> bool:
-    """Return what `set_experimental_flag` was given."""
+    """Return the flag that `set_experimental_flag` stored."""
     return STATE.is_experimental
 
 
 def has_config_logger_enabled(config: TransformerConfig) -> bool:
-    """Return whether a config asks for being written to a directory."""
+    """Return whether a config names a directory to be written to."""
     return bool(getattr(config, "config_logger_dir", ""))
 
 
 class _Calculator:
-    """The micro batch calculator of this process, whichever it is when an attribute is read."""
+    """A proxy of the current micro batch calculator of this process."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(num_microbatches_calculator._calculator, name)
@@ -73,12 +69,12 @@ CURRENT_CALCULATOR = _Calculator()
 
 
 def jit_fuser(function: _Function) -> _Function:
-    """Return the function as it is: elementwise chains are fused by hand where it pays."""
+    """Return the function unchanged: elementwise operations are fused by hand."""
     return function
 
 
 def correct_amax_history_if_needed(model: object) -> None:
-    """Do nothing: histories of amaxes are with linear layers, not with parameters."""
+    """Do nothing: linear layers, not parameters, hold the amax histories."""
 
 
 def disable_jit_fuser() -> None:
@@ -102,12 +98,12 @@ def to_local_if_dtensor(tensor: Tensor) -> Tensor:
 def get_fp8_context(
     config: Any, layer_no: int = -1, is_init: bool = False
 ) -> AbstractContextManager[None]:
-    """Return a context that changes nothing: the linear layers know the recipe of their config."""
+    """Return a context that does nothing: linear layers read the FP8 recipe from their config."""
     return nullcontext()
 
 
 def get_quant_config_or_none(name: str, recipe: object = None) -> None:
-    """Return None, the quantization of a layer without a recipe."""
+    """Return None: layers are not quantized."""
     if recipe is not None:
         raise ConfigError(
             f"a quantization recipe was given for {name}.",
@@ -120,7 +116,7 @@ def get_quant_config_or_none(name: str, recipe: object = None) -> None:
 
 
 class WrappedTensor:
-    """A tensor that a callee takes out, so that the caller's frame does not keep it alive."""
+    """A holder that releases its tensor to the callee, so that the caller keeps no reference."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
@@ -134,7 +130,7 @@ class WrappedTensor:
 
 
 def deprecate_inference_params(inference_context: object, inference_params: object) -> Any:
-    """Return `inference_context`, or what came under its former name, with a warning."""
+    """Return `inference_context`; else `inference_params`, its former name, with a warning."""
     if inference_context is None and inference_params is not None:
         warnings.warn("inference_params is the former name of inference_context", stacklevel=2)
         return inference_params
@@ -158,10 +154,10 @@ def check_param_hashes_across_dp_replicas(
     """Return whether all replicas hold the same weights, bit for bit.
 
     Args:
-        cross_check: let all ranks know whether any rank's replicas differ; else a rank speaks for
-            its own replicas.
+        cross_check: return False on all ranks if the replicas of any rank differ; otherwise each
+            rank compares its own replicas only.
     Communication:
-        one all-gather of 8 bytes a parameter over the replicas, and with `cross_check` an
+        one all-gather of 8 bytes per parameter over the replicas, and with `cross_check` an
         all-reduce of one number over all ranks.
     """
     groups = ProcessGroupCollection.current()
@@ -188,7 +184,7 @@ def check_param_hashes_across_dp_replicas(
 
 
 def _bits_sum(parameter: Tensor) -> Tensor:
-    """Return an int64 [] that changes when any bit does, and when elements change places."""
+    """Return an int64 [] that depends on every bit and on the order of the elements."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = parameter.detach().contiguous().view(integers[parameter.element_size()]).view(-1).long()
     places = torch.arange(1, bits.numel() + 1, device=bits.device)
@@ -226,7 +222,7 @@ def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
 
 
 class StragglerDetector:
-    """A context around parts of a step that measures nothing; `--log-straggler` measures."""
+    """A context around parts of a step that measures nothing; use `--log-straggler` instead."""
 
     enabled = False
 
@@ -234,9 +230,9 @@ class StragglerDetector:
         """Raise ConfigError: the detector cannot be switched on."""
         raise ConfigError(
             "StragglerDetector measures nothing.",
-            rule="scripts may use the context; the training loop finds slow ranks by itself",
+            rule="scripts may use the context; the training loop finds slow ranks",
             flags=["--log-straggler"],
-            fix="leave out the call of configure; --log-straggler names slow ranks without it",
+            fix="leave out the call of configure, and use --log-straggler",
         )
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
@@ -253,8 +249,8 @@ class StragglerDetector:
 class MegatronLegacyTokenizer(TextTokenizer):
     """`megatron.core.datasets.megatron_tokenizer`: the base class of a script's own tokenizer.
 
-    Subclasses define `tokenize`, `detokenize`, `vocab`, `vocab_size` and the special ids that they
-    have; other special ids are None.
+    Subclasses define `tokenize`, `detokenize`, `vocab`, `vocab_size` and their special ids; other
+    special ids are None.
     """
 
     def __init__(self, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
@@ -265,7 +261,7 @@ class MegatronLegacyTokenizer(TextTokenizer):
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Log on one rank: arguments are those of `logger.log`."""
+    """Call `logger.log(*args, **kwargs)` on one rank."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         logger.log(*args, **kwargs)
 
@@ -277,19 +273,19 @@ def log_on_each_pipeline_stage(
     dp_cp_group: Group | None = None,
     **kwargs: Any,
 ) -> None:
-    """Log on the first rank of each pipeline stage: arguments are those of `logger.log`."""
+    """Call `logger.log(*args, **kwargs)` on the first rank of each pipeline stage."""
     groups = ProcessGroupCollection.current()
     if not get_pg_rank(tp_group or groups.tp) and not get_pg_rank(dp_cp_group or groups.dp_cp):
         logger.log(*args, **kwargs)
 
 
 def configure_nvtx_profiling(enabled: bool) -> None:
-    """Say whether `nvtx_range_push` marks anything."""
+    """Switch `nvtx_range_push` on or off."""
     STATE.annotates_ranges = enabled
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
-    """Open a range in the trace of a profiler; it nests."""
+    """Open a range in the profiler's trace; ranges nest."""
     if not STATE.annotates_ranges:
         return
     name = "range" if msg is None else msg
@@ -331,12 +327,12 @@ def nvtx_decorator(
 # Kernels and machines -------------------------------------------------------------------
 
 FP8_TENSOR_CLASS: tuple[type, ...] = ()
-"""Classes of parameters that are stored in 8 bits: none, weights are cast where they are used."""
+"""Classes of parameters that are stored in 8 bits; empty, because weights are cast when used."""
 HAVE_TE_FP8_TENSOR_CLASS = False
 
 
 class CudaGraphScope(enum.Enum):
-    """What a CUDA graph covers: members that code compares with. No graph is captured."""
+    """The scope of a CUDA graph, for code that compares with its members; none is captured."""
 
     full_iteration = 1
     attn = 2
@@ -348,7 +344,7 @@ class CudaGraphScope(enum.Enum):
 
 
 class FullCudaGraphWrapper:
-    """What holds the graphs of whole steps, of which there are none; it cannot be built."""
+    """Megatron's wrapper of whole-step CUDA graphs; building one raises `ConfigError`."""
 
     cuda_graph: Mapping[str, object] = MappingProxyType({})
     result: Mapping[str, object] = MappingProxyType({})
@@ -363,7 +359,7 @@ class FullCudaGraphWrapper:
 
 
 class MultiStorageClientFeature:
-    """Whether paths are opened by the multi-storage client: never, as in Megatron without it."""
+    """Whether the multi-storage client opens paths: never."""
 
     @staticmethod
     def is_enabled() -> bool:
@@ -377,13 +373,13 @@ class MultiStorageClientFeature:
 
 
 def set_ideal_affinity_for_current_gpu() -> None:
-    """Leave the processors of this process as its launcher set them."""
+    """Do nothing: the launcher sets the CPU affinity of this process."""
 
 
 def local_multi_tensor_applier(
     op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: list[list[Tensor]], *args: Any
 ) -> Any:
-    """Call `op` on lists of tensors, with the size of the chunks that a fused kernel would take."""
+    """Call `op` on lists of tensors, with the chunk size of a fused kernel."""
     return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -394,7 +390,10 @@ def local_multi_tensor_l2_norm(
     per_tensor: bool,
     *_: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the norm of all tensors of the first list, fp32 [1], and that of each if asked."""
+    """Return the joint norm of the tensors of the first list, fp32 [1].
+
+    Returns also the norm of each tensor if `per_tensor` is set, else None.
+    """
     norms = torch.stack([torch.linalg.vector_norm(each.float()) for each in tensor_lists[0]])
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else None
 
@@ -402,10 +401,10 @@ def local_multi_tensor_l2_norm(
 def get_data_parallel_group_if_dtensor(
     tensor: Tensor, data_parallel_group: Group | None = None
 ) -> Group | None:
-    """Return the group over which a DTensor is split; of other tensors, `data_parallel_group`.
+    """Return the group of a DTensor's mesh; for other tensors `data_parallel_group`.
 
     Raises:
-        ConfigError: the tensor is split over another group than those before it.
+        ConfigError: the tensor is split over a group other than `data_parallel_group`.
     """
     if not isinstance(tensor, DTensor):
         return data_parallel_group
@@ -425,4 +424,4 @@ IGNORE_INDEX = -100
 """Label of a position that the loss leaves out."""
 DEFAULT_IMAGE_TOKEN_INDEX = -200
 IMAGE_TOKEN = "<image>"
-"""Text that stands for an image in a prompt."""
+"""The placeholder of an image in a prompt."""

@@ -1,6 +1,6 @@
 """Names of `megatron.core.dist_checkpointing` and `megatron.training.checkpointing`.
 
-There is one checkpoint format here, and every rank writes its share. Megatron's strategies all name
+There is one checkpoint format, and every rank writes its share. All of Megatron's strategies name
 this format.
 """
 
@@ -44,7 +44,7 @@ def make_tp_sharded_tensor_for_checkpoint(
     dp_cp_group: Group | None = None,
     **options: Any,
 ) -> ShardedTensor:
-    """Declare a tensor of which each tensor-parallel rank holds an equal piece along `tp_axis`."""
+    """Declare a tensor that is split equally along `tp_axis` over the tensor-parallel ranks."""
     groups = ProcessGroupCollection.current()
     tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
     axis = tp_axis + len(prepend_offsets)
@@ -69,7 +69,7 @@ def make_sharded_tensor_for_checkpoint(
     dp_cp_group: Group | None = None,
     **options: Any,
 ) -> ShardedTensor:
-    """Declare a tensor that all tensor-parallel ranks hold whole."""
+    """Declare a tensor that is replicated over the tensor-parallel ranks."""
     groups = ProcessGroupCollection.current()
     tp, dp = tp_group or groups.tp, dp_cp_group or groups.dp_cp
     return ShardedTensor.from_rank_offsets(
@@ -94,9 +94,9 @@ def make_sharded_tensors_for_checkpoint(
     """Declare a module's own state dict.
 
     Args:
-        tensor_parallel_layers_axis_map: name -> axis along which that tensor is split; others are
-            whole on every tensor-parallel rank.
-        extra_state_suffix: of names whose value is an object, not a tensor.
+        tensor_parallel_layers_axis_map: name -> axis along which this tensor is split; other
+            tensors are replicated over the tensor-parallel ranks.
+        extra_state_suffix: names with this suffix have an object as value, not a tensor.
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
@@ -124,7 +124,7 @@ def make_sharded_tensors_for_checkpoint(
 
 
 def ensure_metadata_has_dp_cp_group(metadata: dict[str, object] | None) -> dict[str, Any]:
-    """Return `metadata` with the group of the data-parallel copies in it."""
+    """Return `metadata` with the group of data-parallel replicas added."""
     metadata = {} if metadata is None else metadata
     metadata.setdefault("dp_cp_group", ProcessGroupCollection.current().dp_cp)
     return metadata
@@ -142,19 +142,19 @@ def replace_prefix_for_sharding(
         if not declaration.key.startswith(old_prefix):
             raise ConfigError(
                 f"the checkpoint key {declaration.key!r} does not begin with {old_prefix!r}.",
-                rule="replace_prefix_for_sharding renames all keys of the dict it is given",
-                fix="use apply_prefix_mapping, which leaves other keys alone",
+                rule="replace_prefix_for_sharding renames all keys of its dict",
+                fix="use apply_prefix_mapping, which leaves other keys unchanged",
             )
         declaration.key = new_prefix + declaration.key[len(old_prefix) :]
 
 
 def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
-    """Put `prefix` in front of all checkpoint keys, in place."""
+    """Add `prefix` to all checkpoint keys, in place."""
     replace_prefix_for_sharding(sharded_state_dict, "", prefix)
 
 
 def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
-    """Rename checkpoint keys in place, each by the first prefix of the map that it begins with."""
+    """Rename checkpoint keys in place; the first prefix of the map that fits a key is replaced."""
     for declaration in _declarations(sharded_state_dict):
         for old, new in prefix_map.items():
             if declaration.key.startswith(old):
@@ -166,36 +166,36 @@ def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[
 
 
 class _Strategy(str):
-    """The name of the one format, under the name of a class of Megatron."""
+    """The name of the one format; the subclasses have the names of Megatron's classes."""
 
     def __new__(cls, *args: Any, **options: Any) -> _Strategy:
         return super().__new__(cls, BACKEND)
 
 
 class TorchDistSaveShardedStrategy(_Strategy):
-    """Saves in the format of this framework, whichever backend is named."""
+    """The strategy of `save`: this framework's format, for any backend."""
 
 
 class TorchDistLoadShardedStrategy(_Strategy):
-    """Loads; the format of what is loaded is read from its files."""
+    """The strategy of `load`, which finds the format of a checkpoint from its files."""
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> _Strategy:
-    """Return what `save` takes as its strategy."""
+    """Return the strategy argument of `save`."""
     return TorchDistSaveShardedStrategy()
 
 
 def get_default_load_sharded_strategy(checkpoint_dir: str) -> _Strategy:
-    """Return what `load` takes as its strategy."""
+    """Return the strategy argument of `load`."""
     return TorchDistLoadShardedStrategy()
 
 
 class FullyParallelSaveStrategyWrapper(_Strategy):
-    """A strategy whose work all replicas share, as they do without it (`spread_over_replicas`)."""
+    """A strategy of `save`, which always splits writes over replicas (`spread_over_replicas`)."""
 
 
 class FullyParallelLoadStrategyWrapper(_Strategy):
-    """A strategy whose reads all replicas share, as they do without it."""
+    """A strategy of `load`, which always splits reads over replicas."""
 
 
 def get_async_strategy(*args: object, **options: object) -> _Strategy:
@@ -204,10 +204,10 @@ def get_async_strategy(*args: object, **options: object) -> _Strategy:
 
 
 class AsyncCallsQueue:
-    """Saves in flight; at most one at a time can be.
+    """The saves that are not committed yet; at most one at a time.
 
     Args:
-        persistent: accepted: bytes are written by a thread, not by a process of its own.
+        persistent: ignored: a thread writes the bytes, not a separate process.
     """
 
     def __init__(self, persistent: bool = False) -> None:
@@ -215,7 +215,7 @@ class AsyncCallsQueue:
         self._index = -1
 
     def schedule_async_request(self, async_request: AsyncSave) -> int:
-        """Take over a save that `save(..., async_sharded_save=True)` returned; it runs already."""
+        """Add a running save, which `save(..., async_sharded_save=True)` returned."""
         self._saves.append(async_request)
         self._index += 1
         return self._index
@@ -223,10 +223,10 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Commit what is written; with `blocking` wait for all: collective.
+        """Commit saves whose files are written; with `blocking`, wait for all saves. Collective.
 
         Returns:
-            the numbers of the saves that were committed now.
+            the numbers of the saves that this call committed.
         """
         done = []
         while self._saves:
@@ -253,32 +253,32 @@ isfile: Callable[[str], bool] = os.path.isfile
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    """Return the path of the file that names the newest checkpoint."""
+    """Return the path of the tracker file, which names the newest checkpoint."""
     return os.path.join(checkpoints_path, commit.TRACKER_NAME)
 
 
 def get_checkpoint_name(
     checkpoints_path: str, iteration: int, release: bool = False, *args: object, **options: object
 ) -> str:
-    """Return the path of a checkpoint, a directory that all ranks share."""
+    """Return the directory of a checkpoint, the same for all ranks."""
     name = commit.iteration_directory(commit.RELEASE if release else iteration)
     return os.path.join(checkpoints_path, name)
 
 
 def read_metadata(tracker_filename: str) -> tuple[int, bool]:
-    """Return (iteration, whether it is a release) that a tracker file names.
+    """Return (iteration, whether it is a release) of a tracker file.
 
     Raises:
-        CheckpointError: the file is missing, or names neither.
+        CheckpointError: the file is missing, or does not name a checkpoint.
     """
     directory, name = os.path.split(tracker_filename)
     named = commit.read_tracker(storage_path(directory)) if name == commit.TRACKER_NAME else None
     if named is None:
         raise CheckpointError(
             f"{tracker_filename} names no checkpoint.",
-            rule="the file holds the number of an iteration, or the word release",
+            rule="the file contains the number of an iteration, or the word release",
             flags=["--load"],
-            fix="give a directory in which a run has saved",
+            fix="use the --save directory of a run",
         )
     return (0, True) if named == commit.RELEASE else (int(named), False)
 
@@ -286,7 +286,7 @@ def read_metadata(tracker_filename: str) -> tuple[int, bool]:
 COMMON_STATE_FNAME = "common.pt"
 """File of the plain state in a torch_dist checkpoint."""
 _results_queue = None
-"""Queue of the writing processes: none, checkpoints are written by threads."""
+"""Megatron's queue of writer processes; None, because threads write checkpoints."""
 
 
 def _clean_metadata_for_serialization(metadata: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,20 +1,20 @@
-"""Make Megatron's names importable which this framework defines elsewhere or does not have.
+"""Make Megatron's names importable that this framework defines elsewhere or does not have.
 
 `aliases.tsv` has one line per name: the module and the name in Megatron, then either the place
-where this framework defines it (`module:attribute`) or what to use instead. The module `*` stands
-for each of `STAR_MODULES`, whose names code takes with `from module import *`.
+where this framework defines it (`module:attribute`) or the replacement. The module `*` means all
+of `STAR_MODULES`, whose names other code imports with `from module import *`.
 
-`install()` puts a finder before Python's own. It changes only the modules of the file:
+`install()` puts a finder before Python's own finders. It changes only the modules of the file:
 
 - an existing module gets a `__getattr__`, which looks up names that the module lacks;
 - a missing module becomes an empty one with the same `__getattr__`.
 
-A name without a definition can be imported, annotated and derived from; building or calling it
-raises `ConfigError` with what to use instead. Features whose import other code guards
-(`try: import ...`) are not in the file: the `ImportError` selects the branch that works.
+A name without a definition can be imported, used in annotations and subclassed; calling it raises
+`ConfigError`, which names the replacement. Features whose import other code guards
+(`try: import ...`) are not in the file: the `ImportError` selects the working branch.
 
-Packages of other distributions in a folder `megatron` (`_NEIGHBOURS`) are found as well. Nothing is
-imported before its name is read.
+The finder also finds packages of other distributions in a folder `megatron` (`_NEIGHBOURS`). A
+module is imported when one of its names is first read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STAR_MODULES = (
     "megatron.core.transformer.transformer_block",
 )
 Names = dict[str, dict[str, str]]
-"""Module -> name -> its place, or what to use instead."""
+"""Module -> name -> its definition, or its replacement."""
 
 
 def read_aliases() -> tuple[Names, Names]:
@@ -82,7 +82,7 @@ def getter(module: str) -> Callable[[str], Any]:
 
 
 class _StandInType(ABCMeta):
-    """The type of stand-ins: reading an attribute of one raises with what to use instead."""
+    """The type of missing names: reading an attribute raises an error with the replacement."""
 
     _found: str
     _reason: str
@@ -94,7 +94,7 @@ class _StandInType(ABCMeta):
 
 
 def stand_in(module: str, name: str, reason: str) -> type:
-    """Return a class that can be imported, named in annotations and derived from, and not built."""
+    """Return a class that can be imported, annotated and subclassed; calling it raises."""
 
     def refuse(cls: type, *_: Any, **__: Any) -> Any:
         from megatron.core.foundation.errors import ConfigError
@@ -124,7 +124,7 @@ def is_stand_in(value: object) -> bool:
 
 
 def _with_parents(modules: Sequence[str]) -> frozenset[str]:
-    """Return the modules and the packages that they are in."""
+    """Return the modules and the packages that contain them."""
     parts = [module.split(".") for module in modules]
     return frozenset(".".join(p[:end]) for p in parts for end in range(1, len(p) + 1))
 
@@ -137,7 +137,7 @@ class NameFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load `fullname` with its further names; None leaves it to Python."""
+        """Return a spec that adds the aliases to `fullname`; None leaves the import to Python."""
         if fullname in _NEIGHBOURS:
             folders = [os.path.join(entry, "megatron") for entry in sys.path]
             return PathFinder.find_spec(fullname, [*(path or ()), *folders], target)

@@ -1,4 +1,4 @@
-"""Megatron's classes of optimizers. Here one class serves all: `MegatronOptimizer`."""
+"""Megatron's optimizer classes; this framework has one class, `MegatronOptimizer`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _has_half_precision(optimizer: MegatronOptimizer) -> bool:
 
 
 class _Kind(type):
-    """The type of classes that tell optimizers apart by what they do."""
+    """The metaclass whose `isinstance` looks at an optimizer's state instead of its class."""
 
     is_one: Callable[[MegatronOptimizer], bool]
 
@@ -42,7 +42,7 @@ class DistributedOptimizer(MegatronOptimizer, metaclass=_Kind):
 
 
 class Float16OptimizerWithFloat16Params(MegatronOptimizer, metaclass=_Kind):
-    """An optimizer of a model that computes in half precision; its main weights are copies."""
+    """An optimizer of a model in half precision; its main weights are fp32 copies."""
 
     is_one = staticmethod(lambda o: _has_half_precision(o) and not _is_sharded(o))
 
@@ -54,7 +54,7 @@ class FP32Optimizer(MegatronOptimizer, metaclass=_Kind):
 
 
 class ChainedOptimizer:
-    """Several optimizers as one: one loss scale, one global norm, one decision to update."""
+    """Several optimizers with one loss scale, one global norm and one decision to skip a step."""
 
     def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
         if not chained_optimizers:
@@ -66,7 +66,7 @@ class ChainedOptimizer:
 
     @property
     def nonfinite(self) -> str | None:
-        """What the last step found in the gradient, if it was not finite."""
+        """The non-finite value that the last step found in the gradient, or None."""
         return self.chained_optimizers[0].nonfinite
 
     @property
@@ -89,7 +89,7 @@ class ChainedOptimizer:
         return self.chained_optimizers[0].get_loss_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of parameters outside of buffers, of all optimizers."""
+        """Drop gradients outside of gradient buffers, in all optimizers."""
         for optimizer in self.chained_optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -98,7 +98,7 @@ class ChainedOptimizer:
         return start_step(self.chained_optimizers, self.config, self.grad_scaler).read()
 
     def reload_model_params(self) -> None:
-        """Take the main weights from the model, in all optimizers."""
+        """Copy the model's weights to the main weights, in all optimizers."""
         for optimizer in self.chained_optimizers:
             optimizer.reload_model_params()
 
@@ -114,7 +114,7 @@ class ChainedOptimizer:
     def sharded_state_dict(
         self, model_sharded_state_dict: Mapping[str, object], is_loading: bool = False
     ) -> dict[str, Any]:
-        """Return the declarations of each optimizer under its number; keys do not name it."""
+        """Return the declarations of each optimizer under its number; keys omit the number."""
         return {
             str(i): optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
             for i, optimizer in enumerate(self.chained_optimizers)

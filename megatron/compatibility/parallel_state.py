@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> Group:
-    """Return the ranks over which the largest magnitude of an FP8 tensor would be taken."""
+    """Return the group that reduces the largest magnitude of an FP8 tensor."""
     groups = ProcessGroupCollection.current()
     if tp_only_amax_red:
         return groups.tp_cp if with_context_parallel else groups.tp
@@ -72,21 +72,21 @@ def get_tensor_and_expert_parallel_rank() -> int:
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, object]) -> None:
-    """Return None, the options of a group whose communicator is not tuned.
+    """Return None: communicators have torch's default options.
 
     Raises:
         ConfigError: options were given for this group.
     """
     if pg_name in nccl_comm_cfgs:
         raise ConfigError(
-            f"options of the communicator of group {pg_name!r} are given.",
+            f"options of the communicator of group {pg_name!r} were given.",
             rule="communicators are created with torch's defaults",
             flags=["--nccl-communicator-config-path"],
             fix="leave them out; NCCL's environment variables act on all groups",
         )
 
 
-# Sizes and ranks that are said instead of asked for -------------------------------------
+# Overridden sizes and ranks -------------------------------------------------------------
 
 
 def _setter(axis: str, sets_rank: bool) -> Callable[[int | None], None]:
@@ -94,34 +94,36 @@ def _setter(axis: str, sets_rank: bool) -> Callable[[int | None], None]:
         groups = ProcessGroupCollection.current()
         group = getattr(groups, axis)
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        if isinstance(group, _Said):
+        if isinstance(group, _Override):
             group = group.real
-        if value is None:  # what the groups say, again
-            said = group
+        if value is None:
+            new = group
         elif sets_rank:
-            said = _Said(value, max(size, value + 1), group)
+            new = _Override(value, max(size, value + 1), group)
         else:
-            said = _Said(min(rank, value - 1), value, group)
-        ProcessGroupCollection.set_current(groups.with_groups(**{axis: said}))
+            new = _Override(min(rank, value - 1), value, group)
+        ProcessGroupCollection.set_current(groups.with_groups(**{axis: new}))
 
     which = "rank" if sets_rank else "size"
-    set_value.__doc__ = f"Say the {which} on axis {axis}, to build shapes without processes."
+    set_value.__doc__ = (
+        f"Override the {which} on axis {axis}, to compute shapes; None restores the real {which}."
+    )
     return set_value
 
 
 @dataclass(frozen=True)
-class _Said(SingleRank):
-    """A place without processes, and the group that was there before."""
+class _Override(SingleRank):
+    """A rank and a size without processes, and the group that they override."""
 
-    said_rank: int
-    said_size: int
+    fixed_rank: int
+    fixed_size: int
     real: Group | None
 
     def rank(self) -> int:
-        return self.said_rank
+        return self.fixed_rank
 
     def size(self) -> int:
-        return self.said_size
+        return self.fixed_size
 
 
 set_tensor_model_parallel_rank = _setter("tp", True)
@@ -146,15 +148,14 @@ def get_all_ranks() -> str:
 
 
 def get_pipeline_model_parallel_split_rank() -> None:
-    """Return None: no stage begins a decoder after an encoder."""
+    """Return None: encoder and decoder have no stages of their own."""
 
 
-def get_pipeline_model_parallel_decoder_start() -> None:
-    """Return None: no stage begins a decoder after an encoder."""
+get_pipeline_model_parallel_decoder_start = get_pipeline_model_parallel_split_rank
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Return True: there is one stack of layers, and every stage has a part of it."""
+    """Return True: every stage holds a part of one stack of layers."""
     return True
 
 
@@ -167,7 +168,7 @@ is_inside_decoder = is_pipeline_stage_before_split
 
 
 class RankGenerator:
-    """Lists the ranks of groups of a layout, without processes.
+    """List the ranks of the groups of a layout, without processes.
 
     Args:
         tp, ep, dp, pp, cp: sizes of the axes.
@@ -217,7 +218,7 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: object = None,
     ) -> Tensor:
-        """Return a view of the scratch tensor `name`; its values are whatever was there."""
+        """Return a view of the scratch tensor `name`; its values are undefined."""
         needed = math.prod(tensor_shape)
         held = self.buffer.get((name, dtype))
         if held is None or held.numel() < needed:
@@ -235,7 +236,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def _set_global_memory_buffer() -> None:
-    """Begin with no scratch tensors."""
+    """Start without scratch tensors."""
     STATE.memory_buffer = GlobalMemoryBuffer()
 
 

@@ -16,7 +16,7 @@ from megatron.resilience.rerun import RerunDataIterator
 
 
 class RerunMode(enum.StrEnum):
-    """What happens to results; only `DISABLED` exists here."""
+    """Whether results are computed again; only `DISABLED` is supported."""
 
     DISABLED = "disabled"
     VALIDATE_RESULTS = "validate_results"
@@ -24,13 +24,13 @@ class RerunMode(enum.StrEnum):
 
 
 class RerunErrorInjector:
-    """Injects errors into results; the only rate here is 0."""
+    """Megatron's injector of errors into results; only the rate 0 is supported."""
 
     def __init__(self, error_injection_rate: int = 0, error_injection_type: object = None) -> None:
         if error_injection_rate:
             raise ConfigError(
                 f"error_injection_rate={error_injection_rate} is not supported.",
-                rule="the script's machine injects no errors into results",
+                rule="RerunErrorInjector injects no errors into results",
                 flags=["--error-injection-rate"],
                 fix="use 0",
             )
@@ -110,7 +110,7 @@ class RerunStateMachine:
 
         Args:
             context: name of the quantity; each has its own largest value.
-            num_samples: number of first results; for them the answer is False.
+            num_samples: number of first results, for which the method returns False.
             resample: forget the earlier results.
         """
         value = float(result)
@@ -128,7 +128,7 @@ class RerunStateMachine:
         """Do nothing: the machine has no state."""
 
     def validate_state_dict(self, state_dict: object) -> bool:
-        """Return whether there is anything to load."""
+        """Return whether the state is not empty."""
         return bool(state_dict)
 
 

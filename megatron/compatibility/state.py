@@ -1,4 +1,4 @@
-"""What functions of Megatron remember between calls, and nothing here asks for."""
+"""State that Megatron's functions keep between calls and the framework itself does not use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class RememberedState:
-    """The state of this process that only code written against Megatron uses."""
+    """The state of this process."""
 
     is_experimental: bool = False
     annotates_ranges: bool = False

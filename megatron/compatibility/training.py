@@ -36,15 +36,16 @@ _ABSENT, _NO_DATA, _OTHER_DTYPE = -1, -2, -3
 def get_batch_on_this_tp_rank(
     data_iterator: Any, mtp_on_this_rank: bool = False, vp_stage: int | None = None
 ) -> dict[str, Tensor | None]:
-    """Take the next micro batch on the group's first rank and give it to all ranks of the group.
+    """Read the next micro batch on the first tensor-parallel rank and broadcast it to all ranks.
 
     Args:
-        data_iterator: of batches with some of the entries `BATCH`; used on the first rank of the
-            tensor-parallel group only. None there (a stage without data) is None for all entries.
-        mtp_on_this_rank, vp_stage: not needed: every stage gets all entries.
+        data_iterator: yields batches with some of the entries `BATCH`; only the first rank of the
+            tensor-parallel group reads it. If it is None there (a stage without data), all entries
+            are None.
+        mtp_on_this_rank, vp_stage: ignored: every stage receives all entries.
     Returns:
-        the entries in the order of `BATCH`, on this rank's device; those that the data lack are
-        None.
+        the entries in the order of `BATCH`, on this rank's device; None for entries that the batch
+        lacks.
     Communication:
         one broadcast of five numbers over `tp`, and two for each dtype among the entries.
     Raises:
@@ -68,7 +69,7 @@ def get_batch_on_this_tp_rank(
     wrong = [name for name, kind in kind_of.items() if kind == _OTHER_DTYPE]
     if wrong:
         raise DataError(
-            f"the entries {', '.join(wrong)} of a micro batch have a dtype that is not sent.",
+            f"the entries {', '.join(wrong)} of a micro batch have a dtype that cannot be sent.",
             rule="tokens, labels, position_ids are int64, loss_mask is fp32, attention_mask bool",
             fix="convert them in the dataset's __getitem__",
         )
@@ -86,9 +87,9 @@ def get_batch_on_this_cp_rank(
     cp_group: Group | None = None,
     is_hybrid_cp: bool = False,
 ) -> dict[str, Any]:
-    """Cut a micro batch to this context-parallel rank's positions.
+    """Return this context-parallel rank's positions of a micro batch.
 
-    Both of Megatron's signatures are taken: `(batch[, cp_group])` and
+    Both of Megatron's signatures are supported: `(batch[, cp_group])` and
     `(batch, is_hybrid_cp[, cp_group])`.
     """
     rest = list(options)
@@ -99,7 +100,7 @@ def get_batch_on_this_cp_rank(
     if is_hybrid_cp or rest:
         raise ConfigError(
             "a micro batch was to be split over hybrid context-parallel groups.",
-            rule="which ranks split a micro batch is said before it is cut",
+            rule="the ranks that split a micro batch are chosen before it is split",
             flags=["--hybrid-context-parallel"],
             fix="call megatron.core.context_parallel.share_microbatch(batch), then this without it",
         )
@@ -107,19 +108,19 @@ def get_batch_on_this_cp_rank(
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
-    """Return whether tokens enter this rank's (virtual) stage, or its loss is computed here."""
+    """Return whether this rank's (virtual) stage is the first or the last one."""
     return parallel_state.is_pipeline_first_stage(
         False, vp_stage
     ) or parallel_state.is_pipeline_last_stage(False, vp_stage)
 
 
 def maybe_wrap_for_inprocess_restart(pretrain: object) -> tuple[Any, None]:
-    """Return (pretrain, no store): processes that fail are started anew by torchrun."""
+    """Return (pretrain, None): torchrun restarts processes that fail."""
     return pretrain, None
 
 
 def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:
-    """Return `blend` and `blend_per_split` of a dataset config; one of them, or both, are None."""
+    """Return `blend` and `blend_per_split` of a dataset config; at least one of them is None."""
     found = blends_of(from_args(DataSettings, vars(args)))
     return found.get("blend"), found.get("blend_per_split")
 
@@ -129,7 +130,7 @@ def get_ltor_masks_and_position_ids(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the masks and positions of a decoder's micro batch.
 
-    Both of Megatron's signatures are taken:
+    Both of Megatron's signatures are supported:
 
         (data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss)
         (data, eod_token, pad_token, reset_position_ids, reset_attention_mask, eod_mask_loss,
@@ -165,12 +166,12 @@ def get_ltor_masks_and_position_ids(
 
 
 def core_transformer_config_from_yaml(args: Namespace, _: str = "language_model") -> Any:
-    """Return the model's config: a YAML file of flags is read into `args` already."""
+    """Return the model's config; `args` already contains the flags of a YAML file."""
     return core_transformer_config_from_args(args)
 
 
 def report_memory(name: str) -> None:
-    """Print the peak of this rank's memory."""
+    """Print the peak memory of this rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     print(f"[rank {rank}] {name} memory: peak {device.peak_memory_bytes() / 2**20:.1f} MiB")
 

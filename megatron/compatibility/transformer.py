@@ -64,20 +64,20 @@ def erf_gelu(x: Tensor) -> Tensor:
 
 
 def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Tensor:
-    """Overwrite scores where the mask is True with -10000, and return them."""
+    """Set scores to -10000 where the mask is True, in place, and return them."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 def SplitAlongDim(tensor: Tensor, dim: int, sections: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return views of `tensor`, cut along `dim` into pieces of these sizes."""
+    """Return views of `tensor`, split along `dim` into pieces of these sizes."""
     return torch.split(tensor, list(sections), dim)
 
 
 class L2Norm(nn.Module):
-    """Divides rows by the root of their mean square; no weight.
+    """Divide vectors by the root of their mean square; there is no weight.
 
     Args:
-        hidden_size: of the rows; not needed.
+        hidden_size: size of the vectors; ignored.
         eps: added to the mean square.
     """
 
@@ -86,7 +86,7 @@ class L2Norm(nn.Module):
         self.hidden_size, self.eps = hidden_size, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x [..., h] in fp32, and return it in its own dtype."""
+        """Normalize x [..., h] in fp32, and return it in its own dtype."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
 
@@ -104,10 +104,10 @@ def is_layer_window_attention(
     """Return whether a layer's attention has a window.
 
     Args:
-        window_attn_skip_freq: every such layer sees everything; a list says 1 for layers with a
-            window.
-        layer_number: from 1. May be left out: then the first argument is the frequency and the
-            second the number.
+        window_attn_skip_freq: if an int n, every nth layer has full attention; if a list, its entry
+            is 1 for layers with a window.
+        layer_number: counted from 1. If it is left out, the first argument is the frequency and the
+            second one the layer number.
     """
     if layer_number is None:
         return is_layer_window_attention(True, window_size, window_attn_skip_freq)
@@ -126,7 +126,7 @@ def is_layer_window_attention(
 def get_pos_emb_on_this_cp_rank(
     pos_emb: Tensor, seq_dim: int, cp_group: Group | None = None
 ) -> Tensor:
-    """Return this context-parallel rank's positions of `pos_emb`, which has them all."""
+    """Return this context-parallel rank's positions of `pos_emb`, which holds all positions."""
     group = resolve_group(cp_group, "cp")
     if get_pg_size(group) == 1:
         return pos_emb
@@ -144,15 +144,15 @@ def _apply_rotary_pos_emb_bshd(
     """Rotate t [s, b, n, d] by the angles `freqs` [s, 1, 1, r].
 
     Args:
-        multi_latent_attention: pairs are neighbouring channels of `t`, which come out as two
-            halves: all first ones, then all second ones.
+        multi_latent_attention: a pair of rotated channels is adjacent in `t`. In the result, the
+            first half holds the first channel of all pairs, the second half the second channel.
     """
     wanted = sorted(name for name, value in options.items() if value)
     if wanted:
         raise ConfigError(
-            f"rotary positions were asked for with {', '.join(wanted)}.",
-            rule="rotated channels are neighbours or halves, in one direction",
-            fix="leave these out",
+            f"rotary positions with {', '.join(wanted)} are not supported.",
+            rule="pairs of rotated channels are adjacent or half a head apart, in one direction",
+            fix="leave these options out",
         )
     if multi_latent_attention:
         width = freqs.shape[-1]
@@ -176,13 +176,14 @@ def _yarn_get_mscale(scale: float = 1.0, mscale: float = 1.0) -> float:
 
 
 class YarnRotaryEmbedding(RotaryEmbedding):
-    """Angles stretched by YaRN, and the factor that goes with them.
+    """Rotary angles scaled by YaRN, and YaRN's factor on cosine and sine.
 
     Args:
-        scaling_factor: how many times longer the context becomes.
-        original_max_position_embeddings: positions that the model was trained with first.
+        scaling_factor: length of the new context divided by the original one.
+        original_max_position_embeddings: number of positions in the original training.
         beta_fast, beta_slow, correction_range_round_to_int: see `yarn_inverse_frequencies`.
-        mscale, mscale_all_dim: strengths whose factors are divided: the factor that is returned.
+        mscale, mscale_all_dim: the returned factor is the attention factor of `mscale` divided by
+            the attention factor of `mscale_all_dim`.
         others: as in `RotaryEmbedding`.
     """
 
@@ -245,16 +246,16 @@ def roll_tensor(
     cp_group: Group | None = None,
     packed_seq_params: PackedSeqParams | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Move token ids or masks [b, s/cp] towards the beginning by one or more positions.
+    """Shift token ids or masks [b, s/cp] towards the beginning by one or more positions.
 
     Returns:
-        the moved tensor, with zeros where the sequence has ended, and its sum.
+        the shifted tensor, with zeros at the end of the sequence, and its sum.
     """
     if packed_seq_params is not None or shifts >= 0 or dims not in (-1, tensor.dim() - 1):
         raise ConfigError(
             f"roll_tensor(shifts={shifts}, dims={dims}, packed_seq_params="
             f"{'given' if packed_seq_params is not None else None}) is not supported.",
-            rule="it moves the last dimension towards the beginning, in one sequence a row",
+            rule="it shifts the last dimension towards the beginning, without packed sequences",
             fix="use a negative shift along the last dimension; for packed sequences mask the last"
             " tokens of each document",
         )
@@ -269,12 +270,12 @@ def sort_chunks_by_idxs(
     probs: Tensor | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Put runs of rows into another order.
+    """Reorder consecutive chunks of tokens.
 
     Args:
-        split_sizes: rows of each run.
-        sorted_idxs: which run comes first, second, ...
-        probs: a weight of each row, put into the same order.
+        split_sizes: number of tokens of each chunk.
+        sorted_idxs: the index of each chunk in the result's order.
+        probs: a weight of each token, reordered in the same way.
     """
     sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
 
@@ -311,7 +312,7 @@ _get_mlp_module_spec = get_mlp_module_spec
 
 
 class MTPLossLoggingHelper:
-    """Does nothing: each step reports the loss of each depth as `mtp_1 loss` by itself."""
+    """Do nothing: each step already reports the loss of each depth as `mtp_1 loss` and so on."""
 
     @staticmethod
     def clean_loss_in_tracker() -> None:
@@ -343,11 +344,11 @@ def track_moe_metrics(
     All ranks call it.
 
     Args:
-        writer, wandb_writer: receive each loss by its name and, with `per_layer_logging`,
+        writer, wandb_writer: log each loss under its name and, with `per_layer_logging`, as
             `moe/NAME_layer_N` with N from 0.
         total_loss_dict: the mean of each loss [] is added to its entry.
-        track_names: log these only, as 0 where no router has them.
-        num_layers: layers of the whole model: those without experts are logged as 0.
+        track_names: log only these losses, as 0 if no router has them.
+        num_layers: number of layers of the whole model; layers without experts are logged as 0.
     Communication:
         with pipeline stages, one all-gather of small Python objects over `pp`.
     """

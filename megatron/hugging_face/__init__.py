@@ -1,10 +1,10 @@
-"""Models of Hugging Face's Transformers, in and out, in any parallel layout.
+"""Load and export models of Hugging Face's Transformers, in any parallel layout.
 
-A family (`families/`) says in one short file how its `config.json` reads as settings of ours and
-which rows of its tensors make which of our parameters. Everything else is shared: `reading` shows
-a model's files to the loader of checkpoints, which takes from them the slices that a rank needs;
-`writing` turns any checkpoint into such files, and `weight_stream` a running model into their
-tensors. No code of a model's repository is ever run, and no pickle is opened.
+The short file of each family (`families/`) maps its `config.json` to Megatron's settings and rows
+of its tensors to Megatron's parameters. All families share the rest: `reading` presents a model's
+files as a checkpoint, so that the loader reads only the slices of its rank; `writing` converts
+any checkpoint to such files; `weight_stream` yields the same tensors from a running model. No code
+of a model's repository is run, and no pickle is opened.
 """
 
 from megatron.hugging_face.adapter_reading import PeftAdapter, load_adapters, read_adapters

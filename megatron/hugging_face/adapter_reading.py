@@ -1,14 +1,15 @@
-"""Read low-rank adapters from a directory of PEFT's.
+"""Read low-rank adapters from a PEFT directory.
 
-Several projections of Hugging Face are one of Megatron (queries, keys and values; gate and up), and
-each may have an A of its own. Then Megatron's is those A concatenated, and each B has the columns
-of its own: the product is the same, of a rank as large as all of them together. An adapter that
-`adapters.write_adapters` wrote has one A for all, and comes back as it was. Of layers with another
-rank or strength than the rest (`rank_pattern`, `alpha_pattern`) A and B get zeros up to the common
-rank, and B is scaled.
+One layer of Megatron holds several projections of Hugging Face (queries, keys and values; gate and
+up), and each of them may have its own A. In this case, Megatron's A is the concatenation of all
+different A, and its B is nonzero only in the columns of each projection's own A: the product is
+the same, and the rank is the sum of the ranks. An adapter that `adapters.write_adapters` wrote has
+one A for all projections, so reading it restores the original. If layers differ in rank or strength
+(`rank_pattern`, `alpha_pattern`), A and B are padded with zeros to the common rank, and B is
+scaled.
 
-Adapters of routed experts are those of Transformers' parameters of all experts (`adapters` says in
-which form), or, of older versions, of a layer for each expert.
+Transformers has one parameter for all routed experts of a layer, with one adapter (its form is
+described in `adapters`); older versions have a layer and an adapter for each expert.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ _MAGNITUDES = ("lora_magnitude_vector", "lora_magnitude_vector.weight")
 
 @dataclass(frozen=True)
 class _Source:
-    """The adapter of one of their layers, unread."""
+    """The adapter of one Hugging Face layer, not read yet."""
 
     down: StoredView
     up: StoredView
     magnitude: StoredView | None
     rows: tuple[RowRange, ...]
     factor: float
-    """Its strength, where that of the directory is 1."""
+    """The strength of this adapter divided by the strength of the directory."""
     expert: int | None = None
-    """Of which expert, where A and B are those of all."""
+    """The expert whose part of A and B is used, if A and B belong to all experts."""
     num_experts: int = 1
     num_blocks: int = 1
-    """Blocks whose rows alternate."""
+    """Number of blocks whose rows alternate."""
 
     @property
     def rank(self) -> int:
@@ -73,20 +74,20 @@ class _Source:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """Adapters of a directory, in terms of our layers."""
+    """The adapters of a directory, by Megatron's layers."""
 
     path: Path
     rank: int
-    """PEFT's rank times the number of different A that one layer of Megatron needs."""
+    """The largest rank of a Megatron layer: the sum of the ranks of its different A."""
     alpha: float
     dropout: float
     use_dora: bool
     adapted: Mapping[str, tuple[_Source, ...]]
-    """Our name of a weight, in a model of experts one after the other -> adapters in it."""
+    """Megatron's name of a weight, with one weight for each expert -> its adapters."""
 
     @property
     def targets(self) -> list[str]:
-        """Names of our layers that have one."""
+        """The --lora-target-modules names of the layers with an adapter."""
         found = {_target_of(name) for name in self.adapted}
         return [name for name in (*TARGETS, *EXPERT_TARGETS) if name in found]
 
@@ -103,12 +104,12 @@ class AdapterReader:
     def __init__(self, adapter: PeftAdapter, reader: ViewReader) -> None:
         self.adapter, self._reader = adapter, reader
         self._held: dict[str, tuple[StoredView, Tensor]] = {}
-        """The last ones: those of all experts are read once."""
+        """The tensors that were read last, so that a tensor of all experts is read once."""
 
     def layer(self, megatron_name: str, height: int, width: int) -> dict[str, Tensor]:
-        """Return `down` A [r, width], `up` B [height, r] and `magnitude` [height] beside a weight.
+        """Return `down` A [r, width], `up` B [height, r] and `magnitude` [height] of a weight.
 
-        A and B are zero where there is none; magnitudes are NaN, of rows that keep their norm.
+        Without an adapter A and B are zero; the magnitude of rows that keep their norm is NaN.
         """
         rank = self.adapter.rank
         down, up = torch.zeros(rank, width), torch.zeros(height, rank)
@@ -161,9 +162,9 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
     """Read the config of an adapter and find its tensors.
 
     Args:
-        model: the model that it belongs to.
+        model: the base model of the adapter.
     Raises:
-        CheckpointError: it is not there, is more than LoRA or DoRA, or not of this model.
+        CheckpointError: the adapter is missing, is not LoRA or DoRA, or is for another model.
     """
     if not (path / CONFIG_NAME).is_file() or not (path / WEIGHTS_NAME).is_file():
         raise problem(path, f"it holds no {CONFIG_NAME} with {WEIGHTS_NAME}")
@@ -199,11 +200,11 @@ def read_adapters(path: Path, model: ModelDirectory) -> PeftAdapter:
 
 
 _Found = Mapping[int, tuple[str, StoredView, StoredView, StoredView | None]]
-"""Number of a layer of theirs -> its name, A, B and m."""
+"""Index of a Hugging Face layer -> its name, A, B and magnitude."""
 
 
 class _Finder:
-    """Finds tensors, and notes which were used."""
+    """Find the tensors of adapters, and record the tensors that were used."""
 
     def __init__(self, path: Path, config: PeftConfig, stored: Mapping[str, StoredView]) -> None:
         self.path, self.config, self.stored = path, config, stored
@@ -211,7 +212,7 @@ class _Finder:
         self._numbers: dict[str, int] = {}
 
     def of_layers(self, layers: list[str]) -> _Found:
-        """Return those that have A and B."""
+        """Return the layers that have A and B."""
         found = {}
         for index, layer in enumerate(layers):
             names = [f"{PREFIX}{layer}.lora_{part}.weight" for part in "AB"]
@@ -233,7 +234,10 @@ class _Finder:
         return found
 
     def heights(self, found: _Found, count: int) -> list[int]:
-        """Return the outputs of each layer; of one without an adapter those of another."""
+        """Return the number of outputs of each layer.
+
+        For a layer without an adapter, this is the number of another layer.
+        """
         some = next((up.shape[0] for *_, up, _ in found.values()), 0)
         return [found[i][2].shape[0] if i in found else some for i in range(count)]
 
@@ -252,7 +256,7 @@ class _Finder:
     def of_expert(
         self, names: list[str], rule: WeightRule, layer: str, expert: int
     ) -> tuple[_Source, ...]:
-        """Return what adapts a layer of one expert."""
+        """Return the adapters of one expert's layer."""
         count = rule.num_experts
         assert count
         module, parameter = experts_module(names[0]), EXPERT_PARAMETERS[layer]
@@ -278,7 +282,7 @@ class _Finder:
         return self.sources(own, rows_of)
 
     def _module_of(self, module: str, parameter: str) -> str | None:
-        """Return the name under which PEFT keeps the adapter of a parameter of all experts."""
+        """Return PEFT's name of the module with the adapter of a parameter of all experts."""
         inner = f"{module}.base_layer"
         if f"{PREFIX}{inner}.lora_A.weight" in self.stored:
             return inner if parameter == "gate_up_proj" else module
@@ -286,7 +290,7 @@ class _Finder:
         return module if parameter in named else None
 
     def num_columns(self, sources: tuple[_Source, ...]) -> int:
-        """Return the rank of all different A of one layer together."""
+        """Return the sum of the ranks of the different A of a layer."""
         if len(sources) == 1:
             return sources[0].rank
         with ViewReader() as reader:
@@ -295,15 +299,15 @@ class _Finder:
         return sum(len(t) for t in kept)
 
     def all_were_used(self) -> None:
-        """Raise CheckpointError if a tensor belongs to no layer here."""
+        """Raise CheckpointError if a tensor was not used."""
         unknown = sorted(set(self.stored) - self.used)
         if unknown:
-            what = f"{unknown[0]!r} is no adapter of a layer here ({len(unknown)} such)"
+            what = f"{len(unknown)} tensors belong to no layer of the model, such as {unknown[0]!r}"
             raise problem(self.path, what)
 
 
 def _target_of(megatron_name: str) -> str:
-    """Return the word of --lora-target-modules for a weight."""
+    """Return the --lora-target-modules name of the layer of a weight."""
     is_expert = ".experts.experts." in megatron_name or ".local_experts." in megatron_name
     return "experts." * is_expert + megatron_name.split(".")[-2]
 
@@ -338,7 +342,7 @@ def load_adapters(
 
 
 def _with_norms(magnitude: Tensor, model: nn.Module, name: str) -> Tensor:
-    """Return magnitudes [o/tp], or [o], with the norm of the frozen row where they are NaN."""
+    """Replace NaN in magnitudes [o/tp], or [o], by the norms of the frozen rows."""
     layer = model.get_submodule(name.rpartition(".adapter.")[0])
     adapter = layer.get_submodule("adapter")
     assert isinstance(adapter, LowRankAdapter)

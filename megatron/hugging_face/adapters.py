@@ -1,12 +1,14 @@
-"""Write low-rank adapters as a directory of PEFT's (`adapter_config.json`, safetensors).
+"""Write low-rank adapters as a PEFT directory (`adapter_config.json`, safetensors).
 
-One projection of Megatron is several of Hugging Face (queries, keys and values; gate and up). These
-get the same A, and their own rows of B, by the rules of the family: the product has the same bits.
+One layer of Megatron holds several projections of Hugging Face (queries, keys and values; gate and
+up). All of these projections get the same A and their own rows of B, by the rules of the family:
+the product has the same bits.
 
 Transformers holds the routed experts of a layer in two parameters, `gate_up_proj` and `down_proj`
-of `mlp.experts`, and PEFT their adapters in one A [e*r, i], expert by expert, and one B [o, r*e],
-the experts of one column of B after each other. Of two parameters of one module PEFT names the
-adapter of the first `base_layer`, because it is inside that of the second.
+of `mlp.experts`. PEFT's adapter of such a parameter has A [e*r, i], ordered by expert, and B
+[o, r*e], in which the columns with the same number in all experts are adjacent. If both parameters
+have an adapter, the adapter of `gate_up_proj` is nested in the adapter of `down_proj` and is named
+`base_layer`.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
-"""Our layer of routed experts -> Transformers' parameter of all of them."""
+"""Megatron's layer of routed experts -> Transformers' parameter of all experts."""
 _EXPERTS = re.compile(r"(.*layers\.\d+)\.(?:block_sparse_moe|mlp)\.experts\..*", re.ASCII)
 _RENAMED = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Layers that PEFT takes for routed experts in a model that has some, if `target_modules` names
-them: those of dense layers and of shared experts are named as parameters instead."""
+"""Layers that PEFT treats as routed experts if the model has experts and `target_modules` names
+them. In such models, layers of dense MLPs and shared experts are listed as parameters instead."""
 
 
 def experts_module(hf_name: str) -> str:
-    """Return Transformers' module of all experts, given the file's name of a weight of one."""
+    """Return the name of Transformers' module of all experts, given the name of one's weight."""
     found = _EXPERTS.fullmatch(hf_name)
     assert found, hf_name
     return f"{found[1]}.mlp.experts"
@@ -55,11 +57,11 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
 
     Args:
         contents: the opened checkpoint of a run with adapters.
-        target: directory to make; it must not exist.
-        base: the model that they belong to, as PEFT will look for it.
+        target: directory to create; it must not exist.
+        base: name or path of the base model, for PEFT.
     Raises:
-        CheckpointError: the checkpoint has none, or the directory cannot be written.
-        ConfigError: no family can express this model, or PEFT cannot hold these adapters.
+        CheckpointError: the checkpoint has no adapters, or the directory cannot be written.
+        ConfigError: no family can express this model, or PEFT cannot express these adapters.
     """
     settings = ModelDescription.from_values(stored_values(contents))
     family = family_of_settings(settings)
@@ -91,7 +93,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
                 if found.magnitude is not None:
                     key = f"{PREFIX}{layer}.lora_magnitude_vector"
                     tensors[key] = _rows(found.magnitude, places)
-                # Two words: some families have layers of one name in attention and MLP.
+                # Two parts of the name, because attention and MLP may have layers of one name.
                 place = ".".join(layer.split(".")[-2:])
                 if settings.num_moe_experts and place.split(".")[-1] in _RENAMED:
                     target_parameters.add(f"{place}.weight")
@@ -102,7 +104,9 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
             is_inner = part == "gate_up_proj" and len(parts) == 2
             layer = PREFIX + module + ".base_layer" * is_inner
             tensors[f"{layer}.lora_A.weight"] = found.down.flatten(0, 1)
-            up = found.up if rule.num_blocks is None else _alternating(found.up, rule.num_blocks)
+            up = found.up
+            if rule.num_blocks is not None:  # the rows of the blocks of an expert alternate
+                up = up.unflatten(1, (rule.num_blocks, -1)).transpose(1, 2).flatten(1, 2)
             tensors[f"{layer}.lora_B.weight"] = up.permute(1, 2, 0).flatten(1).contiguous()
             target_parameters.add(f"mlp.experts.{part}")
     if adapters.use_dora and target_parameters:
@@ -113,7 +117,7 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        # PEFT has no dropout of the input where it adapts a parameter.
+        # PEFT's adapters of parameters have no dropout.
         "lora_dropout": 0.0 if target_parameters else adapters.dropout,
         "target_modules": sorted(target_modules),
         "fan_in_fan_out": is_transposed,
@@ -130,31 +134,26 @@ def write_adapters(contents: Contents, target: Path, *, base: str | None) -> Non
 
 
 def peft_has_no_magnitudes_of_parameters(where: str) -> ConfigError:
-    """Return what to raise where DoRA's adapters cannot be written for PEFT."""
+    """Return the error of DoRA adapters that cannot be written for PEFT."""
     return ConfigError(
-        f"adapters with --use-dora beside {where} cannot be written for PEFT.",
-        rule="in a model with experts PEFT adapts gate_proj, up_proj and down_proj as parameters,"
-        " of which it learns no magnitudes",
+        f"adapters with --use-dora on {where} cannot be written for PEFT.",
+        rule="in a model with experts, PEFT adapts gate_proj, up_proj and down_proj as parameters,"
+        " and learns no magnitudes for them",
         flags=["--save-adapter", "--use-dora", "--lora-target-modules"],
-        fix="merge them with --save-hf, or name the layers of attention in --lora-target-modules",
+        fix="merge them with --save-hf, or list only attention layers in --lora-target-modules",
     )
 
 
 def _rows(values: Tensor, places: list[tuple[int, int, int]]) -> Tensor:
-    """Return rows of Megatron's [o, ...] in the order of Hugging Face's.
+    """Return rows of Megatron's [o, ...] in Hugging Face's order.
 
     Args:
-        places: (begin there, begin here, length).
+        places: (first row in Hugging Face's tensor, first row in Megatron's tensor, length).
     """
     part = values.new_empty(sum(length for *_, length in places), *values.shape[1:])
     for begin, megatron_begin, length in places:
         part[begin : begin + length] = values[megatron_begin : megatron_begin + length]
     return part
-
-
-def _alternating(up: Tensor, num_blocks: int) -> Tensor:
-    """Return B of all experts [e, o, r] with a row of each block in turn."""
-    return up.unflatten(1, (num_blocks, -1)).transpose(1, 2).flatten(1, 2)
 
 
 _WITHOUT_EFFECT = frozenset({
@@ -163,16 +162,16 @@ _WITHOUT_EFFECT = frozenset({
     "target_modules", "exclude_modules", "task_type", "megatron_config", "megatron_core",
     "runtime_config", "ensure_weight_tying", "qalora_group_size", "eva_config",
 })  # fmt: skip
-"""Fields that the tensors say already, or that matter before training only."""
+"""Fields that follow from the tensors, or matter before training only."""
 _OF_WEIGHTS = frozenset({"loftq_config", "corda_config", "lora_ga_config"})
-"""Settings of ways to begin that `init_lora_weights` names."""
+"""Settings of the initializations that `init_lora_weights` names."""
 _KEEP_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin, `init_lora_weights`, that leave the frozen weights as they are."""
+"""Values of `init_lora_weights` that leave the frozen weights unchanged."""
 
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What a config says of strength and places."""
+    """The rank, strength and targets in an adapter config."""
 
     path: Path
     rank: int
@@ -186,14 +185,15 @@ class PeftConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on the products of layers that no pattern names."""
+        """The factor on the product B A in layers without a pattern."""
         return self._scale(self.alpha, self.rank)
 
     def relative_scale(self, layer: str, rank: int) -> float:
-        """Return the factor on a layer's product, where `scale` is 1.
+        """Return the factor on a layer's product B A, divided by `scale`.
 
         Args:
-            layer: Hugging Face's name of it; rank: of its A.
+            layer: Hugging Face's name of the layer.
+            rank: of its A.
         """
         alpha = next(
             (
@@ -210,12 +210,12 @@ class PeftConfig:
 
 
 def read_config(path: Path, file: Path) -> PeftConfig:
-    """Read a config.
+    """Read an adapter config.
 
     Args:
         path: its directory, for messages.
     Raises:
-        CheckpointError: it is not that of LoRA or DoRA beside frozen layers, naming the field.
+        CheckpointError: the adapter is not LoRA or DoRA on frozen layers; the field is named.
     """
     fields = read_json(file)
     rest = {k: v for k, v in fields.items() if k not in _WITHOUT_EFFECT | _OF_WEIGHTS}
@@ -235,26 +235,24 @@ def read_config(path: Path, file: Path) -> PeftConfig:
         alphas if isinstance(alphas, dict) else {},
     )
     if kind != "LORA":
-        raise problem(path, f"peft_type = {kind!r} is another kind of adapter")
+        raise problem(path, f"peft_type = {kind!r} is not supported")
     if bias != "none":
-        raise problem(path, f"bias = {bias!r} trains biases of the model, which are frozen here")
+        raise problem(path, f"bias = {bias!r} trains biases, which must be frozen")
     if start not in _KEEP_WEIGHTS:
         raise problem(path, f"init_lora_weights = {start!r} changes the frozen weights")
     odd = sorted(name for name, value in rest.items() if value)
     if odd:
-        raise problem(
-            path, f"{odd[0]} = {rest[odd[0]]!r} is more than a product beside frozen layers"
-        )
+        raise problem(path, f"{odd[0]} = {rest[odd[0]]!r} is not supported")
     if (rank, alpha) != (known.rank, known.alpha):
         raise problem(path, f"r = {rank!r}, lora_alpha = {alpha!r}")
     if dropout != known.dropout:
         raise problem(path, f"lora_dropout = {dropout!r}")
     if parameters is not None and not isinstance(parameters, list):
-        raise problem(path, f"target_parameters = {parameters!r} is no list of names")
+        raise problem(path, f"target_parameters = {parameters!r} is not a list of names")
     patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
     for name, pattern in patterns.items():
         if not _is_pattern(pattern):
-            raise problem(path, f"{name} = {pattern!r} is no list of names and numbers")
+            raise problem(path, f"{name} = {pattern!r} does not map names to positive numbers")
     return known
 
 
@@ -270,10 +268,10 @@ def _is_pattern(pattern: Any) -> bool:
 
 
 def problem(path: Path, what: str) -> CheckpointError:
-    """Return what to raise about an adapter that cannot be loaded."""
+    """Return the error of an adapter that cannot be loaded."""
     return CheckpointError(
         f"{path} cannot be loaded as an adapter: {what}.",
-        rule="an adapter of PEFT's is LoRA or DoRA beside frozen layers, of the model of --load-hf",
+        rule="a PEFT adapter is LoRA or DoRA on frozen layers of the model of --load-hf",
         flags=["--load-adapter", "--load-hf"],
-        fix="merge it with merge_and_unload() of PEFT, save the model, and give that as --load-hf",
+        fix="merge it with PEFT's merge_and_unload(), save the model, and load that with --load-hf",
     )

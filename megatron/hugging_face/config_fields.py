@@ -1,4 +1,4 @@
-"""Read a `config.json` field by field, so that none is dropped unseen."""
+"""Read a `config.json` field by field, so that no field is ignored by mistake."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 
 WITHOUT_EFFECT = frozenset({
-    # Where the file comes from.
+    # Origin of the file.
     "architectures", "model_type", "auto_map", "license", "task_specific_params", "id2label",
     "label2id", "name_or_path", "model_name", "base_model", "author", "authors", "description",
     "language", "languages", "tags", "datasets", "library_name", "pipeline_tag", "thumbnail",
     "unsloth_fixed", "is_llama_config", "transformers.js_config",
-    # How the weights are stored, and with which values training would begin.
+    # Storage and initialization of weights.
     "torch_dtype", "dtype", "initializer_range", "quantization", "loss_type",
     # Generation and its caches.
     "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id",
@@ -33,16 +33,16 @@ WITHOUT_EFFECT = frozenset({
     "finetuning_task", "prefix", "pruned_heads", "tf_legacy_loss", "tokenizer_class",
     "use_bfloat16",
 })  # fmt: skip
-"""Fields that change no logit of the model: they may stay unread. See `is_without_effect`."""
+"""Fields that do not affect logits and may stay unread. See `is_without_effect`."""
 
 _REQUIRED = object()
 
 
 def is_without_effect(name: str, value: object) -> bool:
-    """Return whether a field that nobody read may stay unread.
+    """Return whether a field may stay unread.
 
-    Besides those of the list, what a program notes for itself: versions of programs, and names or
-    marks under a leading underscore. A number under such a name could be one of the model's.
+    In addition to `WITHOUT_EFFECT`, these are notes of programs: versions, and strings or booleans
+    whose name begins with an underscore. A number with such a name could affect the model.
     """
     if name in WITHOUT_EFFECT:
         return True
@@ -52,14 +52,14 @@ def is_without_effect(name: str, value: object) -> bool:
 
 
 class ConfigFields:
-    """The fields of a config, each to be taken or checked once; `finish` refuses the rest."""
+    """The fields of a config; `finish` refuses the fields that were neither taken nor checked."""
 
     def __init__(
         self, fields: Mapping[str, object], source: str, absent: Mapping[str, object] | None = None
     ) -> None:
         """
         Args:
-            absent: fields -> the values that they have where the file does not name them.
+            absent: field -> its value if the file does not contain the field.
         """
         self.source = source
         self.absent: dict[str, Any] = dict(absent or {})
@@ -71,9 +71,9 @@ class ConfigFields:
         """Return a field, or its value in `absent`.
 
         Args:
-            default: if the field is null, or absent in the file and in `absent`.
+            default: returned if the field is null, or is in neither the file nor `absent`.
         Raises:
-            ConfigError: the same, and there is no default.
+            ConfigError: in this case, if there is no default.
         """
         self._unread.discard(name)
         value = self._fields.get(name, self.absent.get(name))
@@ -82,30 +82,30 @@ class ConfigFields:
         if default is _REQUIRED:
             raise ConfigError(
                 f"{self.source} has no {name!r}.",
-                rule="the config of a model states its sizes",
+                rule="the config of a model contains its sizes",
                 flags=["--load-hf"],
-                fix="give the directory that save_pretrained() wrote",
+                fix="use the directory that save_pretrained() wrote",
             )
         return default
 
     def only(self, name: str, *allowed: object) -> Any:
-        """Check a field that may be absent and otherwise must have one of the `allowed` values."""
+        """Refuse a field that is neither absent nor one of the `allowed` values."""
         value = self.take(name, None)
         if value is not None and value not in allowed:
             values = " or ".join(repr(v) for v in allowed) if allowed else "absent"
-            self._refuse(name, value, f"the model here is built for {name} = {values}")
+            self._refuse(name, value, f"only {name} = {values} is supported")
         return value
 
     def stated(self, name: str) -> Any:
-        """Return a field of the file; None if it is null or absent there."""
+        """Return a field of the file; None if it is null or absent."""
         self._unread.discard(name)
         return self._fields.get(name)
 
     def one_of(self, *statements: str | tuple[str, object]) -> Any:
-        """Return the value of the first field that states one thing; refuse another value of it.
+        """Return the value of the first present field; refuse a different value in the others.
 
         Args:
-            statements: names of fields, or (name, value) of nested ones.
+            statements: fields with the same meaning: names, or (name, value) of nested fields.
         """
         named = [(s, self.stated(s)) if isinstance(s, str) else s for s in statements]
         made = [(name, value) for name, value in named if value not in (None, {})]
@@ -116,26 +116,26 @@ class ConfigFields:
         return made[0][1] if made else None
 
     def without(self, name: str) -> ConfigFields:
-        """Return this config without a field that has been taken, for a reader of relatives."""
+        """Return this config without a field that was taken, for another family's reader."""
         view = self._with({n: value for n, value in self._fields.items() if n != name})
         view.absent = {n: value for n, value in self.absent.items() if n != name}
         return view
 
     def renamed(self, name: str, usual: str) -> ConfigFields:
-        """Return this config with field `name` under its usual name, for a reader of relatives."""
+        """Return this config with field `name` renamed to `usual`, for another family's reader."""
         return self._with({**self._fields, usual: self.take(name)})
 
     def with_fields(self, fields: Mapping[str, object]) -> ConfigFields:
-        """Return this config with fields that were taken and read otherwise, for such a reader."""
+        """Return this config with replaced fields, for another family's reader."""
         return self._with({**self._fields, **fields})
 
     def _with(self, fields: dict[str, object]) -> ConfigFields:
-        view = copy.copy(self)  # what is unread, and the problems, are of one config
+        view = copy.copy(self)  # it shares the unread fields and the problems of this config
         view._fields = fields
         return view
 
     def finish(self) -> None:
-        """Refuse what nobody took: a field that is not understood could change the model.
+        """Refuse unread fields, because an unknown field could change the model.
 
         Raises:
             ConfigError: with all problems of this config.
@@ -144,10 +144,10 @@ class ConfigFields:
             value = self._fields[name]
             if value is not None and value is not False:
                 fix = (
-                    f"if {name!r} only tells where the model comes from, delete its line there; "
-                    "if it changes the model, use another model"
+                    f"if {name!r} does not affect the model's output, delete its line; otherwise "
+                    "use another model"
                 )
-                self._refuse(name, value, "every field of a config acts, or is refused", fix)
+                self._refuse(name, value, "an unknown field of a config is refused", fix)
         raise_together(self._problems, summary=self.source)
 
     def _refuse(

@@ -1,4 +1,4 @@
-"""What a model computes, in Megatron's terms: a `config.json` and a checkpoint both say it."""
+"""Describe a model by Megatron's settings, which a `config.json` and a checkpoint both contain."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FLAG_OF = {
 class ModelDescription(
     ModelSettings, LatentAttentionSettings, ExpertSettings, EncoderSettings, VisionSettings
 ):
-    """The settings of a run that decide which function its model computes."""
+    """The settings of a run that affect the logits of its model."""
 
     num_layers: int = field()
     hidden_size: int = field()
@@ -74,16 +74,15 @@ class ModelDescription(
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> ModelDescription:
-        """Describe the model of a run by its settings, `vars(args)` of a checkpoint for example.
+        """Describe the model of a run by its settings, for example `vars(args)` of a checkpoint.
 
         Raises:
-            ConfigError: sizes are missing.
+            ConfigError: sizes are missing, or the model was trained with --use-mup.
         """
         if values.get("use_mup"):
             raise ConfigError(
                 "the model was trained with --use-mup.",
-                rule="no family of Hugging Face models here has muP's factors on attention and"
-                " logits",
+                rule="no supported Hugging Face family has muP's factors on attention and logits",
                 flags=["--use-mup"],
                 fix="keep the model in the checkpoint format of this project",
             )
@@ -93,14 +92,16 @@ class ModelDescription(
         if missing:
             raise ConfigError(
                 f"the settings of the model lack {', '.join(missing)}.",
-                rule="a model is exported by the settings that it was trained with",
-                fix="use a checkpoint that holds the settings of its run",
+                rule="an export needs the settings of the training run",
+                fix="use a checkpoint that contains the settings of its run",
             )
         return cls(**found)
 
     def stated(self) -> dict[str, Any]:
-        """Return what a config says of the model, by names of flags: without what is the default,
-        but for what distinguishes all models."""
+        """Return the settings that differ from the defaults, by the names of their flags.
+
+        Required settings and the settings that distinguish all models are always included.
+        """
         always = {"group_query_attention", "position_embedding_type"}
         if self.has_rotary_positions:
             always.add("rotary_base")
@@ -113,7 +114,7 @@ class ModelDescription(
 
     @property
     def has_rotary_positions(self) -> bool:
-        """Whether heads are rotated."""
+        """Whether the model has rotary positions."""
         return self.position_embedding_type in ("rope", "yarn", "mrope")
 
     @property
@@ -133,32 +134,32 @@ class ModelDescription(
 
     @property
     def mamba_heads(self) -> int:
-        """The number of heads of Mamba-2."""
+        """The number of heads of a Mamba-2 layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def has_experts(self) -> list[bool]:
-        """Return whether each layer has experts."""
+        """Whether each layer has experts."""
         return self.layers_with_experts(self.num_layers)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What every layer is made of."""
+        """The mixer and MLP of each layer."""
         return self.kinds_of_layers(self.has_experts)
 
     def layers_where(self, holds: Callable[[LayerKind], object]) -> tuple[int, ...]:
-        """Return the numbers, from 0, of the layers of which something holds."""
+        """Return the numbers, from 0, of the layers whose kind fulfils a condition."""
         return tuple(number for number, kind in enumerate(self.layer_kinds) if holds(kind))
 
     @property
     def windowed_layers(self) -> list[bool]:
-        """For every layer, whether it has the window, if there is one."""
+        """Whether each layer uses the window, if the model has one."""
         model = replace(self, window_size=(0, 0))
         return [model.window_of(n + 1) is not None for n in range(self.num_layers)]
 
     @property
     def scale_of_scores(self) -> float | None:
-        """The factor on the scores; None where latent attention has its own."""
+        """The factor on attention scores; None with latent attention, which has its own factor."""
         if self.multi_latent_attention:
             return None
         if self.softmax_scale is None and self.position_embedding_type == "yarn":
@@ -187,11 +188,11 @@ _WITHOUT_EFFECT = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_router_dtype": None,
     "unpadded_vocab_size": 0, "dsa_indexer_k_norm_fp32": False,
 }  # fmt: skip
-"""Fields that say nothing about the logits of a model, and what stands for all values of each."""
+"""Fields that do not affect logits -> the value that replaces any value in comparisons."""
 
 
 def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
-    """Return in words where two such models would compute something different."""
+    """Describe the differences between two models that affect logits."""
     first, second = _canonical(one), _canonical(other)
     pairs = {
         FLAG_OF.get(field.name, field.name): (
@@ -204,7 +205,7 @@ def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
 
 
 def _canonical(model: ModelDescription) -> ModelDescription:
-    """Return the description that all models which compute the same have."""
+    """Return a description that is equal for all models with the same logits."""
     has_latents = model.multi_latent_attention
     has_experts, windowed = model.has_experts, model.windowed_layers
     without_effect: set[str] = set()
@@ -216,7 +217,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if not model.use_rope_scaling:
         without_effect.add("rope_scaling_factor")
     if model.add_bias_linear:
-        without_effect.add("add_qkv_bias")  # implied
+        without_effect.add("add_qkv_bias")  # add_bias_linear includes these biases
     if model.num_moe_experts is None:
         without_effect |= {name for name in _DEFAULTS if name.startswith("moe_")}
     mixers = {kind.mixer for kind in model.layer_kinds}
@@ -280,10 +281,10 @@ _OF_LAYERS = {"vision_num_position_embeddings", "deepstack_layers"}
 
 
 def _of_other_encoders(model: ModelDescription) -> set[str]:
-    """Return the settings of images that say nothing of this model."""
+    """Return the settings of images that do not affect this model."""
     if model.architecture != "vlm":
         named = {n for n in _DEFAULTS if n.startswith("vision_")}
         return named | _OF_IMAGES | _OF_WINDOWS | _OF_LAYERS | {"image_token_id"}
-    # Two tokens that only the samples know.
+    # Only the preprocessing of samples uses these two tokens.
     around = {"vision_start_token_id", "vision_end_token_id"}
     return around | (_OF_LAYERS if model.vision_model_type == "qwen2_5_vl" else _OF_WINDOWS)

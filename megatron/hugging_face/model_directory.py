@@ -1,4 +1,4 @@
-"""A directory that `save_pretrained()` wrote: its config, its family, and where its tensors are."""
+"""Read the config of a Hugging Face model directory, and find its tensors in the files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100 << 20
 _MAX_PARTS = 1 << 16
 _COMPARED = 1 << 23
-"""Elements of a tensor that are compared at once."""
+"""Number of elements of a tensor that are compared at once."""
 _COUNTS = frozenset(
     {
         "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers",
@@ -39,37 +39,37 @@ _COUNTS = frozenset(
         "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     }
 )  # fmt: skip
-"""Fields of a config of which there is a layer, a head or an expert each."""
+"""Config fields that count layers, heads or experts."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A model of Hugging Face's, not read yet."""
+    """The config of a Hugging Face model; no weights are read."""
 
     path: Path
     fields: dict[str, Any]
-    """Of its config.json."""
+    """The fields of config.json."""
     family: Family
     settings: ModelDescription
-    """What the config means here."""
+    """The settings that the config describes."""
     notes: tuple[str, ...] = ()
-    """What is read otherwise than the config says."""
+    """Differences between the config and the settings."""
 
 
 def read_model_directory(path: Path) -> ModelDirectory:
     """Read the config of a model.
 
     Raises:
-        CheckpointError: there is no such file, or it is not readable.
-        ConfigError: the config describes a model that cannot be built here, with all reasons.
+        CheckpointError: the file is missing or not readable.
+        ConfigError: the config describes a model that is not supported; all reasons are listed.
     """
     file = path / CONFIG_NAME
     if not file.is_file():
         raise CheckpointError(
             f"{path} holds no {CONFIG_NAME}.",
-            rule="a model of Hugging Face's is a directory with config.json and *.safetensors",
+            rule="a Hugging Face model is a directory with config.json and *.safetensors",
             flags=["--load-hf"],
-            fix="give the directory that save_pretrained() wrote, or a downloaded snapshot",
+            fix="use the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
     fields = read_json(file)
     _check_counts(file, fields)
@@ -92,7 +92,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
 
 
 def repeated(family: Family, settings: ModelDescription, stored: Collection[str]) -> dict[str, str]:
-    """Return the tensors of a model that repeat others -> those others, by their names in files.
+    """Return each tensor that must equal another tensor -> this other tensor, by names in files.
 
     Args:
         stored: names of the tensors in the files.
@@ -108,7 +108,7 @@ def repeated(family: Family, settings: ModelDescription, stored: Collection[str]
 
 
 def are_equal(one: StoredView, other: StoredView) -> bool:
-    """Return whether two tensors of files are equal; it reads them up to the first difference."""
+    """Return whether two stored tensors are equal; read them up to the first difference."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     count = math.prod(one.shape)
@@ -130,19 +130,19 @@ def both_forms(path: Path) -> list[str]:
 
 
 def _check_counts(file: Path, fields: dict[str, Any]) -> None:
-    """Refuse numbers of parts that no model has, before anything is made for each part."""
+    """Refuse implausible counts before memory is allocated for each layer, head or expert."""
     for name, value in fields.items():
         if name not in _COUNTS:
             continue
         if isinstance(value, int) and not 0 <= value <= _MAX_PARTS:
-            raise _damaged(file, f"{name} is {shown(value)}, and no model has so many")
+            raise _damaged(file, f"{name} is {shown(value)}; the limit is {_MAX_PARTS}")
 
 
 def stored_tensors(path: Path) -> dict[str, StoredView]:
-    """Return every tensor of a model by name: where its bytes are, unread.
+    """Return the place of every tensor of a model, by name, without reading the tensors.
 
     Raises:
-        CheckpointError: files are missing, or not what they should be; the message names them.
+        CheckpointError: files are missing or damaged; the message names them.
     """
     index = path / INDEX_NAME
     if (path / SINGLE_NAME).is_file():
@@ -167,24 +167,24 @@ def stored_tensors(path: Path) -> dict[str, StoredView]:
             raise _damaged(index, f"it names the file {shown(name)}, which has a path in it")
         in_file = tensors_of_file(path / name)
         if twice := sorted(found.keys() & in_file.keys()):
-            raise _damaged(path / name, f"{shown(twice[0])} is in another file, too")
+            raise _damaged(path / name, f"{shown(twice[0])} is in another file as well")
         found.update(in_file)
     missing = sorted(set(weight_map or ()) - set(found))
     if missing:
-        raise _damaged(index, f"it names {shown(missing[0])}, which no file holds")
+        raise _damaged(index, f"it names {shown(missing[0])}, which no file contains")
     return found
 
 
 def tensors_of_file(path: Path) -> dict[str, StoredView]:
     """Read the header of a safetensors file."""
     try:
-        # The files of a download cache are links to where their contents are.
+        # The files of a download cache are symbolic links.
         path = path.resolve(strict=True)
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(size - 8, _MAX_JSON_BYTES):
-                raise _damaged(path, f"its header would have {length} bytes")
+                raise _damaged(path, f"its header has a length of {length} bytes")
             header = json.loads(file.read(length))
     except OSError as error:
         raise _damaged(path, str(error)) from error
@@ -197,7 +197,7 @@ def tensors_of_file(path: Path) -> dict[str, StoredView]:
     end, before = 0, ""
     for name, view in sorted(views.items(), key=lambda item: item[1].storage.begin):
         if view.storage.num_bytes and view.storage.begin < end:
-            raise _damaged(path, f"{shown(before)} and {shown(name)} share bytes")
+            raise _damaged(path, f"{shown(before)} and {shown(name)} overlap")
         end, before = max(end, view.storage.begin + view.storage.num_bytes), name
     return views
 
@@ -222,14 +222,14 @@ def _view(path: Path, name: str, entry: Any, data: int, size: int) -> StoredView
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: it is no JSON object, or too large to be one that belongs here.
+        CheckpointError: the file is too large or does not contain a JSON object.
     """
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
-            raise _damaged(path, "it is too large to be what its name says")
+            raise _damaged(path, f"it is larger than {_MAX_JSON_BYTES >> 20} MiB")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise _damaged(path, str(error)) from error
@@ -243,7 +243,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, why: str) -> MegatronError:
     return CheckpointError(
         f"{path} cannot be read: {why}.",
-        rule="files of a model are complete and as save_pretrained() writes them",
+        rule="the files of a model are complete and in the format of save_pretrained()",
         flags=["--load-hf"],
         fix="download or save the model again",
     )

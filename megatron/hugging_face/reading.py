@@ -1,7 +1,7 @@
-"""A Hugging Face model as a native checkpoint: the same tensors, in other files.
+"""Open a Hugging Face model as a checkpoint.
 
-The loader asks for the slices that a rank needs, in whatever layout; a slice is found in their
-files by the family's rules. Nothing is converted beforehand, and at most one tensor is held.
+The loader reads the slices that a rank needs in its layout; the family's rules locate each slice in
+the safetensors files. Nothing is converted in advance, and at most one tensor is held in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.hugging_face.weight_map import WeightRule
 
 
 class ModelContents(InteropContents):
-    """A model of Hugging Face's, opened."""
+    """An opened Hugging Face model."""
 
     def open_reader(self) -> InteropReader:
         """Return a reader of its tensors."""
@@ -48,7 +48,7 @@ class ModelContents(InteropContents):
 
 
 class _Reader(InteropReader):
-    """Reads a transposed tensor whole, once, instead of its rows from everywhere in the file."""
+    """Read a transposed tensor once as a whole, because its rows are scattered over the file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class _Reader(InteropReader):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors read so far."""
+        """The number of bytes of tensors read so far."""
         return super().bytes_read + self._whole.bytes_read
 
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into`, of the shape of `read`."""
+        """Fill `into`, which has the shape of `read`."""
         shard = read.shard
         assert isinstance(shard, InteropShard)
         view = shard.source
@@ -94,7 +94,7 @@ def open_model(path: Path) -> ModelContents:
     """Open a model for the loader.
 
     Raises:
-        CheckpointError, ConfigError: it cannot be read, or cannot be built here.
+        CheckpointError, ConfigError: the model cannot be read, or is not supported.
     """
     model = read_model_directory(path)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
@@ -102,11 +102,11 @@ def open_model(path: Path) -> ModelContents:
     draft.notes += [*model.notes, *both_forms(path)]
     for name, original in repeated(model.family, model.settings, stored).items():
         if not are_equal(stored[name], stored[original]):
-            raise _not_as_expected(path, f"{name!r} differs from {original!r}, which it repeats")
+            raise _not_as_expected(path, f"{name!r} must equal {original!r}, which it repeats")
     unused = stored.keys() - _used(model, stored)
     for pattern, what in _left_out(model).items():
         if any(re.fullmatch(pattern, name) for name in unused):
-            draft.notes.append(f"{what} is left out: it takes no part in the model's logits")
+            draft.notes.append(f"{what} is left out: it does not affect the model's logits")
     for key, shape, pieces in arranged(model, stored):
         draft.declare(key, pieces[0][1].dtype, shape)
         for offset, view in pieces:
@@ -116,7 +116,7 @@ def open_model(path: Path) -> ModelContents:
 
 
 def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
-    """Return the names of the tensors that parameters are made of."""
+    """Return the names of the tensors that the rules use."""
     rules = model.family.rules(model.settings)
     prefix = model.family.prefix(stored, rules[0].hf_names[0])
     made = [names for rule in rules for _, names in rule.names(model.settings)]
@@ -124,23 +124,23 @@ def _used(model: ModelDirectory, stored: dict[str, StoredView]) -> set[str]:
 
 
 def _left_out(model: ModelDirectory) -> dict[str, str]:
-    """Return pattern -> what it is, of weights of this model that are not read."""
+    """Return pattern -> description of the weights of this model that are not read."""
     number = str(model.settings.num_layers)
     left_out = model.family.left_out
     return {key.replace("{num_layers}", number): what for key, what in left_out.items()}
 
 
 Pieces = list[tuple[tuple[int, ...], StoredView]]
-"""(offset in our tensor, where that box is in their files)."""
+"""(offset in Megatron's tensor, the box at this offset as stored in the files)."""
 
 
 def arranged(
     model: ModelDirectory, stored: dict[str, StoredView]
 ) -> list[tuple[str, tuple[int, ...], Pieces]]:
-    """Return (our name, shape, pieces) of every parameter.
+    """Return (Megatron's name, shape, pieces) of every parameter.
 
     Raises:
-        CheckpointError: tensors are missing, or some are not understood.
+        CheckpointError: tensors are missing or unknown.
     """
     family = model.family
     rules = family.rules(model.settings)
@@ -174,7 +174,7 @@ def arranged(
     ]
     if unknown:
         raise _not_as_expected(
-            model.path, f"the tensor {unknown[0]!r} is not understood ({len(unknown)} such)"
+            model.path, f"{len(unknown)} tensors are unknown, such as {unknown[0]!r}"
         )
     return found
 
@@ -198,7 +198,7 @@ def _pieces(
             model.path, f"{names[0]!r} has {views[0].shape[0]} rows for a vocabulary of {classes}"
         )
     if any(v.shape[1:] != rest or v.dtype != views[0].dtype for v in views):
-        raise _not_as_expected(model.path, f"{', '.join(names)} do not fit together")
+        raise _not_as_expected(model.path, f"{', '.join(names)} differ in shape or dtype")
     pieces: Pieces = []
     height = 0
     for rows in rule.row_map(model.settings, [view.shape[0] for view in views]):
@@ -211,9 +211,7 @@ def _pieces(
         pieces.append(((rows.megatron_begin, *(0 for _ in rest)), view.narrow(box)))
         height = max(height, rows.megatron_begin + rows.length)
     if sum(piece.shape[0] for _, piece in pieces) != sum(view.shape[0] for view in views):
-        raise _not_as_expected(
-            model.path, f"{', '.join(names)} have more rows than the config says"
-        )
+        raise _not_as_expected(model.path, f"{', '.join(names)} have more rows than in the config")
     count = rule.num_experts
     if count is None:
         return (height, *rest), pieces
@@ -235,7 +233,7 @@ def _without_units(
 def _alternating_pieces(
     model: ModelDirectory, rule: WeightRule, name: str, view: StoredView
 ) -> tuple[tuple[int, ...], Pieces]:
-    """Return where the blocks of every expert are in the tensor of all."""
+    """Return the shape and the blocks of every expert in the tensor of all experts."""
     count, blocks = rule.num_experts, rule.num_blocks
     assert count and blocks
     if rule.is_transposed:
@@ -244,7 +242,9 @@ def _alternating_pieces(
             view, shape=(*shape[:1], *shape[:0:-1]), stride=(*stride[:1], *stride[:0:-1])
         )
     if len(view.shape) < 2 or view.shape[0] != count or view.shape[1] % blocks:
-        raise _not_as_expected(model.path, f"{name!r} is not that of {count} experts")
+        raise _not_as_expected(
+            model.path, f"{name!r} has the shape {view.shape}, which does not fit {count} experts"
+        )
     (_, height, *rest), (expert_step, row_step, *steps) = view.shape, view.stride
     rows = height // blocks
     pieces: Pieces = [
@@ -266,7 +266,7 @@ def _alternating_pieces(
 def _not_as_expected(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: {what}.",
-        rule="the tensors of a model are those that its config.json describes",
+        rule="a model has exactly the tensors that its config.json describes",
         flags=["--load-hf"],
         fix="download or save the model again; config.json and weights must belong together",
     )

@@ -1,4 +1,4 @@
-"""Rotary positions in a `config.json`, in its older and newer fields, and back."""
+"""Read and write the fields of rotary positions in a `config.json`, older and newer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def with_rope(
     """Return `model` with the rotary positions of older fields or of `rope_parameters`.
 
     Args:
-        base_name, percent_name: what older configs of the family call base and rotated share;
-            the scaling is `rope_scaling` there.
+        base_name, percent_name: names of the base and of the rotated fraction in older configs of
+            the family, which have the scaling in `rope_scaling`.
     """
     found = rope_parameters(config)
     for name, older, default in (
@@ -34,7 +34,7 @@ def with_rope(
 
 
 def rope_parameters(config: ConfigFields) -> dict[str, Any]:
-    """Return `rope_parameters`, which older configs call `rope_scaling`."""
+    """Return `rope_parameters`, named `rope_scaling` in older configs."""
     found = config.one_of("rope_parameters", "rope_scaling")
     return dict(found or config.absent.get("rope_parameters", {}))
 
@@ -45,7 +45,7 @@ def with_rope_parameters(
     """Return `model` with the rotary positions of one `rope_parameters`.
 
     Raises:
-        ConfigError: they ask for a scaling that does not exist here.
+        ConfigError: the scaling is not supported.
     """
     scaling = ConfigFields(fields, source)
     base = scaling.take("rope_theta")
@@ -76,9 +76,9 @@ def with_rope_parameters(
 
 
 def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
-    """Return `model` with the settings of YaRN, and its temperature as Transformers reads it."""
+    """Return `model` with the settings of YaRN, whose temperature is read as in Transformers."""
     scaling.only("attention_factor")
-    # The temperature follows from both strengths, or from the factor alone.
+    # If both strengths are set, the temperature depends on them, else on the factor alone.
     mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
     if of_all and not mscale:
         scaling.only("mscale_all_dim")
@@ -86,7 +86,7 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
         model,
         position_embedding_type="yarn",
         rotary_scaling_factor=float(scaling.take("factor")),
-        # Transformers takes the length of the model where the one before it is absent.
+        # If the original length is absent, Transformers uses the length of the model.
         original_max_position_embeddings=scaling.take(
             "original_max_position_embeddings", model.max_position_embeddings
         ),
@@ -113,7 +113,7 @@ def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
 
 
 def rope_fields(model: ModelDescription) -> dict[str, Any]:
-    """Return the config fields of rotary positions, in the older, widely read spelling."""
+    """Return the config fields of rotary positions, in the older, widely supported form."""
     fields: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
     if model.use_rope_scaling:
         fields["rope_scaling"] = {

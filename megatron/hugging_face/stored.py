@@ -1,4 +1,4 @@
-"""Find parameters in an opened checkpoint, and read one of them unsharded."""
+"""Find parameters in an opened checkpoint, and read them unsharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYER = re.compile(r"((?:vision_model\.)?(?:decoder|encoder)\.layers)\.(\d+)\.(
 
 @dataclass(frozen=True)
 class Source:
-    """Where our parameter is in a checkpoint: a full tensor, or one layer of a stack."""
+    """The place of a parameter in a checkpoint: a tensor, or one layer of a stacked tensor."""
 
     tensor: StoredTensor
     layer: int | None
@@ -47,14 +47,14 @@ def find_source(contents: Contents, megatron_name: str) -> Source:
 
 
 def read_source(source: Source, reader: SliceReader, device: torch.device | None = None) -> Tensor:
-    """Return our parameter [...], unsharded."""
+    """Return a parameter [...], unsharded."""
     into = torch.empty(source.shape, dtype=DTYPES[source.tensor.dtype], device=device)
     read_box(source, reader, (tuple(0 for _ in source.shape), source.shape), into)
     return into
 
 
 def read_box(source: Source, reader: SliceReader, box: Box, into: Tensor) -> None:
-    """Read a box of our parameter into a tensor [...] of the box's shape, of any float dtype."""
+    """Read a box of a parameter into a tensor [...] of the box's shape and any float dtype."""
     offset, shape = box
     if source.layer is not None:
         offset, shape, into = (source.layer, *offset), (1, *shape), into.unsqueeze(0)
@@ -64,7 +64,7 @@ def read_box(source: Source, reader: SliceReader, box: Box, into: Tensor) -> Non
 
 @dataclass(frozen=True)
 class Factors:
-    """The adapter of one layer; of routed experts all have the axis e of experts first."""
+    """The adapter of one layer; for routed experts, each tensor has a leading axis e."""
 
     down: Tensor
     """A, [r, i]."""
@@ -85,7 +85,7 @@ class StoredAdapters:
     use_dora: bool
 
     def of(self, megatron_name: str) -> Factors | None:
-        """Return the adapter beside a weight; None if it has none."""
+        """Return the adapter of a weight, or None."""
         parts = ("down", "up", "magnitude") if self.use_dora else ("down", "up")
         names = [f"{megatron_name.removesuffix('.weight')}.adapter.{part}" for part in parts]
         stored = self.contents.manifest.tensors
@@ -98,9 +98,9 @@ class StoredAdapters:
         return Factors(down, up, magnitude[0] if magnitude else None)
 
     def merged(self, megatron_name: str, weight: Tensor) -> Tensor:
-        """Return a weight [o, i], or [e, o, i], with its adapter in it, computed in fp32.
+        """Return a weight [o, i], or [e, o, i], merged with its adapter in fp32.
 
-        Those of experts are written into `weight`, one after the other.
+        Weights of experts are merged in place, one after the other.
         """
         found = self.of(megatron_name)
         if found is None:
@@ -130,7 +130,7 @@ def stored_adapters(contents: Contents) -> StoredAdapters:
     """Return the adapters of a checkpoint.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the checkpoint has no adapters.
     """
     settings = from_args(LoraConfig, stored_values(contents))
     rank = settings.lora_rank
@@ -139,7 +139,7 @@ def stored_adapters(contents: Contents) -> StoredAdapters:
             f"{contents.directory} holds no adapters.",
             rule="a run with --lora-rank saves them",
             flags=["--lora-rank"],
-            fix="give a checkpoint of such a run",
+            fix="use a checkpoint of such a run",
         )
     alpha = settings.lora_alpha or rank
     dropout, use_dora = settings.lora_dropout or 0.0, bool(settings.use_dora)

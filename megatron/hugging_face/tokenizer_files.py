@@ -1,4 +1,4 @@
-"""The tokenizer of a run as Transformers reads it: its files, and special ids beside a model."""
+"""Write a tokenizer's files for Transformers, and the special ids of a model's config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer that `source` has."""
+    """Copy the tokenizer files that exist in `source`."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -31,16 +31,16 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def write_tokenizer(tokenizer: TextTokenizer, target: Path) -> str | None:
     """Write a tokenizer for `AutoTokenizer`.
 
-    Files of Hugging Face are copied. Another tokenizer is converted to a tokenizer.json, which is
-    compared with it on texts that tell tokenizers apart. It is written if it gives the same ids on
-    all of them but one: the library normalizes some stacked accents otherwise than SentencePiece.
+    Files of Hugging Face are copied. Any other tokenizer is converted to a tokenizer.json, and the
+    two are compared on difficult texts. The tokenizer.json is written if at most one text has
+    different ids: the library and SentencePiece normalize some stacked accents differently.
 
     Returns:
-        a note on texts with other ids, or on why nothing was written; or None.
+        a note on a text with different ids, or the reason why nothing was written; or None.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.folder is not None:
         copy_tokenizer(Path(tokenizer.folder), target)
-        if tokenizer.around_a_text == ((), ()):  # also where the run left them out
+        if tokenizer.around_a_text == ((), ()):  # the run may have switched these tokens off
             tokenizer.fast_form().save(os.fspath(target / "tokenizer.json"))
         return None
     fast = tokenizer.fast_form()
@@ -54,11 +54,11 @@ def write_tokenizer(tokenizer: TextTokenizer, target: Path) -> str | None:
     if tokenizer.eos is None and tokenizer.eod is not None:
         named["eos_token"] = fast.id_to_token(tokenizer.eod)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        # As here, text that spells a special token stays text.
+        # As in training, text that spells a special token is tokenized as text.
         named["split_special_tokens"] = fast.encode_special_tokens = True
     texts = [one for one in PROBES if not any(s in one for s in tokenizer.spelled_specials)]
     other = [text for text in texts if fast.encode(text).ids != tokenizer.tokenize(text)]
-    note = f"its tokenizer gives other ids for texts such as {other[0]!r:.60}" if other else None
+    note = f"its tokenizer returns other ids for texts such as {other[0]!r:.60}" if other else None
     if len(other) > 1:
         return f"no tokenizer is written, since {note}"
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
@@ -71,9 +71,9 @@ def write_tokenizer(tokenizer: TextTokenizer, target: Path) -> str | None:
 def special_ids(
     tokenizer: TextTokenizer, vocabulary: int, architecture: str = "gpt"
 ) -> dict[str, int | list[int] | None]:
-    """Return the fields of a config.json that name special ids, those below `vocabulary` only.
+    """Return the config.json fields of the special ids that are smaller than `vocabulary`.
 
-    A begin or an end that is missing is None, since families have defaults for the two.
+    A missing begin or end token is written as None, because families have defaults for both.
     """
 
     def inside(number: int | None) -> int | None:

@@ -1,11 +1,11 @@
-"""Which rows of Hugging Face's tensors make which parameter of a Megatron model.
+"""Map rows of Hugging Face's tensors to rows of Megatron's parameters.
 
-Both hold the same numbers in different arrangements: a rule names a parameter of Megatron (with
-`{}` for the layer), the tensors it is made of, and the ranges of rows that correspond. Nothing is
-computed, so the way back is the same list read the other way, and bit-identical.
+Both models hold the same numbers in different arrangements. A rule names a parameter of Megatron
+(with `{}` for the layer), its Hugging Face tensors, and the corresponding ranges of rows. Nothing
+is computed, so the same rules export a model, and a round trip is bit-identical.
 
-Shapes are those of the one-device model. RowRange are those of dimension 0; where their tensor is
-transposed, rows of its transpose.
+All shapes are unsharded. Rows are counted along dimension 0; if Hugging Face's tensor is
+transposed, along dimension 0 of its transpose.
 
 Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
 """
@@ -25,14 +25,14 @@ class RowRange:
     source: int
     """Index into the rule's tensors."""
     begin: int
-    """First row in that tensor."""
+    """First row in this tensor."""
     megatron_begin: int
     """First row in Megatron's parameter."""
     length: int
 
 
 RowMap = Callable[[ModelDescription, Sequence[int]], list[RowRange]]
-"""(model, rows of each Hugging Face tensor) -> the ranges, in the order of Megatron's rows."""
+"""(model, number of rows of each Hugging Face tensor) -> ranges in the order of Megatron's rows."""
 
 
 def _concatenated(_model: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
@@ -46,25 +46,25 @@ def _concatenated(_model: ModelDescription, heights: Sequence[int]) -> list[RowR
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One parameter of Megatron."""
+    """The Hugging Face tensors of one parameter of Megatron."""
 
     megatron_name: str
     hf_names: tuple[str, ...]
     row_map: RowMap = _concatenated
     is_transposed: bool = False
-    """Hugging Face's are [in, out], Megatron's [out, in]."""
+    """Hugging Face's tensors are [in, out], Megatron's parameter is [out, in]."""
     has_vocabulary_rows: bool = False
-    """RowRange are those of the vocabulary; Megatron's may have more, which are padding."""
+    """There is a row for each token id; Megatron's parameter may have padding after them."""
     num_experts: int | None = None
-    """Megatron's has an axis of so many experts before its rows, counted through all of them: row i
-    of expert e is e * rows + i."""
+    """Megatron's parameter has a leading axis of this many experts. Ranges count rows through all
+    experts: row i of expert e is e * rows + i."""
     num_blocks: int | None = None
-    """Hugging Face's is one tensor of all experts, [e, ...], its rows alternating between so many
-    blocks; Megatron's has the blocks of an expert one after another."""
+    """Hugging Face has one tensor of all experts, [e, ...], whose rows alternate between this many
+    blocks; in Megatron's parameter the blocks of an expert are contiguous."""
     layers: tuple[int, ...] | None = None
-    """Layers that have it; None is all."""
+    """Layers with this parameter; None is all layers."""
     unit_dims: tuple[int, int] = (0, 0)
-    """Dimensions of 1 that Hugging Face's have before the rows and after them."""
+    """Number of dimensions of size 1 before and after the rows of Hugging Face's tensors."""
 
     def names(self, model: ModelDescription) -> list[tuple[str, tuple[str, ...]]]:
         """Return (Megatron's name, Hugging Face's names), for every layer."""
@@ -78,27 +78,27 @@ class WeightRule:
 
 
 def identity(megatron_name: str, hf_name: str) -> WeightRule:
-    """One tensor is the other."""
+    """Equal tensors."""
     return WeightRule(megatron_name, (hf_name,))
 
 
 def transposed(megatron_name: str, hf_name: str) -> WeightRule:
-    """[in, out] there, [out, in] here."""
+    """Hugging Face's tensor is [in, out], Megatron's parameter is [out, in]."""
     return WeightRule(megatron_name, (hf_name,), is_transposed=True)
 
 
 def vocabulary(megatron_name: str, hf_name: str) -> WeightRule:
-    """RowRange of the vocabulary."""
+    """A tensor with a row for each token id."""
     return WeightRule(megatron_name, (hf_name,), has_vocabulary_rows=True)
 
 
 def concat(megatron_name: str, *hf_names: str) -> WeightRule:
-    """Concatenated tensors: gate and up of a gated MLP."""
+    """Concatenate tensors, for example gate and up of a gated MLP."""
     return WeightRule(megatron_name, hf_names)
 
 
 def experts(megatron_name: str, num_experts: int, *hf_names: str) -> WeightRule:
-    """Concatenated tensors of every expert; `{expert}` in their names is its number."""
+    """Concatenate the tensors of each expert; `{expert}` in their names is its number."""
     names = tuple(
         name.replace("{expert}", str(number)) for number in range(num_experts) for name in hf_names
     )
@@ -119,7 +119,7 @@ def alternating_experts(
 
 
 def query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
-    """Separate projections there; here rows by group: q/g query heads, one key, one value head."""
+    """Join separate projections; a group has rows of q/g query heads, one key, one value head."""
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
         return _by_group(model, [(0, 0), (1, 0), (2, 0)])
@@ -128,7 +128,7 @@ def query_key_value(megatron_name: str, query: str, key: str, value: str) -> Wei
 
 
 def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
-    """Separate projections there; here rows by group: one key, one value head."""
+    """Join separate projections; each group has the rows of one key head and one value head."""
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
         width = model.head_dim
@@ -144,7 +144,7 @@ def key_value(megatron_name: str, key: str, value: str) -> WeightRule:
 def fused_query_key_value(
     megatron_name: str, hf_name: str, *, is_transposed: bool = False
 ) -> WeightRule:
-    """All queries, then all keys, then all values in one tensor there."""
+    """Split a tensor of all queries, then all keys, then all values, into groups."""
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
         keys = model.num_attention_heads * model.head_dim
@@ -167,9 +167,10 @@ def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> lis
 
 
 def gated_query_key_value(megatron_name: str, query: str, key: str, value: str) -> WeightRule:
-    """As `query_key_value`, where queries have gates: there after each head, here after a group's.
+    """Join separate projections of attention with gates, as `query_key_value` does without gates.
 
-    Here rows by group: q/g query heads, as many gate heads, one key, one value head.
+    In Hugging Face's query tensor, the gate of a head follows the head. In Megatron's parameter,
+    each group has rows of q/g query heads, q/g gate heads, one key head, one value head.
     """
 
     def row_map(model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:
@@ -188,10 +189,10 @@ def gated_query_key_value(megatron_name: str, query: str, key: str, value: str) 
 def by_block(
     megatron_name: str, num_blocks: int, runs: Mapping[str, tuple[int, ...]]
 ) -> WeightRule:
-    """Several runs of rows there, one after another; here block by block, a piece of each run.
+    """Split runs of rows into blocks; each block of Megatron's parameter has a piece of every run.
 
     Args:
-        runs: for each tensor there, the rows of each of its runs.
+        runs: Hugging Face's tensor -> number of rows in each of its runs.
     """
 
     def row_map(_model: ModelDescription, _heights: Sequence[int]) -> list[RowRange]:

@@ -1,8 +1,8 @@
-"""The weights of a running model as a stream of Hugging Face's tensors, without a file.
+"""Stream the weights of a running model as Hugging Face tensors, without files.
 
-What a generator in another process is given after each update of a policy. The tensors are those of
-an export (`writing`), to the bit, gathered from any layout: each is read from the ranks that hold
-parts of it when its turn comes.
+In reinforcement learning, a generator in another process receives these weights after each update
+of the policy. The tensors equal the tensors of an export (`writing`) bit for bit, in any layout.
+Each tensor is collected, when the caller takes it, from the ranks that hold parts of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron.hugging_face.stored import stored_adapters
 from megatron.hugging_face.writing import described, num_bytes, plan, tensors
 
 MOST_TRANSFER_BYTES = 1 << 26
-"""A larger message is not faster."""
+"""Upper limit of a message; larger messages are not faster."""
 
 
 def stream_weights(
@@ -60,29 +60,29 @@ def stream_weights(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the model's weights under Hugging Face's names, in buckets; the same on all ranks.
 
-    All ranks of `process_group` take all buckets, and change no weight in between. Besides the
-    bucket that the caller has, at most `bucket_bytes` are held: release a bucket before you ask for
-    the one after the next. A tensor that is larger than a bucket is a bucket of its own.
+    All ranks of `process_group` must take all buckets, and must not change weights in between. In
+    addition to the caller's bucket, the stream holds at most `bucket_bytes`: release each bucket
+    before you take the next but one. A tensor larger than a bucket is a bucket of its own.
 
     Args:
-        model: this rank's model chunk, or its list of chunks, as trained. Adapters are merged, for
-            which copies of the one parameter are held besides.
+        model: this rank's model chunk, or its list of chunks, as trained. Adapters are merged one
+            parameter at a time, which needs copies of this parameter.
         settings: of the run, by Megatron's names: `vars(get_args())`.
-        bucket_bytes: size of a bucket, with what is on its way into it.
-        dtype: of the tensors; None keeps that of the weights.
-        process_group: ranks that hold the whole model together; None is all.
+        bucket_bytes: size of a bucket, including the messages that fill it.
+        dtype: of the tensors; None keeps the dtype of the weights.
+        process_group: ranks that together hold the whole model; None is all ranks.
         pg_collection: None is the current collection.
     Communication:
-        a gather and a broadcast of declarations; then broadcasts on `process_group`, of an eighth
-        of a bucket at most.
+        a gather and a broadcast of declarations; then broadcasts on `process_group`, each of at
+        most an eighth of a bucket.
     Raises:
         ConfigError: no family of Hugging Face can express the model.
         CheckpointError: weights are missing.
     """
     if bucket_bytes < 1:
         raise ConfigError(
-            f"bucket_bytes={bucket_bytes} holds nothing.",
-            rule="a bucket is a number of bytes",
+            f"bucket_bytes={bucket_bytes} is too small.",
+            rule="a bucket has at least one byte",
             fix="leave it out for 1 GiB",
         )
     groups, group = resolve_groups(pg_collection), process_group or torch_collectives.world()
@@ -110,7 +110,7 @@ def stream_weights(
 
 @dataclass
 class LiveContents(Contents):
-    """State dicts of all ranks, opened. Shards are named after the rank that holds them."""
+    """The state dicts of all ranks, as an opened checkpoint; `Shard.file` is the owner's rank."""
 
     held: list[Tensor]
     """The boxes that this rank holds; `Shard.begin` is the index."""
@@ -123,15 +123,15 @@ class LiveContents(Contents):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's part of the model is."""
+        """The device of this rank's part of the model."""
         return self.held[0].device if self.held else torch_collectives.tensor_device(self.group)
 
     def common_state(self) -> dict[str, Any]:
-        """Return the settings as a checkpoint has them."""
+        """Return the settings in the form of a checkpoint."""
         return {"args": Namespace(**self.settings)}
 
     def open_reader(self) -> LiveReader:
-        """Return what reads boxes; a context manager. Every read is a collective."""
+        """Return a reader, a context manager. Every read is a collective on `group`."""
         return LiveReader(self)
 
 
@@ -142,17 +142,17 @@ def open_live(
     group: Group,
     transfer_bytes: int = 1 << 24,
 ) -> LiveContents:
-    """Agree on who holds what of a sharded state dict: collective.
+    """Open a sharded state dict: agree on the rank that sends each shard. Collective.
 
     Args:
         state: declarations with their data, as for a save; the data are read later.
         settings: of the run, by Megatron's names.
-        group: ranks that hold all of the state together.
-        transfer_bytes: most bytes that are read at once, and held besides what is read into.
+        group: ranks that together hold all of the state.
+        transfer_bytes: most bytes of one broadcast, and of its buffer.
     Communication:
         a gather of the declarations on the first rank of `group`, a broadcast of the plan.
     Raises:
-        CheckpointError: on all ranks, if the declarations do not make up every tensor.
+        CheckpointError: on all ranks, if the declarations do not cover every tensor.
     """
     peers = control_group(group)
     built = build_factories(state)
@@ -184,10 +184,10 @@ class LiveReader:
 
     @torch.no_grad()
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
+        """Fill `into`: the shape of `read`, any device, any float dtype if floats are stored.
 
         Communication:
-            broadcasts of `transfer_bytes` at most from the rank that holds the box.
+            broadcasts of at most `transfer_bytes` from the rank that holds the box.
         """
         contents, shard = self.contents, read.shard
         owner, dtype = int(shard.file), DTYPES[tensor.dtype]
@@ -211,15 +211,15 @@ class LiveReader:
         self.bytes_read += math.prod(shape) * dtype.itemsize
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Do as `read`."""
+        """Read at once; see `read`."""
         self.read(tensor, read, into)
 
     def finish(self) -> None:
-        """Wait for nothing: `start` has read."""
+        """Do nothing: `start` has already read."""
 
 
 def runs(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Cut a box of `shape` into boxes of at most `limit` elements, in memory order."""
+    """Split a box of `shape` into boxes of at most `limit` elements, in memory order."""
     if math.prod(shape) <= limit or not shape:
         yield (0,) * len(shape), shape
         return

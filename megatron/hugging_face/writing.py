@@ -1,7 +1,7 @@
-"""Write a checkpoint as a model of Hugging Face's, one tensor at a time.
+"""Write a checkpoint as a Hugging Face model, one tensor at a time.
 
-The source is any opened checkpoint: native, in whatever layout it was saved, or of another
-program. The directory gets its name when all of it is on the disk.
+The source is any opened checkpoint: a native one of any layout, or another program's. The directory
+is renamed to its final name when all of its files are on disk.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from megatron.hugging_face.tokenizer_files import (
 from megatron.hugging_face.weight_map import RowRange, WeightRule
 
 FILE_BYTES = 5_000_000_000
-"""A file ends before the tensor that would make it longer."""
+"""Most bytes of tensors in a file, unless one tensor is larger."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Hugging Face tensors that one parameter of Megatron makes."""
+    """The Hugging Face tensors that are made of one parameter of Megatron."""
 
     megatron_name: str
     rule: WeightRule
@@ -71,17 +71,17 @@ class Group:
 
 
 Described = tuple[str, str, tuple[int, ...]]
-"""A Hugging Face tensor: name, dtype as safetensors calls it, shape."""
+"""Name, safetensors dtype and shape of a Hugging Face tensor."""
 
 
 def num_bytes(entry: Described) -> int:
-    """Return the size of a tensor."""
+    """Return the size of a tensor in bytes."""
     return math.prod(entry[2]) * DTYPES[entry[1]].itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """A summary of an export."""
 
     family: str
     num_tensors: int
@@ -89,7 +89,7 @@ class Written:
     files: tuple[str, ...]
     dtype: str
     note: str | None = None
-    """What there is to know of the tokenizer's files."""
+    """A note on the tokenizer's files."""
 
 
 def write_model(
@@ -106,16 +106,15 @@ def write_model(
     """Write the weights of a checkpoint and a config.json that describes them.
 
     Args:
-        contents: the opened checkpoint; its own settings say what the model is.
-        target: directory to make; it must not exist.
-        settings: replaces those of the checkpoint.
+        contents: the opened checkpoint.
+        target: directory to create; it must not exist.
+        settings: describe the model; by default, the settings in the checkpoint.
         adapters: an opened checkpoint of adapters, which are merged into the weights.
-        dtype: of the written weights; None keeps the stored one.
-        companion: directory of the model that training began with: its tokenizer files are
-            copied, and those fields of its config that change no weight. The model is written as
-            one of its family, if that can express it.
-        tokenizer: is written beside the model, instead of the files of the companion.
-        file_bytes: size above which another file begins.
+        dtype: of the written weights; None keeps the stored dtype.
+        companion: directory of the model that training has continued. Its tokenizer files and the
+            config fields that do not affect weights are copied, and its family is preferred.
+        tokenizer: written instead of the companion's tokenizer files.
+        file_bytes: most bytes of tensors in a file.
     Raises:
         ConfigError: no family can express this model.
         CheckpointError: weights are missing, or the directory cannot be written.
@@ -137,10 +136,10 @@ def write_model(
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a directory to write in, which becomes `target` when the block has ended well.
+    """Yield a draft directory; rename it to `target` if the block ends without an exception.
 
     Raises:
-        CheckpointError: it exists, or cannot be written.
+        CheckpointError: the target exists, or cannot be written.
     """
     if target.exists():
         raise CheckpointError(
@@ -194,7 +193,7 @@ def plan(contents: Contents, family: Family, settings: ModelDescription) -> list
 
 
 def described(groups: Sequence[Group], dtype: torch.dtype | None) -> list[Described]:
-    """Return what `tensors` gives: (name, dtype, shape) of every Hugging Face tensor."""
+    """Return the name, dtype and shape of every tensor that `tensors` yields, in its order."""
     return [
         (name, group.source.tensor.dtype if dtype is None else dtype_name(dtype), shape)
         for group in groups
@@ -208,9 +207,9 @@ def tensors(
     merge: StoredAdapters | None,
     dtype: torch.dtype | None,
 ) -> Iterator[Tensor]:
-    """Yield all Hugging Face tensors [...], in order; each is read when it is asked for.
+    """Yield all Hugging Face tensors [...], in order; each is read when the caller takes it.
 
-    From files, those of one group are in memory at a time.
+    At most the parameter of one group is in memory, and the tensor that is yielded.
     """
     reads_whole = merge is not None or not contents.reads_rows
     with contents.open_reader() as reader:
@@ -234,16 +233,16 @@ def tensors(
                         _read_rows(group, reader, begin, view)
                 yield out
                 del out
-            del whole  # before the next one is read
+            del whole  # free it before the next parameter is read
 
 
 def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield where rows of Megatron's parameter belong in a Hugging Face tensor.
+    """Yield the ranges of rows of Megatron's parameter that make up a Hugging Face tensor.
 
     Args:
         out: the tensor with number `index`, [...].
     Yields:
-        (first row, view of so many rows as they follow it).
+        (first row of a range in Megatron's parameter, view of `out` for the rows of the range).
     """
     rule = group.rule
     if rule.num_blocks is None:
@@ -263,7 +262,10 @@ def _pieces(group: Group, index: int, out: Tensor) -> Iterator[tuple[int, Tensor
 
 
 def _read_rows(group: Group, reader: SliceReader, begin: int, into: Tensor) -> None:
-    """Read rows of Megatron's parameter, counted through its experts, into [rows, ...]."""
+    """Read rows of Megatron's parameter into [rows, ...].
+
+    Rows are counted through all experts: row i of expert e is e * (rows of an expert) + i.
+    """
     shape, count = group.source.shape, len(into)
     if group.rule.num_experts is None:
         offset = (begin, *(0 for _ in shape[1:]))
@@ -279,7 +281,7 @@ def _read_rows(group: Group, reader: SliceReader, begin: int, into: Tensor) -> N
 
 
 def _one_run(group: Group, index: int, shape: tuple[int, ...]) -> RowRange | None:
-    """Return the one range that a Hugging Face tensor is; None if it is made of pieces."""
+    """Return the range of rows that equals a Hugging Face tensor; None if it needs several."""
     runs = [rows for rows in group.rows if rows.source == index]
     is_full = len(runs) == 1 and runs[0].begin == 0 and runs[0].length == shape[0]
     is_as_ours = not (group.rule.is_transposed or any(group.rule.unit_dims))
@@ -294,7 +296,7 @@ def _write_weights(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> tuple[list[str], int]:
-    """Write the safetensors files and, of several, their index; return names and bytes."""
+    """Write the safetensors files and, of several files, the index; return names and bytes."""
     parts: list[list[Described]] = [[]]
     size = total = 0
     for entry in described(groups, dtype):
@@ -327,7 +329,7 @@ def _write_config(
     companion: Path | None,
     tokenizer: TextTokenizer | None,
 ) -> str | None:
-    """Write config.json and what is beside it; return a note on the tokenizer, or None."""
+    """Write config.json and the tokenizer's files; return a note on the tokenizer, or None."""
     carried: Mapping[str, Any] = {}
     note = None
     ids: dict[str, int | list[int] | None] = {}
@@ -356,7 +358,7 @@ def _write_config(
 
 
 def write_tensors(file: Path, entries: Sequence[Described], values: Iterator[Tensor]) -> None:
-    """Write a safetensors file: the description of each, and as many of the tensors."""
+    """Write a safetensors file of the described tensors, the next ones of `values`."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         write_all(descriptor, build_header(entries, {"format": "pt"}))

@@ -1,9 +1,10 @@
-"""Continue many sequences at once: those that end free places for those that wait.
+"""Continuous batching: when a sequence ends, a waiting sequence takes its row of the cache.
 
-Every rank runs the same engine on the same requests. What a step does follows from the requests
-and from the chosen tokens, which all ranks know, so the ranks stay together without a word.
+Every rank runs the same engine on the same requests. All ranks have the same requests and the same
+chosen tokens, so they take the same steps without further communication.
 
-The active rows are always the first rows of the cache: when one ends, the last takes its place.
+Running sequences always use the first rows of the cache: when one ends, the sequence in the last
+used row moves to its row.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megatron.inference.sampling import NO_TOKEN, Draw, Sampling
 NOT_FINITE = "the model's logits are not finite: its weights are broken, or its precision too low"
 
 PREFILL_TOKENS = 4096
-"""Tokens of prompts, padding included, that go through the model in one pass, if more than one
-prompt is in it: it bounds the memory of a pass, and the pause of those who already write."""
+"""Most tokens, padding included, in a pass over more than one prompt. It bounds the memory of the
+pass and the time for which running sequences wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +33,26 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     sequence: int = 0
-    """Key of its draws besides the seed."""
+    """With the seed, the key of its random draws."""
     stop_tokens: frozenset[int] = frozenset()
-    """It ends with any of these."""
+    """The sequence ends with any of these."""
     num_top_logprobs: int | None = None
-    """How many of the best tokens to list with log-probabilities; None: not even the chosen."""
+    """List the log-probabilities of the chosen token and of this many most likely tokens; None
+    lists no log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A step of one sequence."""
+    """The next token of one sequence."""
 
     request: int
-    """What `Engine.add` returned."""
+    """The number that `Engine.add` returned."""
     token: int
     finish_reason: str | None
-    """"stop" or "length" with the last token, "error" where there is none because the logits are
-    not finite. A stop token is part of no text."""
+    """"stop" or "length" with the last token; "error" if the logits are not finite, so there is no
+    token. A stop token is not part of the text."""
     logprobs: list[tuple[int, float]] | None = None
-    """(id, log-probability): of the chosen token, then of the best ones."""
+    """(id, log-probability) of the chosen token, then of the most likely tokens."""
 
 
 @dataclass
@@ -64,10 +66,10 @@ class _Row:
 
 
 class Engine:
-    """Batches of sequences of changing composition.
+    """Continue queued sequences, in batches that change at every step.
 
     Args:
-        model: a model with its cache, whose rows and places are the limits here.
+        model: its cache limits the number of running sequences and their length.
     """
 
     def __init__(self, model: CachedModel) -> None:
@@ -79,22 +81,12 @@ class Engine:
         self._count = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that have no row yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that have a row."""
-        return len(self._running)
-
-    @property
     def is_idle(self) -> bool:
         """Whether a step would do nothing."""
         return not self._waiting and not self._running
 
     def check(self, request: Request) -> ConfigError | None:
-        """Return what is wrong with a request, or None."""
+        """Return the error of a request that cannot be run, or None."""
         return check_prompt(
             request.tokens, request.max_new_tokens, self.model.vocab_size, self.max_length
         )
@@ -113,7 +105,7 @@ class Engine:
         return self._count
 
     def cancel(self, number: int) -> None:
-        """Forget a sequence; nothing happens if it has ended."""
+        """Remove a sequence; do nothing if it has ended."""
         self._waiting = deque(row for row in self._waiting if row.number != number)
         for index, row in enumerate(self._running):
             if row.number == number:
@@ -121,7 +113,7 @@ class Engine:
                 return
 
     def step(self) -> list[Token]:
-        """Run one pass: the prompts of sequences that found a row, or one token for all rows."""
+        """Run one pass: the prompts of newly admitted sequences, else one token of every row."""
         admitted = self._admit()
         if admitted:
             first = len(self._running)
@@ -169,7 +161,7 @@ class Engine:
         return tokens
 
     def _admit(self) -> list[_Row]:
-        """Take the next prompts from the queue, as many as there are rows and capacity for."""
+        """Take prompts from the queue until rows or `PREFILL_TOKENS` are used up."""
         admitted: list[_Row] = []
         width = 0
         while self._waiting and len(self._running) + len(admitted) < self.max_rows:
@@ -187,7 +179,7 @@ class Engine:
 
 
 def not_finite() -> NumericsError:
-    """Return the error of a model that computes no number; raised by all ranks."""
+    """Return the error for logits that are not finite; all ranks raise it."""
     return NumericsError(
         f"{NOT_FINITE}.",
         rule="a token is chosen among finite logits",

@@ -1,6 +1,6 @@
-"""One pass of a model with a cache, through the stages of a pipeline.
+"""Run a model with a cache of keys and values once, through the stages of a pipeline.
 
-Legend: b rows, s new tokens, h hidden, v real vocabulary.
+Legend: b sequences, s new tokens, h hidden, v real vocabulary.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from megatron.inference.sampling import Draw, choose_tokens, gather_logprobs
 
 
 def has_cache(model: object) -> bool:
-    """Whether a model can keep keys and values: its ranks must not share the sequence."""
+    """Return whether a model can use a cache: its layout must not split the sequence over ranks."""
     config = get_model_config(as_list(model)[0])
     return not config.sequence_parallel and config.context_parallel_size == 1
 
 
 class CachedModel:
-    """A model, its cache, and the way through its stages. All ranks make the same calls.
+    """A model and its cache. All ranks make the same calls.
 
     Args:
         model: this rank's model chunk, or its list of chunks.
         vocab_size: number of real tokens; logits of padding beyond it are ignored.
-        max_rows, max_length: size of the cache.
-        packs_weights: on the CPU, keep a second copy of the weights, laid out for few rows. It is
-            taken at once; a weight that changes later is used as it is.
+        max_rows, max_length: size of the cache, in sequences and tokens.
+        packs_weights: on the CPU, keep a second copy of the weights, laid out for few sequences.
+            The copy is made at once; a weight that changes later is used without its copy.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CachedModel:
         self._channel = P2PCommunicator(groups.pp, self.config) if has_peers else None
 
     def _weights(self) -> Iterator[Tensor]:
-        """Yield the weights of linear layers and heads, also of a tied one."""
+        """Yield the weights of linear layers and heads, tied heads included."""
         for chunk in self.chunks:
             for module in chunk.modules():
                 if isinstance(module, ParallelLinear):
@@ -88,20 +88,21 @@ class CachedModel:
         offsets: Sequence[int],
         num_top_logprobs: int | None = None,
     ) -> tuple[list[int], list[list[tuple[int, float]]] | None]:
-        """Let the rows continue what the cache holds, and choose the token after each.
+        """Append new tokens to cached sequences, and choose the next token of each sequence.
 
         Args:
-            rows: new tokens, at least one a row.
-            draws: how to choose.
-            first_row: row of the cache of the first row; the others follow.
-            offsets: tokens that each row of the cache holds already.
-            num_top_logprobs: also return log-probabilities of the chosen and of so many top tokens.
+            rows: the new tokens of each sequence, at least one.
+            draws: how to choose each token.
+            first_row: the cache row of the first sequence; the others use the following rows.
+            offsets: number of tokens of each sequence that the cache already holds.
+            num_top_logprobs: also return log-probabilities of the chosen token and of this many
+                most likely tokens.
         Returns:
-            ids, and lists of (id, log-probability), the chosen one first, or None; the same on
+            ids, and lists of (id, log-probability), the chosen token first, or None; the same on
             every rank.
         Communication:
-            hidden states [s, b, h] from stage to stage on pp; on the last an all-gather of
-            [b, v] on tp; a broadcast of what was chosen on pp.
+            hidden states [s, b, h] from stage to stage on pp; an all-gather of [b, v] on tp on the
+            last stage; a broadcast of ids and log-probabilities on pp.
         """
         lengths = [len(row) for row in rows]
         width = max(lengths)
@@ -132,7 +133,7 @@ class CachedModel:
         return ids[:, 0].tolist(), listed
 
     def _run(self, tokens: Tensor, positions: Tensor) -> Tensor | None:
-        """Return the logits [b, v] after each row on the ranks of the last stage."""
+        """Return the logits [b, v] after each sequence on the last stage, None on other stages."""
         shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
         hidden_states = tokens
         for number, chunk in enumerate(self.chunks):
@@ -141,7 +142,11 @@ class CachedModel:
             following = self._placement.next(self._rank, number)
             if previous is not None:
                 if previous[0] != self._rank:
-                    hidden_states = self._receive(shape, previous[0], stage)
+                    assert self._channel is not None
+                    received = self._channel.receive(
+                        [shape], previous[0], Message(False, 0, stage), requires_grad=False
+                    )
+                    hidden_states = received.wait()[0]
                 chunk.set_input_tensor(hidden_states)
             output = chunk(tokens, positions, None, inference_context=self.context)
             if following is None:
@@ -149,17 +154,9 @@ class CachedModel:
                 return logits[:, : self.vocab_size]
             hidden_states = output
             if following[0] != self._rank:
-                self._send(output, following[0], stage + 1)
+                assert self._channel is not None
+                self._channel.send([output], following[0], Message(False, 0, stage + 1)).wait()
         return None
-
-    def _receive(self, shape: tuple[int, ...], source: int, boundary: int) -> Tensor:
-        assert self._channel is not None
-        message = Message(False, 0, boundary)
-        return self._channel.receive([shape], source, message, requires_grad=False).wait()[0]
-
-    def _send(self, hidden_states: Tensor, target: int, boundary: int) -> None:
-        assert self._channel is not None
-        self._channel.send([hidden_states], target, Message(False, 0, boundary)).wait()
 
     def _broadcast(self, chosen: Tensor) -> None:
         if self._channel is not None:

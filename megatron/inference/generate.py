@@ -1,8 +1,8 @@
 """Continue prompts with a model in any layout.
 
-The engine keeps keys and values. Where the ranks of a layout share the sequence (sequence and
-context parallelism), and for models with an encoder, there is no cache: every new token runs the
-whole sequence through the model. Both ways give the same tokens, so the slow one tests the cache.
+The engine caches keys and values. There is no cache if the layout splits the sequence over ranks
+(sequence and context parallelism) or the model has an encoder: each new token then runs the whole
+sequence through the model. Both paths choose the same tokens, so the slow path tests the cache.
 
 Legend: b sequences, s positions, v padded vocabulary.
 """
@@ -31,7 +31,7 @@ from megatron.inference.forward import CachedModel, has_cache
 from megatron.inference.sampling import NO_TOKEN, Draw, Sampling, choose_tokens
 
 Images = Sequence[tuple[Tensor, Grid]]
-"""Of a prompt: the patches [p, ...] and the grid of each of its images."""
+"""The patches [p, ...] and the grid of each image of a prompt."""
 
 
 def generate(
@@ -52,24 +52,25 @@ def generate(
     """Return each prompt with its continuation, the same on every rank.
 
     Args:
-        model: this rank's model chunk, or its list of chunks; or a `CachedModel`, whose cache
-            and packed weights then serve for many calls.
-        prompts: token ids, one or more rows of at least one token each; the same on every rank.
-        max_new_tokens: added to each row at most.
+        model: this rank's model chunk, or its list of chunks; or a `CachedModel`, so that many
+            calls use the same cache and packed weights.
+        prompts: token ids, one or more prompts of at least one token; the same on every rank.
+        max_new_tokens: most tokens that are added to a prompt.
         vocab_size: number of real tokens; logits of padding beyond it are ignored.
-        max_sequence_length: longest row the model has positions for.
-        sampling: how to choose; None takes the most likely token.
-        eod: a row ends before this token, or before any of these; None never ends early.
-        max_rows: rows of the cache; more prompts wait until others have ended.
-        uses_cache: None keeps keys and values wherever the layout can.
-        sources: for a T5, what its encoder reads for each prompt of the decoder (of one token, with
-            which the decoder was trained to begin). There is then no cache.
+        max_sequence_length: number of positions of the model.
+        sampling: how to choose; None chooses the most likely token.
+        eod: a sequence ends before this token, or before any of these; if None, it ends only at
+            `max_new_tokens`.
+        max_rows: sequences in the cache; further prompts wait until others have ended.
+        uses_cache: None uses a cache wherever the layout supports it.
+        sources: for a T5, the encoder's input for each prompt of the decoder (a prompt is only the
+            decoder's start token). No cache is used.
         images: for a `VisionLanguageModel`, the patches and the grid of each image of each prompt,
-            in the order of their tokens. There is then no cache either.
+            in the order of the image tokens. No cache is used.
     Communication:
         with a cache, see `CachedModel.next_tokens`; else for each new token the forward-only
-        schedule, a sum of b x v/tp logits on cp, an all-gather of b x v on tp, and a broadcast of b
-        ids on pp.
+        schedule, an all-reduce of b x v/tp logits on cp, an all-gather of b x v on tp, and a
+        broadcast of b ids on pp.
     Raises:
         ConfigError: a prompt is empty or too long, or holds an id outside the vocabulary.
         NumericsError: the model's logits are not finite.
@@ -168,7 +169,7 @@ def _continue_without_cache(
     chunks = as_list(model)
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    # Interleaved schedules run whole groups of micro batches; one batch is enough otherwise.
+    # Interleaved schedules need a multiple of pp micro batches; others need one.
     num_parts = groups.pp.size() if len(chunks) > 1 else 1
     num_rows = -(-len(prompts) // num_parts) * num_parts
     cp_size = groups.cp.size()
@@ -178,7 +179,7 @@ def _continue_without_cache(
     if sources is not None:
         given = _padded(sources, num_rows, max(map(len, sources)), pieces)
         is_token = _padded([[1] * len(row) for row in sources], num_rows, given.shape[1], pieces)
-        is_token[:, 0] = 1  # also of rows that fill up the micro batches
+        is_token[:, 0] = 1  # also of the padding sequences
         given = torch.stack((given, is_token), 1)
     seen = None if images is None else [*images, *([()] * (num_rows - len(images)))]
 
@@ -206,7 +207,7 @@ def _continue_without_cache(
 
 
 def _padded(rows: Sequence[Sequence[int]], num_rows: int, width: int, multiple: int) -> Tensor:
-    """Return [num_rows, s]: rows with zeros after them, s at least the width."""
+    """Return [num_rows, s], padded with zeros; s is `width` rounded up to a multiple."""
     width = -(-width // multiple) * multiple
     padded = torch.zeros((num_rows, width), dtype=torch.long, device=device.current_device())
     for number, row in enumerate(rows):
@@ -225,11 +226,11 @@ def _last_logits(
     groups: ProcessGroupCollection,
     images: Sequence[Images] | None = None,
 ) -> Tensor | None:
-    """Return the logits [b, v] that follow `position`, on ranks of the last stage only.
+    """Return the logits [b, v] after `position` on ranks of the last stage, None on other ranks.
 
     Args:
-        images: of each row; None for a model that reads none.
-        sources: [b, 2, s], what an encoder reads and which of it are tokens; None without one.
+        images: the images of each sequence; None for a model without images.
+        sources: [b, 2, s], the encoder's input ids and its mask of tokens; None without encoder.
     """
     parts = tokens.chunk(num_parts)
     read: Sequence[Any] = [None] * num_parts if sources is None else sources.chunk(num_parts)
@@ -275,7 +276,7 @@ def _last_logits(
 
 
 def _with_images(chunk: Any, rows: Tensor, images: Sequence[Images]) -> Tensor:
-    """Run rows [b, s] and the images of each through a chunk of a `VisionLanguageModel`."""
+    """Run token ids [b, s] and their images through a chunk of a `VisionLanguageModel`."""
     vision = unwrap_model(chunk).vision_config
     every = [image for row in images for image in row]
     positions = [

@@ -1,7 +1,7 @@
 """Choose the next tokens from logits.
 
 Draws are keyed by (seed, sequence, position), so a continuation does not depend on the layout, on
-the rows beside it or on where in the batch it stands.
+the other sequences of the batch or on its index in the batch.
 
 Legend: b rows, v vocabulary.
 """
@@ -19,18 +19,18 @@ from megatron.core.parameters.rng import derive_seed
 from megatron.core.settings.field_types import check_types
 
 NO_TOKEN = -1
-"""Chosen where the logits hold no largest finite number, as those of a broken model."""
+"""Returned where the largest logit is not finite: the model is broken."""
 
 LOWEST_TEMPERATURE = 1e-6
-"""Below it the most likely token is taken: logits divided by less leave the range of fp32."""
+"""Below it the most likely token is chosen: logits divided by a smaller number overflow fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to choose. The default takes the most likely token."""
+    """How to choose a token; by default the most likely one."""
 
     temperature: float = 0.0
-    """Divides the logits; 0, or less than 1e-6, takes the most likely token (greedy)."""
+    """Divides the logits; 0, or less than 1e-6, chooses the most likely token (greedy)."""
     top_k: int = 0
     """Keep only the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -55,28 +55,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Draw:
-    """One choice to make."""
+    """How to choose one token."""
 
     sampling: Sampling
     sequence: int
-    """Which of the sequences that share a seed."""
+    """Index of the sequence among the sequences that share a seed."""
     position: int
-    """Place of the token in its sequence."""
+    """Position of the token in its sequence."""
 
     def uniform(self) -> float:
-        """Return this choice's number in [0, 1)."""
+        """Return the random number in [0, 1) of this draw."""
         key = derive_seed(self.sampling.seed, "sample", self.sequence, self.position)
         return (key >> 10) / 2**53
 
 
 def choose_tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Choose an id [b] for every row.
+    """Choose a token id [b] for every sequence.
 
     Args:
         logits: [b, v], any float dtype; -inf where a token must not be chosen.
-        draws: one a row; each row may be chosen in its own way.
+        draws: one for each sequence; they may differ.
     Returns:
-        ids; `NO_TOKEN` for a row whose logits hold NaN, or no finite number as their largest.
+        ids; `NO_TOKEN` where the largest logit is NaN or infinite.
     """
     largest, chosen = logits.max(dim=-1)
     is_broken = ~largest.isfinite()
@@ -110,13 +110,13 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     probabilities = logits.softmax(dim=-1)
     if any(s.top_p < 1 for s in settings):
         ordered, order = probabilities.sort(dim=-1, descending=True)
-        # What comes before a token must not have reached top_p yet; the first always stays.
+        # Keep a token if the sum of the more likely ones is below top_p; always keep the first.
         before = ordered.cumsum(dim=-1) - ordered
         is_beyond = before >= column([s.top_p if s.top_p < 1 else 2.0 for s in settings])
         is_beyond[:, 0] = False  # fp32 has no number for the smallest top_p
         ordered[is_beyond] = 0
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    # The inverse of the distribution at one number a row. fp64: a sum over a large vocabulary.
+    # Inverse transform sampling. fp64: a sum over a large vocabulary.
     reached = probabilities.double().cumsum(dim=-1)
     numbers = torch.tensor([draw.uniform() for draw in draws], dtype=torch.float64)
     target = numbers.to(logits.device).unsqueeze(1) * reached[:, -1:]
@@ -125,16 +125,16 @@ def _sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def gather_logprobs(logits: Tensor, chosen: Tensor, num_top_logprobs: int) -> tuple[Tensor, Tensor]:
-    """Return what the model itself thinks, whatever the sampling.
+    """Return log-probabilities at temperature 1 over all tokens, independent of the sampling.
 
     Args:
         logits: [b, v].
         chosen: ids [b].
-        num_top_logprobs: how many of the most likely tokens to list besides.
+        num_top_logprobs: number of most likely tokens to list in addition.
     Returns:
-        ids [b, 1 + num_top_logprobs] and their log-probabilities, fp32; the chosen first.
+        ids [b, 1 + num_top_logprobs], the chosen id first, and their log-probabilities in fp32.
     """
-    # fp64, rounded once: the trainer's log-probabilities of the same tokens are to be the same.
+    # fp64, rounded once: the trainer must compute equal log-probabilities of the same tokens.
     logprobs = logits.double().log_softmax(dim=-1).float()
     best = logprobs.topk(min(num_top_logprobs, logprobs.shape[-1]), dim=-1)
     chosen = chosen.unsqueeze(1)

@@ -1,8 +1,8 @@
 """An HTTP server with OpenAI's completions and chats, on Starlette, pydantic and uvicorn.
 
-It refuses unknown fields, so that no client gets another answer than it asked for. A page in a
-browser can send requests to this machine: bodies must be `application/json`, for which a browser
-needs permission, and the Host header must name this machine, which stops DNS rebinding. Each
+Unknown fields are refused, because ignoring them would change the answer. A web page in a browser
+can send requests to this machine: so bodies must be `application/json`, for which a browser needs
+permission, and the Host header must name this machine, which prevents DNS rebinding. Each
 connection carries one request and has a limited lifetime.
 """
 
@@ -33,11 +33,8 @@ from megatron.inference.text import Continuation, TextStream, take
 
 _PURPOSE = "tools/run_text_generation_server.py"
 pydantic: Any = require("pydantic", purpose=_PURPOSE)
-starlette: Any = require("starlette.applications", purpose=_PURPOSE)
-responses: Any = require("starlette.responses", purpose=_PURPOSE)
-routing: Any = require("starlette.routing", purpose=_PURPOSE)
 requests: Any = require("starlette.requests", purpose=_PURPOSE)
-HTTPException: Any = require("starlette.exceptions", purpose=_PURPOSE).HTTPException
+responses: Any = require("starlette.responses", purpose=_PURPOSE)
 uvicorn: Any = require("uvicorn", purpose=_PURPOSE)
 H11Protocol: Any = require("uvicorn.protocols.http.h11_impl", purpose=_PURPOSE).H11Protocol
 
@@ -90,28 +87,28 @@ class _Chat(_Body):
     max_completion_tokens: Positive | None = None
 
 
-def _error(status: int, message: str, code: str | None = None) -> Any:
-    """Return the exception that answers a request with a status, a message and OpenAI's code."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(status)
-    detail = {"message": message, "type": kind, "param": None, "code": code}
-    return HTTPException(status, json.dumps(detail), headers)
+class ApiError(Exception):
+    """An answer with an HTTP status, a message and OpenAI's code of the error."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
 
 
-def _response_to(_request: Any, error: Any) -> Any:
+def _error_response(error: Exception) -> Any:
     if isinstance(error, ServiceError):
-        error = _error(503, error.found, "unavailable")
+        error = ApiError(503, error.found, "unavailable")
     elif isinstance(error, pydantic.ValidationError):
         found = error.errors(include_url=False, include_input=False, include_context=False)[:4]
         where = [".".join(map(str, one["loc"]))[:80] or "the body" for one in found]
         texts = [f"{place}: {one['msg']}" for place, one in zip(where, found, strict=True)]
-        error = _error(400, "; ".join(texts))
-    elif not isinstance(error, HTTPException):
-        error = _error(500, "internal error")
-    elif not error.detail.startswith("{"):  # of Starlette's router
-        error = _error(error.status_code, error.detail)
-    content = {"error": json.loads(error.detail)}
-    return responses.JSONResponse(content, error.status_code, error.headers)
+        error = ApiError(400, "; ".join(texts))
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "internal error")
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    detail = {"message": error.message, "type": kind, "param": None, "code": error.code}
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status)
+    return responses.JSONResponse({"error": detail}, error.status, headers)
 
 
 def is_loopback(host: str) -> bool:
@@ -123,37 +120,43 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Read the body of a request within limits, check who sends it, and pass it to `app`."""
+class App:
+    """The ASGI application."""
 
-    app: Any
+    service: Service
+    tokenizer: TextTokenizer
+    model: str
+    """Name of the model for clients."""
     limits: Limits
+    chat_template: Any = None
+    """Renders messages; None if the model has no template."""
+    ends: frozenset[int] = frozenset()
+    """Token ids that end a continuation."""
     keys: tuple[str, ...] = ()
-    """A request must carry one of these keys; without keys everybody is answered."""
+    """A request must contain one of these keys; without keys all requests are accepted."""
     hosts: frozenset[str] | None = frozenset()
-    """Accepted Host headers besides names of this machine; None accepts all."""
+    """Accepted Host headers in addition to names of this machine; None accepts all."""
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answer a request; stop when its client disconnects."""
         if scope["type"] != "http":
             return
-        request, parts, size = requests.Request(scope, receive), [], 0
+        request, body = requests.Request(scope, receive), bytearray()
+        problem, size = None, 0
         try:
             async with asyncio.timeout(self.limits.receive_timeout_s):
                 async for part in request.stream():  # all of it: a client that sends does not read
                     size += len(part)
-                    parts.append(part if size <= self.limits.body_bytes else b"")
+                    body += part if size <= self.limits.body_bytes else b""
             self._check(request, size)
         except requests.ClientDisconnect:
             return
         except TimeoutError:
-            app = _response_to(request, _error(408, "the body took too long"))
-        except HTTPException as error:
-            app = _response_to(request, error)
-        else:
-            app = self.app
-        message = {"type": "http.request", "body": b"".join(parts), "more_body": False}
-        answering = asyncio.ensure_future(app(scope, _Replay([message]), send))
-        leaving = asyncio.ensure_future(receive())  # returns when the client has left
+            problem = ApiError(408, "the body took too long")
+        except ApiError as error:
+            problem = error
+        answering = asyncio.ensure_future(self._answer(request, bytes(body), problem, send))
+        leaving = asyncio.ensure_future(receive())  # returns when the client has disconnected
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             answering.cancel()
@@ -166,84 +169,66 @@ class Guard:
     def _check(self, request: Any, size: int) -> None:
         headers = request.headers
         if size > self.limits.body_bytes:
-            raise _error(413, f"the body is larger than {self.limits.body_bytes} bytes")
+            raise ApiError(413, f"the body is larger than {self.limits.body_bytes} bytes")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
-            raise _error(415, "the header Content-Type: application/json is missing")
+            raise ApiError(415, "the header Content-Type: application/json is missing")
         try:
             host = urlsplit(f"//{headers.get('host', 'localhost')}").hostname or ""
         except ValueError:
             host = ""
         if self.hosts is not None and not is_loopback(host) and host not in self.hosts:
-            raise _error(403, f"the Host {host[:80]!r} is not in --allowed-hosts")
+            raise ApiError(403, f"the Host {host[:80]!r} is not in --allowed-hosts")
         if self.keys and request.url.path != "/health":
             scheme, _, given = headers.get("authorization", "").partition(" ")
             # Compare with all keys, each in constant time.
             equal = [hmac.compare_digest(given.encode(), key.encode()) for key in self.keys]
             if scheme.lower() != "bearer" or not any(equal):
-                raise _error(401, "the API key is missing or wrong", "bad_api_key")
+                raise ApiError(401, "the API key is missing or wrong", "bad_api_key")
 
+    async def _answer(self, request: Any, body: bytes, problem: ApiError | None, send: Any) -> None:
+        """Send the response to a request, or to a problem of it."""
+        unexpected = None
+        try:
+            if problem is not None:
+                raise problem
+            response = await self._respond(request.method, request.url.path.rstrip("/"), body)
+        except (ApiError, ServiceError, pydantic.ValidationError) as error:
+            response = _error_response(error)
+        except Exception as error:
+            unexpected, response = error, _error_response(error)
+        # A `receive` that never returns: `__call__` watches for the end of the connection.
+        await response(request.scope, asyncio.Future, send)
+        if unexpected is not None:
+            raise unexpected  # uvicorn logs it
 
-@dataclass
-class _Replay:
-    """ASGI's `receive` for a body that was read already; it never reports a disconnect."""
-
-    messages: list[dict[str, Any]]
-
-    async def __call__(self) -> dict[str, Any]:
-        return self.messages.pop() if self.messages else await asyncio.Future()
-
-
-@dataclass(frozen=True, kw_only=True)
-class App:
-    """The routes."""
-
-    service: Service
-    tokenizer: TextTokenizer
-    model: str
-    """Name under which the model is served."""
-    limits: Limits
-    chat_template: Any = None
-    """Renders messages; None if the model has no template."""
-    ends: frozenset[int] = frozenset()
-    """Token ids that end a continuation."""
-
-    def routes(self) -> Any:
-        """Return the Starlette application."""
-        kinds = (HTTPException, ServiceError, pydantic.ValidationError, Exception)
-        return starlette.Starlette(
-            routes=[
-                routing.Route("/v1/completions", self._complete, methods=["POST"]),
-                routing.Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                routing.Route("/v1/models", self._models),
-                routing.Route("/health", self._health),
-            ],
-            exception_handlers=dict.fromkeys(kinds, _response_to),
-        )
-
-    async def _health(self, _: Any) -> Any:
-        """Answer 200 while the engine runs, else 503."""
+    async def _respond(self, method: str, path: str, body: bytes) -> Any:
+        posts = {"/v1/completions": self._complete, "/v1/chat/completions": self._chat}
+        if path not in (*posts, "/v1/models", "/health"):
+            raise ApiError(404, "Not Found")
+        if method not in (("POST",) if path in posts else ("GET", "HEAD")):
+            raise ApiError(405, "Method Not Allowed")
+        if path in posts:
+            return await posts[path](body)
+        if path == "/v1/models":
+            model = {"id": self.model, "object": "model", "created": 0, "owned_by": "local"}
+            return responses.JSONResponse({"object": "list", "data": [model]})
         if self.service.failure is not None:
             raise self.service.failure
         return responses.JSONResponse({"status": "ok"})
 
-    async def _models(self, _: Any) -> Any:
-        """List the model."""
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "local"}
-        return responses.JSONResponse({"object": "list", "data": [model]})
-
-    async def _complete(self, request: Any) -> Any:
+    async def _complete(self, content: bytes) -> Any:
         """Continue prompts."""
-        body = _Completion.model_validate_json(await request.body())
+        body = _Completion.model_validate_json(content)
         is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         prompts = [body.prompt] if is_one else body.prompt
         return await self._continue(body, prompts, self.tokenizer.tokenize, body.max_tokens)
 
-    async def _chat(self, request: Any) -> Any:
-        """Continue a chat, which the template of the model turns into one prompt."""
-        body = _Chat.model_validate_json(await request.body())
+    async def _chat(self, content: bytes) -> Any:
+        """Continue a chat, which the model's template renders as one prompt."""
+        body = _Chat.model_validate_json(content)
         if self.chat_template is None:
-            raise _error(400, "this model has no chat template", "no_chat_template")
+            raise ApiError(400, "this model has no chat template", "no_chat_template")
         messages = []
         for one in body.messages:
             parts = [one.content] if isinstance(one.content, str) else [p.text for p in one.content]
@@ -252,9 +237,9 @@ class App:
         try:
             prompt = await asyncio.to_thread(render)
         except BadDocumentError as error:
-            raise _error(400, f"messages: {error}") from None
+            raise ApiError(400, f"messages: {error}") from None
         most = body.max_completion_tokens or body.max_tokens
-        # `tokenize_part` adds no special tokens: the template writes them.
+        # `tokenize_part` adds no special tokens: the template contains them.
         return await self._continue(body, [prompt], self.tokenizer.tokenize_part, most)
 
     async def _continue(
@@ -262,11 +247,11 @@ class App:
     ) -> Any:
         if body.model != self.model:
             message = f"there is no model {body.model[:80]!r}; this server has {self.model!r}"
-            raise _error(404, message, "model_not_found")
+            raise ApiError(404, message, "model_not_found")
         if body.n * len(prompts) > _MOST_SEQUENCES:
-            raise _error(400, f"more than {_MOST_SEQUENCES} continuations in one request")
+            raise ApiError(400, f"more than {_MOST_SEQUENCES} continuations in one request")
         if body.stream_options is not None and not body.stream:
-            raise _error(400, "stream_options goes with stream")
+            raise ApiError(400, "stream_options needs stream")
         engine, sequences = self.service.engine, []
         sampling = Sampling(
             temperature=body.temperature,
@@ -280,7 +265,7 @@ class App:
                     tokens = await asyncio.to_thread(tokenize, tokens)
                 except (MegatronError, ValueError, KeyError) as error:
                     found = error.found if isinstance(error, MegatronError) else error
-                    raise _error(400, f"prompt: cannot be tokenized: {found}") from None
+                    raise ApiError(400, f"prompt: cannot be tokenized: {found}") from None
             one = partial(
                 Request, tokens=tokens, sampling=sampling, stop_tokens=self.ends,
                 max_new_tokens=most or max(1, engine.max_length - len(tokens)),
@@ -288,11 +273,11 @@ class App:
             if problem := engine.check(one()):
                 is_too_long = "--max-new-tokens" in problem.flags
                 code = "context_length_exceeded" if is_too_long else "invalid_prompt"
-                raise _error(400, f"prompt: {problem.found}", code)
+                raise ApiError(400, f"prompt: {problem.found}", code)
             sequences += [one(sequence=number) for number in range(body.n)]
         unfinished = self.service.num_unfinished + len(sequences)
         if unfinished > engine.max_rows + self.limits.queued:
-            raise _error(429, "too many sequences are waiting", "queue_full")
+            raise ApiError(429, "too many sequences are waiting", "queue_full")
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         answer = _Answer(self, isinstance(body, _Chat), sequences, stop)
         if body.stream:
@@ -302,7 +287,7 @@ class App:
 
 
 class _Answer:
-    """The continuations of one request, in OpenAI's form."""
+    """The continuations of one request, in OpenAI's format."""
 
     def __init__(self, app: App, is_chat: bool, sequences: list[Request], stop: list[str]) -> None:
         self.app, self.is_chat, self.sequences = app, is_chat, sequences
@@ -318,7 +303,7 @@ class _Answer:
         """Yield (index, new text, finish reason) until all continuations have ended.
 
         Raises:
-            HTTPException: it takes too long, or the logits are not finite.
+            ApiError: the request takes too long, or the logits are not finite.
             ServiceError: the engine has ended.
         """
         service, loop = self.app.service, asyncio.get_running_loop()
@@ -341,7 +326,7 @@ class _Answer:
                 if index not in numbers:
                     continue  # a token after a stop word
                 if what.finish_reason == "error":
-                    raise _error(500, NOT_FINITE, "not_finite")
+                    raise ApiError(500, NOT_FINITE, "not_finite")
                 stream, found = self.streams[index], self.found[index]
                 text = take(what, stream, found)
                 has_ended = what.finish_reason is not None or stream.stopped
@@ -349,27 +334,26 @@ class _Answer:
                     service.cancel(numbers.pop(index))
                 yield index, text, found.finish_reason if has_ended else None
         except TimeoutError:
-            raise _error(504, "the answer took too long", "timeout") from None
+            raise ApiError(504, "the answer took too long", "timeout") from None
         finally:
             for number in numbers.values():
                 service.cancel(number)
 
     async def events(self, includes_usage: bool) -> AsyncIterator[str]:
-        """Yield the server-sent events of a stream; an error is an event, too."""
+        """Yield the server-sent events of a stream; an error is also sent as an event."""
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
         common = {**self.common, "object": kind}
         begun: set[int] = set()
         try:
             async for index, text, reason in self.pieces():
-                content: dict[str, Any] = {"text": text}
-                if self.is_chat:
-                    role = {} if index in begun else {"role": "assistant"}
-                    content = {"delta": {**role, "content": text}}
+                delta = {"content": text}
+                if index not in begun:
+                    delta["role"] = "assistant"
                 begun.add(index)
-                choice = {"index": index, "finish_reason": reason, "logprobs": None, **content}
+                choice = self._choice(index, text, reason, delta=delta)
                 yield f"data: {json.dumps({**common, 'choices': [choice]})}\n\n"
         except Exception as error:
-            yield f"data: {_response_to(None, error).body.decode()}\n\n"
+            yield f"data: {_error_response(error).body.decode()}\n\n"
             return
         if includes_usage:
             yield f"data: {json.dumps({**common, 'choices': [], 'usage': self._usage()})}\n\n"
@@ -379,30 +363,34 @@ class _Answer:
         """Return the answer of a request that does not stream."""
         async for _ in self.pieces():
             pass
-        choices = []
-        for index, one in enumerate(self.found):
-            content: dict[str, Any] = {"text": one.text}
-            if self.is_chat:
-                content = {"message": {"role": "assistant", "content": one.text}}
-            reason = one.finish_reason
-            choices.append({"index": index, "finish_reason": reason, "logprobs": None, **content})
+        choices = [
+            self._choice(
+                index, one.text, one.finish_reason,
+                message={"role": "assistant", "content": one.text},
+            )
+            for index, one in enumerate(self.found)
+        ]  # fmt: skip
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self.common, "object": kind, "choices": choices, "usage": self._usage()}
 
+    def _choice(self, index: int, text: str, reason: str | None, **of_chat: Any) -> dict[str, Any]:
+        content = of_chat if self.is_chat else {"text": text}
+        return {"index": index, "finish_reason": reason, "logprobs": None, **content}
+
     def _usage(self) -> dict[str, int]:
-        # The prompt of n continuations counts once.
+        # The prompt of n continuations is counted once.
         num_prompt = sum(len(one.tokens) for one in self.sequences if one.sequence == 0)
         num_new = sum(len(one.tokens) for one in self.found)
         counts = {"prompt_tokens": num_prompt, "completion_tokens": num_new}
         return {**counts, "total_tokens": num_prompt + num_new}
 
 
-def http_server(app: Guard, *, logs_requests: bool) -> Any:
+def http_server(app: App, *, logs_requests: bool) -> Any:
     """Return a `uvicorn.Server`; its `run` serves until `should_exit`."""
     limits = app.limits
 
     class Protocol(H11Protocol):  # type: ignore[misc]
-        """A connection that ends if no request comes in time, and after one request."""
+        """A connection that is closed after one request, or if the request does not arrive."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

@@ -1,15 +1,16 @@
-"""One engine on all ranks, fed by the rank that serves clients.
+"""Run one engine on all ranks for the clients of the serving rank.
 
 Before each step the serving rank broadcasts new and cancelled sequences; then all ranks take the
-step. The serving rank hands out the tokens of its own engine.
+step. The serving rank delivers the tokens of its own engine to the clients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.settings.flags import flag
@@ -22,27 +23,22 @@ HEARTBEAT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds on everything that costs memory or time."""
+    """Limits of memory and time."""
 
     body_bytes: int = flag(1 << 20, name="max_body_bytes")
-    """Size of a request."""
+    """Largest size of a request, in bytes."""
     queued: int = flag(64, name="max_queue")
-    """Sequences that wait for a place in the batch; more are refused with status 429."""
+    """Most sequences that wait for a place in the batch; further requests get status 429."""
     connections: int = flag(256, name="max_connections")
-    """Clients at the same time; more are refused with status 503."""
+    """Most connections at the same time; further ones get status 503."""
     receive_timeout_s: float = 10.0
-    """For the headers, and again for the body."""
+    """Longest time to receive the headers, and again to receive the body."""
     request_timeout_s: float = 300.0
-    """From the body to the last token."""
+    """Longest time from the body to the last token."""
 
 
-@dataclass
-class BatchUpdate:
-    """What changes before the next step; the same on all ranks."""
-
-    add: list[Request] = field(default_factory=list)
-    cancel: list[int] = field(default_factory=list)
-    ends: bool = False
+Message = Request | int | None
+"""A new sequence, the number of a cancelled sequence, or the end of the engine."""
 
 
 class ServiceError(MegatronError):
@@ -64,15 +60,14 @@ class Service:
         self.engine, self.peers = engine, peers
         self.failure: ServiceError | None = None
         """Set when the engine has ended."""
-        self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
-        """New sequences, numbers of cancelled sequences, and None for the end."""
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._deliver: dict[int, Deliver] = {}
         self._count = 0
         self._lock = threading.Lock()
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that were submitted and have not ended."""
+        """Number of sequences that were submitted and have not ended."""
         return len(self._deliver)
 
     def submit(self, request: Request, deliver: Deliver) -> int:
@@ -86,13 +81,13 @@ class Service:
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._count += 1  # as the engine counts: the inbox keeps this order
+            self._count += 1  # the engine's number of the sequence: the inbox keeps the order
             self._deliver[self._count] = deliver
             self._inbox.put(request)
             return self._count
 
     def cancel(self, number: int) -> None:
-        """Cancel a sequence; nothing happens if it has ended."""
+        """Cancel a sequence, unless it has ended."""
         self._inbox.put(number)
 
     def stop(self) -> None:
@@ -100,16 +95,17 @@ class Service:
         self._inbox.put(None)
 
     def run(self) -> None:
-        """Serve until `stop`: the serving rank's engine thread.
+        """Run the engine until `stop`, in the engine thread of the serving rank.
 
         Communication:
-            one broadcast of a small Python object for each step, and those of the model.
+            for each step one broadcast of a small Python object, and the model's communication.
         Raises:
-            whatever ended the engine, after every waiting client got a `ServiceError`.
+            Exception: the error that ended the engine, after all waiting clients have received a
+                `ServiceError`.
         """
         why = "the server is stopping"
         try:
-            while self._step(self._next_update()):
+            while self._step(self._next_messages()):
                 pass
         except Exception as error:
             why = f"the engine ended: {error}"
@@ -122,18 +118,20 @@ class Service:
             self._deliver.clear()
 
     def follow(self) -> None:
-        """Take part until the serving rank stops: every other rank's main thread."""
+        """Take the serving rank's steps until it stops, in the main thread of another rank."""
         while self._step(None):
             pass
 
-    def _step(self, update: BatchUpdate | None) -> bool:
-        update = self.peers.broadcast(update)
-        for request in update.add:
-            self.engine.add(request)
-        for number in update.cancel:
-            self.engine.cancel(number)
-        if update.ends:
-            return False
+    def _step(self, messages: list[Message] | None) -> bool:
+        """Take a step after the serving rank's messages; return False at the end."""
+        for message in self.peers.broadcast(messages):
+            if message is None:
+                return False
+            if isinstance(message, Request):
+                self.engine.add(message)
+            else:
+                self._deliver.pop(message, None)
+                self.engine.cancel(message)
         for token in self.engine.step():
             deliver = self._deliver.get(token.request)
             if deliver is not None:
@@ -142,20 +140,12 @@ class Service:
                 deliver(token)
         return True
 
-    def _next_update(self) -> BatchUpdate:
+    def _next_messages(self) -> list[Message]:
         """Collect new messages; wait for one if the engine is idle."""
-        update = BatchUpdate()
-        timeout = HEARTBEAT_S if self.engine.is_idle else 0.0
-        try:
-            while not update.ends:
-                message = self._inbox.get(block=timeout > 0, timeout=timeout)
-                timeout = 0.0
-                if message is None:
-                    update.ends = True
-                elif isinstance(message, Request):
-                    update.add.append(message)
-                elif self._deliver.pop(message, None) is not None:
-                    update.cancel.append(message)
-        except queue.Empty:
-            pass
-        return update
+        messages: list[Message] = []
+        with contextlib.suppress(queue.Empty):
+            if self.engine.is_idle:
+                messages.append(self._inbox.get(timeout=HEARTBEAT_S))
+            while not messages or messages[-1] is not None:
+                messages.append(self._inbox.get_nowait())
+        return messages

@@ -1,4 +1,4 @@
-"""A trained model, brought up in this layout to be used instead of trained."""
+"""Load a trained model in this layout, for inference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ DEFAULTS = {
     "eval_iters": 0,
     "mock_data": True,
 }
-"""What training asks for and using a model does not need."""
+"""Settings that training requires and inference does not use."""
 FROM_CHECKPOINT = {"use_checkpoint_args": True, "exit_on_missing_checkpoint": True}
-"""The shape comes with the weights; a model of Hugging Face brings it without being asked."""
+"""The checkpoint's arguments set the model's shape. (--load-hf always reads the shape.)"""
 FROM_HUGGING_FACE = {"seq_length": 4096}
-"""Such a model was not trained on one length: this, or all its positions if they are fewer."""
+"""Such a model has no training length: use this, or the number of its positions if smaller."""
 
 
 OptionsT = TypeVar("OptionsT")
@@ -40,7 +40,7 @@ OptionsT = TypeVar("OptionsT")
 
 @dataclass
 class ModelSession(Generic[OptionsT]):
-    """What is up: the settings, the ranks, the weights, the tokenizer."""
+    """The settings, process groups, weights and tokenizer of a loaded model."""
 
     run: ResolvedRun
     groups: ProcessGroupCollection
@@ -51,19 +51,19 @@ class ModelSession(Generic[OptionsT]):
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence the model has positions for."""
+        """The number of positions of the model."""
         return int(self.run.model.max_position_embeddings)
 
     @property
     def vocab_size(self) -> int:
-        """The model's number of classes, which need not be the tokenizer's number of ids."""
+        """The model's number of classes; it may differ from the tokenizer's number of ids."""
         classes = self.run.model.unpadded_vocab_size
         assert classes is not None, "the start of a run derives it"
         return classes
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The ids that end a text: those that the model of --load-hf names, or its tokenizer."""
+        """The ids that end a text, as the --load-hf directory names them, else the tokenizer's."""
         directory = self.run.checkpoint.load_hf
         stated = None if directory is None else ends_of_generation(directory)
         found: frozenset[int] = self.tokenizer.ends if stated is None else stated
@@ -72,15 +72,15 @@ class ModelSession(Generic[OptionsT]):
     def with_cache(
         self, *, max_rows: int, max_length: int | None = None, packs_weights: bool = True
     ) -> CachedModel:
-        """Give the model a cache of keys and values; see `CachedModel`.
+        """Return the model with a cache of keys and values; see `CachedModel`.
 
         Raises:
-            ConfigError: its ranks share the sequence.
+            ConfigError: the layout splits the sequence over ranks.
         """
         if not has_cache(self.model):
             raise ConfigError(
-                "the model was started in a layout whose ranks share the sequence.",
-                rule="keys and values are kept where a rank sees whole sequences",
+                "the layout splits the sequence over ranks.",
+                rule="a cache of keys and values needs whole sequences on each rank",
                 flags=["--sequence-parallel", "--context-parallel-size"],
                 fix="leave them out: any layout loads any checkpoint",
             )
@@ -95,7 +95,7 @@ class ModelSession(Generic[OptionsT]):
 
 
 def defaults_beside(words: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that a tool takes where these words of a command line say nothing."""
+    """Return a tool's defaults; the words of its command line decide between the two sources."""
     flags = {word.split("=")[0] for word in words}
     is_checkpoint = "--load" in flags or "--load-hf" not in flags
     return {**DEFAULTS, **(FROM_CHECKPOINT if is_checkpoint else FROM_HUGGING_FACE)}
@@ -104,14 +104,14 @@ def defaults_beside(words: Sequence[str]) -> dict[str, Any]:
 def open_session(
     provider: ModelProvider, flags: type[OptionsT], **defaults: object
 ) -> ModelSession[OptionsT]:
-    """Read the command line, start the ranks, build the model and load it, ready for use.
+    """Read the command line, start the ranks, build the model and load its weights.
 
     Args:
-        provider: builds a chunk of the model, as in training.
-        flags: a dataclass of the tool's flags, which are added to those of training.
-        defaults: of settings, before those of the command line.
+        provider: builds a model chunk, as in training.
+        flags: a dataclass of the tool's flags, in addition to the flags of training.
+        defaults: of settings; the command line overrides them.
     Raises:
-        ConfigError: with all problems of the settings, on all ranks; or nothing is to be loaded.
+        ConfigError: on all ranks, with all problems of the settings; or no model is given.
     """
     session = initialize_megatron(
         extra_args_provider=flags_provider(flags),
@@ -122,7 +122,7 @@ def open_session(
     if run.checkpoint.load is None and run.checkpoint.load_hf is None:
         raise ConfigError(
             "there is no trained model.",
-            rule="weights come from a checkpoint or from a model of Hugging Face",
+            rule="a tool loads a checkpoint or a Hugging Face model",
             flags=["--load", "--load-hf"],
             fix="--load DIRECTORY, the --save of the training run",
         )

@@ -1,4 +1,4 @@
-"""From tokens to text while they come, and until a stop word."""
+"""Turn tokens into text as the model chooses them, until a stop word."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from megatron.core.tokenizers.base import TextTokenizer
 from megatron.inference.engine import Engine, Request, Token, not_finite
 
 CONTEXT_TOKENS = 6
-"""Tokens before a piece that are decoded with it: what a token looks like depends on them."""
+"""A token is decoded together with this many preceding tokens, because its text depends on them."""
 
 
 class TextStream:
-    """The text of one continuation, piece by piece.
+    """The text of one continuation, in pieces.
 
-    Pieces end at whole characters, and nothing is given out that may turn out to begin a stop
-    word.
+    A piece ends at a whole character. Text that may be the beginning of a stop word is held back.
 
     Args:
-        tokenizer: has `detokenize`.
         prompt: tokens before the continuation.
-        stop: words that end the text; they are not part of it.
+        stop: words that end the text and are not part of it.
     """
 
     def __init__(
@@ -35,18 +33,18 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take a token; return what can be shown now. Sets `stopped` at a stop word."""
+        """Add a token; return the text that can be shown now. A stop word sets `stopped`."""
         self._tokens.append(token)
         return self._show(self._new_text(is_last=False), is_last=False)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         return "" if self.stopped else self._show(self._new_text(is_last=True), is_last=True)
 
     def _new_text(self, is_last: bool) -> str:
         known = self._tokenizer.detokenize(self._tokens[self._begin : self._read])
         text = self._tokenizer.detokenize(self._tokens[self._begin :])
-        # A character of several tokens shows as a replacement until its last one has come.
+        # An incomplete character of several tokens decodes to the replacement character.
         if not is_last and (text.endswith("\ufffd") or len(text) <= len(known)):
             return ""
         self._begin, self._read = self._read, len(self._tokens)
@@ -64,31 +62,31 @@ class TextStream:
 
 
 def _overlap(text: str, word: str) -> int:
-    """Return the length of the longest end of `text` that begins `word`, shorter than it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `word`."""
     longest = min(len(text), len(word) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(word[:n])), 0)
 
 
 @dataclass
 class Continuation:
-    """What a model wrote after a prompt."""
+    """The continuation of a prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Without the token that ended it."""
+    """Without the stop token."""
     finish_reason: str = "length"
     """"stop" at a stop word or stop token, "length" at the limit."""
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """Per token, if asked for: (id, log-probability) of it and of the best ones."""
+    """Of each token, if requested: (id, log-probability) of it and of the most likely tokens."""
 
 
 def continue_texts(
     engine: Engine, requests: Sequence[Request], tokenizer: TextTokenizer, stop: Sequence[str] = ()
 ) -> list[Continuation]:
-    """Continue all requests; every rank makes the same call and gets all results.
+    """Continue all requests; every rank makes the same call and returns all results.
 
     Raises:
-        ConfigError: a request does not fit; nothing was run.
+        ConfigError: a request is invalid; nothing was run.
         NumericsError: the model's logits are not finite.
     """
     for request in requests:

@@ -1,4 +1,4 @@
-"""Heads other than the vocabulary: rewards, values and embeddings.
+"""Heads that replace the output layer over the vocabulary: rewards, values and embeddings.
 
 Legend: s sequence, b micro batch, h hidden, n outputs.
 """
@@ -22,10 +22,10 @@ Model = TypeVar("Model", bound=LanguageModule)
 
 
 class IdentityHead(MegatronModule):
-    """Returns the last hidden states: the vectors of an embedding model."""
+    """Return the last hidden states: the vectors of an embedding model."""
 
     weight: Tensor | None = None
-    """Of a head over the vocabulary; this has none."""
+    """Always None; an output layer over the vocabulary has a weight."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config)
@@ -47,7 +47,7 @@ class IdentityHead(MegatronModule):
 
 
 class LinearHead(IdentityHead):
-    """A linear layer without bias, whole on every tensor-parallel rank: a reward has one output."""
+    """A linear layer without bias, replicated over tp; a reward model has one output."""
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class LinearHead(IdentityHead):
 
 
 def replace_head(model: Model, num_outputs: int | None = 1) -> Model:
-    """Give a new model, or the stage of it that has the head, another head; return the model.
+    """Replace the head of a new model (on the last stage) and return the model.
 
-    Call it where the model is built, before weights are loaded: in the model's provider. The model
-    then returns the head's outputs [b, s/cp, n] instead of logits. A BERT loses all its heads.
+    Call this in the model's provider, before weights are loaded. The model then returns the head's
+    outputs [b, s/cp, n] instead of logits. All heads of a BERT are removed.
 
     Args:
-        num_outputs: of a `LinearHead`; None is an `IdentityHead`.
+        num_outputs: number of outputs of a `LinearHead`; None uses an `IdentityHead`.
     Raises:
-        ConfigError: the head is the embedding.
+        ConfigError: the head is tied to the word embedding.
     """
     if model.share_embeddings_and_output_weights:
         raise ConfigError(
-            "the head to be replaced is the word embedding.",
-            rule="a head of one's own is not tied",
+            "the head to be replaced is tied to the word embedding.",
+            rule="only an untied head can be replaced",
             flags=["--untie-embeddings-and-output-weights"],
             fix="build the model with --untie-embeddings-and-output-weights",
         )

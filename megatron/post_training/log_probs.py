@@ -1,11 +1,11 @@
 """Log-probabilities of given tokens, forward only, in every layout.
 
-Whole sequences go through the forward-only schedule as in training, so sequence, context and
-pipeline parallelism all share the work. What a loss differentiates is
-`megatron.core.tensor_parallel.log_probs.vocab_parallel_log_probs`, on the logits of its own forward
-step: `logits_of` runs that.
+Whole sequences run through the forward-only schedule as in training, so sequence, context and
+pipeline parallelism split the work. A loss that needs gradients calls
+`megatron.core.tensor_parallel.log_probs.vocab_parallel_log_probs` on the logits that `logits_of`
+returns in its own forward step.
 
-Legend: b rows, s positions, v padded vocabulary, m micro batches.
+Legend: b sequences, s positions, v padded vocabulary, m micro batches.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from megatron.core.utils import as_list, evaluating, get_model_config
 
 Found = TypeVar("Found")
 MicroBatch = Mapping[str, Tensor]
-"""`tokens` and `labels` [b, s]; as the data need them `position_ids` [b, s], `document_starts`
-[b, s] (of packed documents), `padding_mask` [b, s], `attention_mask` [b, 1, s, s]."""
+"""`tokens` and `labels` [b, s]; optionally `position_ids` [b, s], `document_starts` [b, s] (of
+packed documents), `padding_mask` [b, s], `attention_mask` [b, 1, s, s]."""
 
 
 def logits_of(chunk: nn.Module, batch: MicroBatch) -> Tensor:
-    """Run a model chunk on a micro batch, of which this rank has its positions.
+    """Run a model chunk on this rank's positions of a micro batch.
 
     Returns:
-        logits [b, s/cp, v/tp] on the last stage, never gathered; hidden states elsewhere.
+        logits [b, s/cp, v/tp] on the last stage, not gathered; hidden states on other stages.
     """
     documents = batch.get("document_starts")
     return chunk(
@@ -65,25 +65,26 @@ def compute_log_probs(
     routing: Sequence[Tensor] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[LogProbs]:
-    """Return what a model thinks of the labels of each micro batch, without gradients.
+    """Return the log-probabilities of the labels of each micro batch, without gradients.
 
-    The model is in evaluation meanwhile. All replicas call it together, since they may share
-    experts and parameters. Micro batches may differ in size and in number: they are padded to the
-    largest, and to a length that the ranks which share a sequence can split.
+    The model runs in evaluation mode. All replicas call it together, since they may share experts
+    and parameters. Micro batches may differ in size and in number: all are padded to the largest
+    one, and to a length that tp and cp can split.
 
     Args:
         model: this rank's model chunk, or its list of chunks; wrapped or not.
-        micro_batches: of this replica, whole sequences, equal on all of its ranks; a label of
-            `IGNORED_LABEL` (-100) is not asked for. Any number, none included, of any sizes.
+        micro_batches: this replica's micro batches of whole sequences, equal on all of its ranks;
+            any number (also zero), of any sizes. Positions with the label `IGNORED_LABEL` (-100)
+            are not scored.
         temperature: the logits are divided by it.
-        num_valid: number of real tokens; None takes the model's.
-        routing: of each micro batch, [b, s, l, k]: see `replay_routing`. None lets routers choose.
+        num_valid: number of real tokens; None uses the model's.
+        routing: [b, s, l, k] for each micro batch, see `replay_routing`; if None, routers choose.
         pg_collection: None is the current collection.
     Returns:
         an entry per micro batch, [b, s] each, on all ranks of tp, cp and pp.
     Communication:
-        a maximum of three numbers on dp; the forward-only schedule; per micro batch four numbers
-        a token on tp; then a sum of 3 x m x b x s numbers on cp and a broadcast of them on pp.
+        a maximum of three numbers on dp; the forward-only schedule; per micro batch and token four
+        numbers on tp; then an all-reduce of 3 x m x b x s numbers on cp and a broadcast on pp.
     Raises:
         DataError: a micro batch lacks labels, or tensors differ in shape.
     """
@@ -99,7 +100,7 @@ def compute_log_probs(
     width = _width(longest, groups)
     config = get_model_config(chunks[0])
     padded = [_padded(batch, num_rows, width) for batch in micro_batches]
-    # Interleaved schedules run whole groups of micro batches.
+    # Interleaved schedules need a multiple of pp micro batches.
     count += -count % (groups.pp.size() if len(chunks) > 1 else 1)
     nothing = torch.zeros(0, 1, dtype=torch.long)
     empty = _padded({"tokens": nothing, "labels": nothing}, num_rows, width)
@@ -107,7 +108,7 @@ def compute_log_probs(
     table = torch.zeros(3, len(padded), num_rows, width, device=where)
     replay: AbstractContextManager[None] = nullcontext()
     if routing is not None:
-        # Micro batches that were added choose for themselves.
+        # The routers choose for the micro batches that were added.
         layers, k = config.num_layers, config.moe_router_topk
         free = [torch.zeros(0, 0, layers, k, dtype=torch.long)] * (count - len(routing))
         replay = replay_routing(chunks, [*routing, *free])
@@ -145,14 +146,14 @@ def compute_logits(
     *,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[Tensor]:
-    """Return the logits of each micro batch, without gradients: those of a teacher.
+    """Return the logits of each micro batch, without gradients: a teacher's, for distillation.
 
     Args:
         model: as in `compute_log_probs`; in the layout of the student, with the same vocabulary.
-        micro_batches: `tokens` [b, s] and so on, all of one shape, which the ranks can split; as
-            many in every replica, and with virtual stages a multiple of the pipeline size.
+        micro_batches: `tokens` [b, s] and so on, all of one shape that tp and cp can split. Every
+            replica has the same number, with virtual stages a multiple of the pipeline size.
     Returns:
-        [b, s/cp, v/tp] on the last stage, [] on others; nothing is gathered.
+        [b, s/cp, v/tp] for each micro batch on the last stage, not gathered; [] on other stages.
     Communication: the forward-only schedule.
     """
     return _run(as_list(model), micro_batches, lambda x, _: x, resolve_groups(pg_collection))
@@ -165,24 +166,24 @@ def _shape_of(batch: MicroBatch, number: int) -> tuple[int, int]:
         raise DataError(
             f"micro batch {number} has {shapes or 'neither tokens nor labels'}.",
             rule="a micro batch has tokens and labels, [b, s] both",
-            fix="pass labels = the token after each, -100 where none is asked for",
+            fix="pass the next token as each position's label, and -100 at ignored positions",
         )
     return tokens[0], tokens[1]
 
 
 def _width(length: int, groups: ProcessGroupCollection) -> int:
-    """Return a length that the ranks which share sequences can split."""
+    """Round a length up, so that tp and cp can split it."""
     cp_size = groups.cp.size()
     pieces = groups.tp.size() * (2 * cp_size if cp_size > 1 else 1)
     return -(-max(length, 1) // pieces) * pieces
 
 
 def _padded(batch: MicroBatch, num_rows: int, width: int) -> dict[str, Tensor]:
-    """Return a micro batch with rows and positions that nobody asks for added at the ends."""
+    """Return a micro batch with padding sequences and padding positions at the ends."""
     b, s = batch["tokens"].shape
     if (b, s) == (num_rows, width):
         return dict(batch)
-    # What is added after a sequence is a document of its own where documents are marked.
+    # Among packed documents, the padding of a sequence is a document of its own.
     fill = {"labels": IGNORED_LABEL, "padding_mask": 1, "attention_mask": 1, "document_starts": s}
     found = {}
     for name, tensor in {"padding_mask": torch.zeros(b, s, dtype=torch.bool), **batch}.items():
@@ -193,7 +194,7 @@ def _padded(batch: MicroBatch, num_rows: int, width: int) -> dict[str, Tensor]:
     found["labels"][b:] = IGNORED_LABEL
     found["padding_mask"][b:] = True
     if "attention_mask" in found:
-        # A query that sees no key has no softmax.
+        # Softmax needs at least one key for each query.
         found["attention_mask"].diagonal(dim1=-2, dim2=-1).fill_(False)
     return found
 
@@ -205,7 +206,10 @@ def _run(
     function: Callable[[Tensor, MicroBatch], Found],
     groups: ProcessGroupCollection,
 ) -> list[Found]:
-    """Return a function of the logits and this rank's part of each micro batch: last stage only."""
+    """Call `function` on the logits and this rank's part of each micro batch; return its results.
+
+    Only ranks of the last stage have results; other ranks return [].
+    """
     num_rows, width = batches[0]["tokens"].shape
     where = device.current_device()
 

@@ -8,7 +8,7 @@ micro batch and returns (loss, report), in every layout. Sums over a sequence in
 cp. A loss is the mean over the sequences or pairs of its micro batch; the loss of a global batch is
 the mean over micro batches of equal size.
 
-Legend: b sequences, s positions, v padded vocabulary, h hidden, p pairs (rows 2i and 2i + 1),
+Legend: b sequences, s positions, v padded vocabulary, h hidden, p pairs (sequences 2i and 2i + 1),
 g samples of a prompt, d width of a vector.
 """
 
@@ -35,12 +35,12 @@ from megatron.core.tensor_parallel.vocab_parallel_softmax import IGNORED_LABEL
 from megatron.core.transport import torch_collectives
 
 Loss = tuple[Tensor, dict[str, Tensor]]
-"""Mean loss [], and what is reported of the micro batch, without gradient."""
+"""Mean loss [] of the micro batch, and values to report, without gradient."""
 DPO_KINDS = ("sigmoid", "hinge", "ipo")
 
 
 class Preferences(NamedTuple):
-    """Of each pair: the loss, and the rewards that it implies, without gradient."""
+    """The loss of each pair [p], and the implied rewards [p], without gradient."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -79,8 +79,8 @@ def dpo_loss(
         losses = (margin - 1 / (2 * beta)).square()
     else:
         raise ConfigError(
-            f"kind={kind!r} of a preference loss is not known.",
-            rule=f"known are {', '.join(DPO_KINDS)}",
+            f"kind={kind!r} of a preference loss is unknown.",
+            rule=f"the kinds are {', '.join(DPO_KINDS)}",
             fix="use sigmoid",
         )
     return Preferences(
@@ -99,13 +99,13 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
 
     Args:
         chosen, rejected: rewards [p].
-        margin: by how much the first is better.
+        margin: by how much the reward of the first answer should be higher.
     """
     return -F.logsigmoid(chosen - rejected - margin)
 
 
 def group_advantages(rewards: Tensor, *, scales: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Return how much better each sample of a prompt is than the others: GRPO's baseline.
+    """Return each sample's reward minus the mean reward of its prompt: GRPO's advantage.
 
     Args:
         rewards: [..., g].
@@ -118,7 +118,7 @@ def group_advantages(rewards: Tensor, *, scales: bool = True, epsilon: float = 1
 
 
 def k3_divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Return the estimate [...] of KL(policy || reference) that is never negative, of each token.
+    """Return each token's non-negative estimate [...] of KL(policy || reference).
 
     r - 1 - log r with r = reference / policy: Z. Shao et al., "DeepSeekMath", equation 4, arXiv
     2402.03300.
@@ -128,7 +128,7 @@ def k3_divergence(log_probs: Tensor, reference: Tensor) -> Tensor:
 
 
 class PolicyTerms(NamedTuple):
-    """Of each token: the loss, and whether its ratio was clipped."""
+    """The loss of each token [b, s], and whether its ratio was clipped."""
 
     losses: Tensor
     is_clipped: Tensor
@@ -144,17 +144,19 @@ def grpo_loss(
     clip_ratio_high: float | None = None,
     kl_coef: float = 0.0,
 ) -> PolicyTerms:
-    """Return the loss of group relative policy optimisation, token by token.
+    """Return each token's loss of group relative policy optimisation.
 
     Z. Shao et al., "DeepSeekMath", equation 3, arXiv 2402.03300: PPO's clipped ratio (arXiv
     1707.06347), and the divergence from the reference in the loss.
 
     Args:
-        log_probs, old_log_probs: [b, s], under the policy and under that which drew the tokens.
+        log_probs, old_log_probs: [b, s], under the policy and under the policy that sampled the
+            tokens.
         advantages: [b, s] or [b, 1]; see `group_advantages`.
         reference_log_probs: [b, s], with `kl_coef`.
-        clip_ratio: how far the ratio may fall below 1, or rise above it.
-        clip_ratio_high: another bound above (Q. Yu et al., "DAPO", section 3.1, arXiv 2503.14476).
+        clip_ratio: the ratio is clipped to 1 - clip_ratio ... 1 + clip_ratio.
+        clip_ratio_high: replaces `clip_ratio` in the upper bound (Q. Yu et al., "DAPO", section
+            3.1, arXiv 2503.14476).
     """
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
     ratio = (log_probs - old_log_probs).exp()
@@ -165,7 +167,7 @@ def grpo_loss(
         if reference_log_probs is None:
             raise ConfigError(
                 f"kl_coef={kl_coef:g} without log-probabilities of the reference.",
-                rule="the divergence is that from a reference",
+                rule="kl_coef weights the divergence from a reference",
                 fix="pass reference_log_probs, or kl_coef=0",
             )
         losses = losses + kl_coef * k3_divergence(log_probs, reference_log_probs)
@@ -175,15 +177,15 @@ def grpo_loss(
 def contrastive_loss(
     queries: Tensor, keys: Tensor, *, temperature: float = 0.05, first: int = 0
 ) -> Tensor:
-    """Return the loss [b] of telling each query's key from all others.
+    """Return the cross entropy [b] of choosing each query's key among all keys.
 
     A. van den Oord et al., "Representation Learning with Contrastive Predictive Coding", equation
     4, arXiv 1807.03748; in-batch negatives and temperature as in T. Gao et al., "SimCSE", arXiv
     2104.08821.
 
     Args:
-        queries: [b, d]; keys: [n, d], n at least `first` + b. Both are normalised here.
-        first: key of the first query; the others follow.
+        queries: [b, d]; keys: [n, d], n at least `first` + b. The function normalises both.
+        first: index of the first query's key; the keys of the other queries follow.
     """
     scores = F.normalize(queries, dim=-1) @ F.normalize(keys, dim=-1).t() / temperature
     own = torch.arange(first, first + len(queries), device=scores.device)
@@ -194,7 +196,7 @@ def sum_over_sequence(values: Tensor, groups: ProcessGroupCollection) -> Tensor:
     """Sum [b, s/cp, ...] over the positions of all ranks of cp: [b, ...].
 
     Communication:
-        an all-reduce on cp; none in backward: every rank continues with the same sum.
+        an all-reduce on cp; none in backward, because all ranks have the same gradient.
     """
     return reduce_from_tensor_model_parallel_region(values.sum(1), groups.cp)
 
@@ -210,11 +212,12 @@ def dpo_loss_func(
     """Return the mean loss of a micro batch of pairs.
 
     Args:
-        batch: `labels` [b, s/cp], -100 outside of answers, and `reference_log_probs` [b, s/cp],
-            0 there. Even rows are chosen, the odd row after each is rejected.
+        batch: `labels` [b, s/cp] and `reference_log_probs` [b, s/cp]; outside of answers labels are
+            -100 and log-probabilities 0. Each even sequence is the chosen answer of a pair, the odd
+            sequence after it the rejected answer.
         logits: [b, s/cp, v/tp].
-        options: of `dpo_loss`. "ipo" takes means over tokens.
-    Communication: that of `vocab_parallel_log_probs` and of sums on cp.
+        options: of `dpo_loss`. "ipo" uses means over tokens.
+    Communication: see `vocab_parallel_log_probs`; also all-reduces on cp.
     """
     groups = resolve_groups(pg_collection)
     found = vocab_parallel_log_probs(
@@ -245,16 +248,16 @@ def grpo_loss_func(
     pg_collection: ProcessGroupCollection | None = None,
     **options: Any,
 ) -> Loss:
-    """Return the mean over the sequences of a micro batch of the mean over their tokens.
+    """Return the GRPO loss of a micro batch: averaged over each sequence, then over sequences.
 
     Args:
         batch: `labels` [b, s/cp], -100 outside of answers; `old_log_probs` [b, s/cp]; `advantages`
             [b, s/cp]; with `kl_coef` `reference_log_probs` [b, s/cp].
         logits: [b, s/cp, v/tp].
-        temperature: with which the tokens were drawn.
-        entropy_coef: weight of the entropy, which is to stay high.
+        temperature: the sampling temperature of the tokens.
+        entropy_coef: the loss subtracts the entropy times this.
         options: of `grpo_loss`.
-    Communication: that of `vocab_parallel_log_probs` and of sums on cp.
+    Communication: see `vocab_parallel_log_probs`; also all-reduces on cp.
     """
     groups = resolve_groups(pg_collection)
     found = vocab_parallel_log_probs(
@@ -297,10 +300,10 @@ def distillation_loss_func(
     """Return the sum over tokens of KL(teacher || model), the number of tokens, and the report.
 
     Args:
-        batch: `labels` [b, s/cp]; -100 takes a position out.
+        batch: `labels` [b, s/cp]; positions with label -100 are ignored.
         teacher_logits, logits: [b, s/cp, v/tp]; see `compute_logits`.
-        temperature: divides both; the loss is multiplied by its square (arXiv 1503.02531, section
-            2), so that its gradient keeps its size.
+        temperature: divides both logits; the loss is multiplied by its square (arXiv 1503.02531,
+            section 2), so that the size of the gradient does not depend on it.
     """
     groups = resolve_groups(pg_collection)
     mask = batch["labels"] != IGNORED_LABEL
@@ -321,10 +324,10 @@ def reward_loss_func(
 
     Args:
         batch: `loss_mask` [b, s/cp], 1 at the position whose output is the reward of the sequence
-            (its last token), 0 elsewhere; if given `margins` [b, s/cp], of each pair at that
-            position of its chosen row. Even rows are chosen.
-        rewards: [b, s/cp, 1], of a `LinearHead`.
-    Communication: sums on cp.
+            (its last token), 0 elsewhere; optionally `margins` [b, s/cp], the margin of each pair
+            at this position of its chosen answer. Even sequences are the chosen answers.
+        rewards: [b, s/cp, 1], outputs of a `LinearHead`.
+    Communication: an all-reduce on cp.
     """
     groups = resolve_groups(pg_collection)
     mask = batch["loss_mask"]
@@ -348,13 +351,15 @@ def contrastive_loss_func(
 ) -> Loss:
     """Return the mean loss of an embedding model on a micro batch of queries and their keys.
 
-    The keys of all replicas' micro batches are the others of a query.
+    The negatives of a query are the other keys in the micro batches of all replicas.
 
     Args:
         batch: `loss_mask` [b, s/cp], 1 at the positions whose mean is the vector of the sequence
-            (its last token, or all). Even rows are queries, the odd row after each is its key.
-        vectors: [b, s/cp, h], of a `LinearHead` or an `IdentityHead`.
-    Communication: sums on cp; an all-gather of b/2 vectors on dp, backward a reduce-scatter.
+            (its last token, or all tokens). Each even sequence is a query, the odd sequence after
+            it is its key.
+        vectors: [b, s/cp, h], outputs of a `LinearHead` or an `IdentityHead`.
+    Communication: an all-reduce on cp; an all-gather of b/2 vectors on dp, backward a
+        reduce-scatter.
     """
     groups = resolve_groups(pg_collection)
     mask = batch["loss_mask"].float().unsqueeze(-1)
@@ -369,7 +374,7 @@ def contrastive_loss_func(
 
 
 def mean_over_replicas(report: Mapping[str, Tensor], groups: ProcessGroupCollection) -> dict:
-    """Return the means over dp of numbers [] that loss functions reported.
+    """Average the scalars that a loss function reported over dp.
 
     Communication: an all-reduce on dp.
     """

@@ -1,1 +1,1 @@
-"""What a run does about failures: report, watch, restart, rerun, roll back, and check itself."""
+"""Handle failures of a run: report, watch, restart, rerun, roll back, and check replicas."""

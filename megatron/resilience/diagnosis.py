@@ -1,4 +1,4 @@
-"""Find the ranks that hold up the others, and the reason. Pure: no clock, no process."""
+"""Find the ranks that block the others, and the reason. The functions read no clock or process."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from megatron.core.foundation.flight_recorder import Channel, Field
 from megatron.resilience.recorder_reader import Operation, Snapshot, show_instruction
 
 _SAME_SIZE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-"""Operations to which all ranks of a group bring as many elements."""
+"""Operations with the same number of elements on all ranks of a group."""
 _PATIENCE = 4
 _LONG_WAIT_S = 5.0
-"""A shorter wait for another machine is no warning, whatever is usual."""
+"""The shortest wait for another machine that causes a warning."""
 
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank as the watchdog sees it."""
+    """The state of one rank, as the watchdog has read it."""
 
     rank: int
     snapshot: Snapshot
     letter: str = "S"
     """State of the process: T is stopped, t in a debugger, X has ended without a report."""
     quiet_s: float = 0.0
-    """Time since the training thread last continued."""
+    """Time since the last progress of the training thread."""
     beatless_s: float = 0.0
-    """Time since the other threads last ran."""
+    """Time since the last heartbeat, which another thread counts."""
     stopped_s: float = 0.0
     longest_s: float = 0.0
-    """The longest wait of the training thread in training so far."""
+    """The longest time without progress of the training thread in training so far."""
 
     @property
     def is_stopped(self) -> bool:
@@ -39,7 +39,7 @@ class RankView:
 
     @property
     def is_in_training(self) -> bool:
-        """Whether the rank does what takes about as long each time, and has done it before."""
+        """Whether the rank trains and has completed a step, so that durations are regular."""
         fields = self.snapshot.fields
         return bool(fields[Field.IS_TRAINING] and fields[Field.NUM_STEPS])
 
@@ -49,9 +49,9 @@ class RankView:
         return is_late and not self.is_stopped and self.is_in_training
 
     def holds_up(self, timeout_s: float) -> bool:
-        """Return whether a rank that others wait for is late enough for a warning.
+        """Return whether a rank for which others wait is late enough for a warning.
 
-        A first step, a save or an evaluation may take long: it has `_PATIENCE` times as long.
+        A first step, a save or an evaluation may take `_PATIENCE` times as long.
         """
         usual = self.is_in_training and self.snapshot.activity != "evaluating"
         is_stuck = not self.snapshot.waits or self.beatless_s >= timeout_s
@@ -61,25 +61,25 @@ class RankView:
 
 @dataclass(frozen=True)
 class StuckRanks:
-    """Why the ranks do not continue."""
+    """The ranks that block the job, and the reason."""
 
     kind: str
     """HANG, COLLECTIVE_MISMATCH or DEADLOCK end the job; WAITING is a warning."""
     ranks: tuple[int, ...]
-    """The ranks that are the cause, or both sides."""
+    """The ranks that are the cause; for a mismatch both sides."""
     text: str
     waiting: tuple[str, ...] = ()
-    """Which rank waits for which."""
+    """One line for each waiting rank, which names the ranks for which it waits."""
 
     @property
     def ends_job(self) -> bool:
-        """Whether the ranks cannot continue any more."""
+        """Whether the ranks cannot continue."""
         return self.kind != "WAITING"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What can be concluded from one look at all ranks of a machine."""
+    """The states of all ranks of a machine at one time, and the conclusions from them."""
 
     views: Mapping[int, RankView]
     """By global rank."""
@@ -87,12 +87,12 @@ class Diagnosis:
     instructions: Mapping[int, str]
     """Number of an instruction of the schedule -> name."""
     sees_all: bool
-    """Whether `views` are all ranks of the job."""
+    """Whether `views` contains all ranks of the job."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Global rank -> host, for messages."""
 
     def find(self) -> StuckRanks | None:
-        """Return the ranks that hold up the others, or None."""
+        """Return the ranks that block the others, or None."""
         found = self.mismatch()
         if any(view.letter == "X" for view in self.views.values()):
             return found  # the lost connections end the other ranks
@@ -107,7 +107,7 @@ class Diagnosis:
         return found
 
     def describe(self, rank: int) -> str:
-        """Return the place of a rank in the program, in words."""
+        """Describe the activity, step and operation of a rank, in words."""
         shot = self.views[rank].snapshot
         parts = [shot.activity or "starting", f"iteration {shot.fields[Field.ITERATION]}"]
         if during := show_instruction(shot.fields[Field.INSTRUCTION], self.instructions):
@@ -121,7 +121,7 @@ class Diagnosis:
         return ", ".join(parts)
 
     def mismatch(self) -> StuckRanks | None:
-        """Return two ranks whose operations of one channel are not the same, with both sides."""
+        """Return two ranks whose operations in one channel do not match, with both operations."""
         found = None
         for one, two in combinations(self.views.values(), 2):
             pair = _first_pair(one.snapshot, two.snapshot, _do_not_match)
@@ -142,7 +142,7 @@ class Diagnosis:
         why = "is stopped (SIGSTOP)"
         if not stuck or all(v.is_stopped for v in views):
             stuck = [v for v in views if v.is_locked(self.timeout_s)]
-            why = "runs, but no other thread of it gets Python's interpreter lock"
+            why = "runs, but its other threads cannot acquire Python's interpreter lock"
         if not stuck:
             return None
         ranks = tuple(v.rank for v in stuck)
@@ -150,9 +150,9 @@ class Diagnosis:
         return StuckRanks("HANG", ranks, text, self._waiting_chain(ranks))
 
     def _awaited(self, view: RankView) -> list[int]:
-        """Return the ranks without which the operation that a rank waits in cannot end.
+        """Return the ranks that have not entered the operation that blocks a rank.
 
-        A rank that has entered a later operation of the channel has done its part of this one.
+        A rank that has entered a later operation of the channel has completed its part of this one.
         """
         operation, peer = view.snapshot.waits_in, view.snapshot.blocked_on
         if peer is not None:
@@ -172,16 +172,16 @@ class Diagnosis:
         ]
 
     def _count(self, rank: int, channel: Channel) -> float:
-        """Return how many operations of a channel a rank has entered; an unknown rank: enough."""
+        """Return how many operations of a channel a rank has entered; infinity if it is unknown."""
         view = self.views.get(rank)
         return float("inf") if view is None else view.snapshot.count(channel)
 
     def _waiting_chain(self, stuck: Sequence[int] = ()) -> tuple[str, ...]:
-        """Return which rank waits for which.
+        """Return a line for each waiting rank, which names the ranks for which it waits.
 
         Args:
-            stuck: ranks that do nothing any more. If all ranks have entered the operation in which
-                a rank waits, it waits for these.
+            stuck: ranks that no longer run. If all ranks have entered the operation that blocks a
+                rank, the rank waits for the stuck ranks of the operation.
         """
         lines = []
         for view in self.views.values():
@@ -198,7 +198,8 @@ class Diagnosis:
     def _deadlock(self) -> StuckRanks | None:
         """Return a cycle of ranks that wait for each other.
 
-        A rank without recent heartbeats may be about to be found locked: it is no proof.
+        If a rank has no recent heartbeat, return None: a thread of this rank may hold the GIL,
+        which is diagnosed after the timeout.
         """
         views = self.views.values()
         if not all(view.snapshot.waits and view.quiet_s >= self.timeout_s for view in views):
@@ -210,25 +211,27 @@ class Diagnosis:
             return None
         sides = "; ".join(f"rank {rank}: {self.describe(rank)}" for rank in cycle)
         differing = self._first_difference(cycle)
-        text = f"ranks {list(cycle)} wait for each other in a circle: {sides}{differing}"
+        text = f"ranks {list(cycle)} wait for each other in a cycle: {sides}{differing}"
         return StuckRanks("DEADLOCK", cycle, text, self._waiting_chain())
 
     def _first_difference(self, ranks: Sequence[int]) -> str:
-        """Return the first operation that ranks began in different instructions: one left out an
-        operation before."""
+        """Return the first operation that two ranks have entered in different instructions.
+
+        One of the two ranks has skipped an earlier operation.
+        """
         for one, two in combinations((self.views[rank] for rank in ranks), 2):
             pair = _first_pair(
                 one.snapshot, two.snapshot, lambda a, b: a.instruction != b.instruction
             )
             if pair is not None:
                 return (
-                    f"; they part at rank {one.rank}: {self._show(pair[0])}, "
+                    f"; they first differ at rank {one.rank}: {self._show(pair[0])}, "
                     f"rank {two.rank}: {self._show(pair[1])}"
                 )
         return ""
 
     def _slow_link(self) -> StuckRanks | None:
-        """Return a rank that waits far longer than ever before for ranks of other machines."""
+        """Return ranks of other machines for which a rank waits much longer than ever before."""
         for view in self.views.values():
             operation = view.snapshot.waits_in
             is_late = view.quiet_s >= max(_LONG_WAIT_S, _PATIENCE * view.longest_s)
@@ -262,14 +265,14 @@ class Diagnosis:
         if not late:
             return None
         text = "; ".join(
-            f"rank {r} has not gone on for {self.views[r].quiet_s:.0f} s: {self.describe(r)}"
+            f"rank {r} has made no progress for {self.views[r].quiet_s:.0f} s: {self.describe(r)}"
             for r in late
         )
         return StuckRanks("WAITING", tuple(late), text, self._waiting_chain())
 
 
 def _do_not_match(mine: Operation, theirs: Operation) -> bool:
-    """Return whether a collective cannot be both operations."""
+    """Return whether two operations cannot belong to the same collective."""
     is_size = mine.name in _SAME_SIZE and mine.num_elements != theirs.num_elements
     return is_size or mine.name != theirs.name
 
@@ -277,7 +280,7 @@ def _do_not_match(mine: Operation, theirs: Operation) -> bool:
 def _first_pair(
     one: Snapshot, two: Snapshot, differ: Callable[[Operation, Operation], bool]
 ) -> tuple[Operation, Operation] | None:
-    """Return the first operation of a rank that differs from another's of the same collective."""
+    """Return the first operations of two ranks in the same collective that differ."""
     pairs = []
     for channel, operations in one.of_channel.items():
         if channel.tag >= 0 and (theirs := two.of_channel.get(channel)):

@@ -1,8 +1,8 @@
-"""One final line for a run that failed, the same as JSON, and an exit code by class.
+"""Report a failed run: one final line, the same fields as JSON, and an exit code by class.
 
-Several ranks usually fail together: one by its own error, the others because it left them. The
-first rank that reaches the rendezvous store reports; the others end quietly, and write the same
-report into the file that torchrun shows at its end.
+Several ranks usually fail together: one by its own error, the others because this rank is lost. The
+first rank that reaches the rendezvous store reports; the others print nothing, and write the same
+report to the file that torchrun shows at its end.
 
     FATAL[DATA] iter=0 rank=0 host=node1 where=building data last_good_ckpt=none action=...
 """
@@ -43,7 +43,7 @@ from megatron.training.launch import rank_info
 EARLIER_FAILURE_FILE = "failure.previous.json"
 """Name of the `FAILURE_FILE` of an earlier run."""
 WAIT_S = 3.0
-"""How long to wait for answers of the store and for other ranks."""
+"""How long to wait for the store and for other ranks, in seconds."""
 
 
 class LauncherLostError(MegatronError):
@@ -83,7 +83,7 @@ _NO_MEMORY = re.compile("can(?:no|')t allocate memory|std::bad_alloc", re.IGNORE
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (class, exit code) of an error; a joint error has the class that its parts share."""
+    """Return (class, exit code) of an error; a joint error has the common class of its parts."""
     parts = error.problems if isinstance(error, MegatronError) else ()
     if parts and len({type(part) for part in parts}) == 1:
         error = parts[0]
@@ -102,12 +102,12 @@ def classify(error: BaseException) -> tuple[str, int]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether another rank that does not answer has caused an error."""
+    """Return whether the loss of another rank has caused an error."""
     return classify(error) == LOST_PEER
 
 
 def action_for(error: BaseException, name: str, status: RunStatus) -> str:
-    """Return in a few words what to do."""
+    """Return the recommended action, in a few words."""
     parts = error.problems if isinstance(error, MegatronError) else ()
     if len(parts) == 1:
         error = parts[0]
@@ -128,7 +128,7 @@ def action_for(error: BaseException, name: str, status: RunStatus) -> str:
 
 
 def fatal_line(error: BaseException, status: RunStatus) -> str:
-    """Return the one line."""
+    """Return the FATAL line of an error."""
     name, _ = classify(error)
     last = status.last_good_checkpoint
     fields = {
@@ -167,9 +167,9 @@ def failure_record(error: BaseException, status: RunStatus) -> dict[str, Any]:
 
 
 def set_earlier_failure_aside(directory: str) -> None:
-    """Rename failure.json of an earlier run, so that no reader takes it for this run's.
+    """Rename failure.json of an earlier run, so that no reader mistakes it for this run's file.
 
-    Remove the unfinished files of runs that were killed while they wrote it.
+    Also remove unfinished files of runs that were killed while they wrote the file.
     """
     for unfinished in Path(directory).glob(f"{UNFINISHED}*"):
         unfinished.unlink(missing_ok=True)
@@ -178,15 +178,15 @@ def set_earlier_failure_aside(directory: str) -> None:
 
 
 def _about_peers(error: BaseException, status: RunStatus) -> str:
-    """Return what is known of the other ranks of this node, if `error` comes from their silence."""
+    """Return the state of this node's other ranks if `error` was caused by a lost peer, else ""."""
     return status.peers.describe() if status.peers is not None and is_lost_peer(error) else ""
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """Return the answer of the store, for which torch would wait without end on a dead link.
+    """Call the store with a timeout; torch itself would wait forever if the link is dead.
 
     Raises:
-        TimeoutError: no answer within WAIT_S.
+        TimeoutError: the store has not answered within WAIT_S.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -211,7 +211,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def report(error: BaseException, status: RunStatus, store: Store) -> int:
-    """Write the message of a failed run once, and return this rank's exit code."""
+    """Report the failure of a run once, and return this rank's exit code."""
     if status.heartbeat is not None and classify(error)[0] in (
         "CRASH", "PEER_LOST", "COLLECTIVE_MISMATCH",
     ):  # fmt: skip
@@ -230,15 +230,15 @@ def report(error: BaseException, status: RunStatus, store: Store) -> int:
 def _report(error: BaseException, status: RunStatus, store: Store) -> None:
     is_orphan = isinstance(error, LauncherLostError)
     if is_orphan and launcher_is_store_host():
-        # The store has ended with it: a question would only make torch print its stack.
+        # The store has ended with the launcher; using it would make torch print its stack.
         if status.local_rank == 0:
             _print_report(error, status)
         return
     try:
         is_first = store is None or _ask(lambda: store.add("failure/reports", 1)) == 1
     except Exception:
-        # Without a store all ranks report errors of their own; of an error that all ranks of a node
-        # see, one report is enough.
+        # Without a store, all ranks report their own errors, but only one rank of a node reports an
+        # error that all ranks of the node have.
         is_first = status.local_rank == 0 or not (is_orphan or is_lost_peer(error))
     if is_first:
         text = _print_report(error, status)
@@ -264,14 +264,14 @@ def _print_report(error: BaseException, status: RunStatus) -> str:
         text = "".join(traceback.format_exception(error)).rstrip()
     lost = _about_peers(error, status)
     text = "\n".join([text, *([lost] if lost else []), fatal_line(error, status)])
-    # One call: lines of several ranks would mix.
+    # One call, so that lines of several ranks do not mix.
     sys.stderr.write(f"\n{text}\n")
     sys.stderr.flush()
     if status.save_directory is not None:
-        # The line matters more than the file: a full disk must not hide it.
+        # An error while writing the file, such as a full disk, must not hide the printed line.
         with contextlib.suppress(OSError, MegatronError):
             lock = None
-            if not status.has_claimed:  # refuses if another living run owns the directory
+            if not status.has_claimed:  # raises if another running job owns the directory
                 lock = SaveLock.acquire(status.save_directory, grace_s=0.0)
             write_failure(failure_record(error, status), status.save_directory)
             if lock is not None:
@@ -291,9 +291,9 @@ def write_launcher_error_file(text: str) -> None:
 
 
 def _let_others_report(status: RunStatus, store: Store) -> None:
-    """Keep a store that lives in this process until all ranks have used it, at most WAIT_S.
+    """Wait until all ranks have used a store that this process hosts, at most WAIT_S.
 
-    Without it they would repeat the report, with torch's own lines about a lost store.
+    Without the store, they would repeat the report and print torch's lines about a lost store.
     """
     with contextlib.suppress(Exception):
         num_ended = _ask(lambda: store.add("failure/ended", 1))
@@ -309,10 +309,10 @@ def _let_others_report(status: RunStatus, store: Store) -> None:
 
 @contextmanager
 def failures_reported(status: RunStatus) -> Iterator[None]:
-    """Turn an exception of the run into the report and `SystemExit`.
+    """Convert an exception in the block to a report and `SystemExit`.
 
     A rank that torchrun started also reports the end of torchrun, and the SIGTERM that torchrun
-    sends when another rank has ended: a training thread that waits in a collective sees neither.
+    sends when another rank has ended: a training thread in a collective cannot react to either.
     """
     launcher = rank_info.launcher_process()
     is_watched = launcher is not None and threading.current_thread() is threading.main_thread()
@@ -339,8 +339,10 @@ def failures_reported(status: RunStatus) -> Iterator[None]:
 
 
 def end_by_verdict(code: int, text: str, store: Store) -> None:
-    """End this process as the watchdog of the machine demands, and pass the reason to the launcher
-    and to the ranks of other machines. Called beside the training thread."""
+    """End this process on the watchdog's verdict; write the reason for the launcher and the store.
+
+    Called in another thread than the training thread.
+    """
     _within(WAIT_S, lambda: os._exit(code))
     try:
         write_launcher_error_file(text)
@@ -354,13 +356,13 @@ def end_by_verdict(code: int, text: str, store: Store) -> None:
 def _launcher_lost() -> LauncherLostError:
     return LauncherLostError(
         "torchrun, which started this rank, has ended without stopping it.",
-        rule="ranks end with their launcher: nobody else would stop or restart them",
-        fix="look for what killed torchrun (lack of memory, a scheduler), then start it again",
+        rule="ranks end with their launcher, because nothing else would stop or restart them",
+        fix="find out why torchrun was killed (lack of memory, a scheduler), then start it again",
     )
 
 
 def _end_orphaned(status: RunStatus, store: Store) -> None:
-    """End a rank whose launcher has ended. Called beside the training thread."""
+    """End a rank whose launcher has ended. Called in another thread than the training thread."""
     error = _launcher_lost()
     code = classify(error)[1]
     _within(WAIT_S, lambda: os._exit(code))
@@ -371,19 +373,19 @@ def _end_orphaned(status: RunStatus, store: Store) -> None:
 
 
 def _report_lost_peer(status: RunStatus, store: Store) -> None:
-    """Report why torchrun sends SIGTERM, if a rank of this node was killed."""
-    if status.peers is not None and status.peers.any_was_lost():
+    """Report the cause of torchrun's SIGTERM, if a rank of this node was killed."""
+    if status.peers is not None and any(peer.was_lost() for peer in status.peers.peers):
         error = errors.PeerLostError(
             "another rank of this job was killed.",
-            rule="a job ends with any of its ranks",
-            fix="see why the rank was killed, then resume",
+            rule="a job ends when any of its ranks ends",
+            fix="find out why the rank was killed, then resume",
         )
         _within(WAIT_S, lambda: end_by(signal.SIGTERM))
         report(error, status, store)
 
 
 def _within(seconds: float, end: Callable[[], None]) -> None:
-    """Call `end` after a while: the store answers one thread at a time, and the other may wait."""
+    """Call `end` after a while: the store serves one thread at a time, so a report may block."""
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()

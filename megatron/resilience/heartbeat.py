@@ -1,4 +1,4 @@
-"""The heartbeat of this rank, and the start of the watchdog of its machine."""
+"""Run the heartbeat of this rank, and start the watchdog of its machine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megatron.training.launch.rank_info import RankInfo
 
 BEAT_S = 0.5
 ANSWER_S = 4.0
-"""Longer than a watchdog takes that has to wait for stacks."""
+"""Longer than a watchdog takes if it must wait for stacks."""
 _MEETING_TIMEOUT = timedelta(seconds=60)
 _MOST_MACHINES = 512
-"""With more machines, warnings have no host names: each machine would read all names."""
+"""With more machines, warnings contain no host names, because each machine would read all names."""
 
 
 class Heartbeat:
-    """Counts in the flight recorder until it is closed, and obeys the watchdog's verdict.
+    """Count in the flight recorder until it is closed, and act on the watchdog's verdict.
 
     Args:
-        on_verdict: called in a thread with exit code and reason; it ends the process.
+        on_verdict: called in a thread with exit code and reason; it must end the process.
     """
 
     def __init__(self, on_verdict: Callable[[int, str], None]) -> None:
@@ -48,8 +48,8 @@ class Heartbeat:
     def ask_watchdog(self) -> None:
         """Wait until the watchdog has compared the operations of the ranks; at most ANSWER_S.
 
-        An error of communication, or a wrong shape after it, does not show that the ranks were in
-        different collectives.
+        If ranks were in different collectives, this rank sees only a communication error, or a
+        wrong shape later.
         """
         PROGRESS.set_field(Field.ASKS, 1)
         deadline = time.monotonic() + ANSWER_S
@@ -59,7 +59,7 @@ class Heartbeat:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """Stop; the watchdog ignores this rank from now on."""
+        """Stop the heartbeat; the watchdog ignores this rank from now on."""
         PROGRESS.set_field(Field.CLOSED, 1)
         self._closed.set()
         self._thread.join(2.0)
@@ -84,15 +84,15 @@ def start_heartbeat(
     """Share the flight recorder of this rank; the first rank of the machine starts the watchdog.
 
     Args:
-        store: through which the ranks of the machine find each other.
-        timeout_s: how long nothing may happen.
-        restarts: end only the ranks that are stuck, because the others continue without them.
+        store: exchanges the settings of the machine's ranks.
+        timeout_s: longest time without progress.
+        restarts: end only the stuck ranks, because the other ranks continue without them.
     Returns:
-        None where the system has no such memory, or the launcher does not name the local ranks.
+        None if the system has no shared memory files, or the launcher does not set local ranks.
     """
     if timeout_s <= 0 or info.local_rank >= info.local_world_size:
         return None
-    stack_signal = int(signal.SIGRTMIN) + 7  # nobody else uses it
+    stack_signal = int(signal.SIGRTMIN) + 7  # not used otherwise
     try:
         mine = {
             "rank": info.rank,
@@ -141,7 +141,7 @@ def _hosts(store: Store, info: RankInfo) -> dict[int, str]:
 def _stacks_at(number: int) -> int:
     """Make a signal write the Python stacks of this process to a file; return its descriptor.
 
-    The signal's handler writes them in C, so a thread that holds the GIL does not prevent it.
+    The signal's handler is written in C, so it also works while a thread holds the GIL.
     """
     if PROGRESS.stacks_file is None:
         PROGRESS.stacks_file = os.memfd_create("stacks")
@@ -150,7 +150,7 @@ def _stacks_at(number: int) -> int:
 
 
 def _start_watchdog(settings: dict[str, object]) -> None:
-    """Start a process that needs nothing but the standard library, and outlives this one."""
+    """Start the watchdog, a process that outlives this one and needs the standard library only."""
     source = str(Path(__file__).parents[2])
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
@@ -163,4 +163,4 @@ def _start_watchdog(settings: dict[str, object]) -> None:
     assert watchdog.stdin is not None
     with watchdog.stdin as pipe:
         pipe.write(json.dumps(settings).encode())
-    watchdog.returncode = 0  # nobody waits for it
+    watchdog.returncode = 0  # prevents the warning that the process was not waited for

@@ -3,11 +3,10 @@
     python -m megatron.resilience.inprocess_restart --nproc-per-node 4 pretrain_gpt.py ...
 
 It replaces torchrun, with torchrun's flags --nnodes, --node-rank, --master-addr and --master-
-port. A rank that ends, or that the watchdog finds stuck, is replaced by a spare process, or by a
-new one; the others keep their processes and continue after the last step with copies in memory.
+port. If a rank ends, or if the watchdog finds it stuck, a spare process or a new process replaces
+it. The other ranks keep their processes and continue after the last step from copies in memory.
 With --min-ranks the job continues at once with fewer ranks, and grows as soon as more are idle;
-the global batch stays. The launcher of node 0 hosts the store through which all processes
-communicate.
+the global batch stays the same. The launcher of node 0 hosts the store of all processes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from megatron.resilience.restart_coordinator import (
 
 POLL_S = 0.05
 BEAT_S, SILENT_S = 1.0, 8.0
-"""Interval of a launcher's heartbeats, and the silence after which its node counts as lost."""
+"""Interval of a launcher's heartbeats, and the longest silence before its node counts as lost."""
 END_S = 30.0
 """How long ranks may take to save after SIGTERM."""
 _FATAL = re.compile(
@@ -70,19 +69,19 @@ class Flags:
     spares: int = 0
     """Processes of each node that wait, with their imports done, to replace a lost rank."""
     min_ranks: int = 0
-    """Continue with fewer ranks, but at least as many; 0: only with all of them."""
+    """Continue with fewer ranks, but at least this many; 0 waits until all ranks are available."""
     ranks_per_replica: int = 1
-    """The number of ranks changes by multiples of it: the product of the sizes of all axes but
-    data parallelism."""
+    """The number of ranks is always a multiple of this: the product of the sizes of all axes
+    except data parallelism."""
     max_restarts: int = 100
-    """Processes that this launcher starts to replace others."""
+    """Most processes that this launcher starts to replace others."""
     backoff_s: float = 0.0
     """Seconds before a process is started to replace one that failed by itself; each further
     failure of the same class, rank and place waits twice as long, at most 600 s."""
     replacement_delay_s: float = 0.0
     """Seconds before a process is started to replace one that was killed."""
     same_failures: int = 3
-    """End the job after as many failures in a row of the same class, rank and place."""
+    """End the job after this many consecutive failures of the same class, rank and place."""
     command: tuple[str, ...] = positional((), metavar="SCRIPT ...", help="Script and its flags.")
 
 
@@ -95,7 +94,7 @@ class _Process:
     error_file: Path
 
     def exit(self) -> ProcessExit:
-        """Return how it ended."""
+        """Return the exit status and the failure of the ended process."""
         text = ""
         with contextlib.suppress(OSError, ValueError, KeyError):
             line = json.loads(self.error_file.read_text())["message"]["message"]
@@ -105,15 +104,15 @@ class _Process:
 
 
 class Launcher:
-    """Starts and kills the processes of one node, and reports their ends to the store."""
+    """Start and kill the processes of one node, and report their ends to the store."""
 
     def __init__(self, flags: Flags, folder: Path) -> None:
         self.flags, self.folder = flags, folder
         self.name = f"{flags.node_rank}-{os.getpid()}"
-        """Unique among all launchers that were ever started for the job."""
+        """Unique among all launchers of the job, earlier ones included."""
         self.processes: list[_Process] = []
         self.due = [0.0] * (flags.nproc_per_node + flags.spares)
-        """Times at which to start a process."""
+        """Start times of the processes to be started."""
         self.store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             flags.master_addr,
             flags.master_port,
@@ -193,7 +192,7 @@ class Launcher:
 
 
 class StoreCoordinator:
-    """Connects the coordinator of node 0 to the store: reports in, decisions out."""
+    """Connect the coordinator to the store: read reports, write decisions. Runs on node 0."""
 
     def __init__(self, store: Store, limits: ElasticLimits) -> None:
         self._store, self._coordinator = store, Coordinator(limits)
@@ -209,7 +208,7 @@ class StoreCoordinator:
         num_counted = self._store.add(f"num_{name}", 0)
         for number in range(self._read.get(name, 0) + 1, num_counted + 1):
             if not self._store.check([f"{name}/{number}"]):
-                break  # counted, not written yet
+                break  # its writer has counted the entry, but not written it yet
             found.append((number, self._store.get(f"{name}/{number}").decode()))
             self._read[name] = number
         return found
@@ -270,10 +269,10 @@ class StoreCoordinator:
 
 
 def limits_of(flags: Flags) -> ElasticLimits:
-    """Return the limits of the flags, and of the flags of the training command.
+    """Return the limits that the flags and the training command's flags set.
 
     Raises:
-        ConfigError: no number of ranks would be allowed.
+        ConfigError: they allow no number of ranks.
     """
     ranks = flags.nnodes * flags.nproc_per_node
     batch = int(value_in(flags.command, "--global-batch-size") or 0)
@@ -299,7 +298,7 @@ def limits_of(flags: Flags) -> ElasticLimits:
             ConfigError(
                 f"--min-ranks {flags.min_ranks} and --node-rank {flags.node_rank} of {flags.nnodes}"
                 f" nodes of {flags.nproc_per_node} ranks.",
-                rule="there are not fewer ranks than at least must train, and nodes count from 0",
+                rule="--min-ranks is at most the number of ranks, and --node-rank counts from 0",
                 flags=["--min-ranks", "--nnodes", "--node-rank", "--nproc-per-node"],
                 fix="use --min-ranks 0, which waits for all ranks",
             )
@@ -309,7 +308,7 @@ def limits_of(flags: Flags) -> ElasticLimits:
             ConfigError(
                 f"{ranks} ranks in replicas of {flags.ranks_per_replica}, and a global batch of"
                 f" {limits.global_batch} micro batches.",
-                rule="every replica computes as many micro batches",
+                rule="every replica computes the same number of micro batches",
                 flags=["--nproc-per-node", "--ranks-per-replica", "--global-batch-size"],
                 fix="use a --global-batch-size that the replicas divide",
             )
@@ -345,13 +344,13 @@ def serve(flags: Flags, folder: Path) -> int:
                 print("launcher: no restarts are left", file=sys.stderr, flush=True)
                 break
             time.sleep(POLL_S)
-    except RuntimeError as error:  # the store is gone with the launcher of node 0
+    except RuntimeError as error:  # the store has ended with the launcher of node 0
         print(f"launcher: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
     finally:
         if launcher is not None:
             launcher.end(grace_s=END_S if signals else 2.0)
     if flags.node_rank == 0:
-        time.sleep(1.0)  # the others read the status
+        time.sleep(1.0)  # the other launchers read the status
     return status if status >= 0 else 128 - status
 
 
@@ -368,8 +367,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the flags of this launcher, and the script with its flags: all words from the first
-    one that is neither a flag nor the value of a flag."""
+    """Return the flags of this launcher, and the script with its flags.
+
+    The script is the first word that is neither a flag nor the value of a flag.
+    """
     number = 0
     while number < len(words) and words[number].startswith("--") and words[number] != "--":
         number += 1 if "=" in words[number] or words[number] in ("--help",) else 2

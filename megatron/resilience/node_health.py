@@ -39,7 +39,7 @@ _GIB = 1 << 30
 
 
 class State(Enum):
-    """A judgement."""
+    """The outcome of a check."""
 
     FINE = "ok"
     ABSENT = "--"
@@ -48,7 +48,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One observation."""
+    """The result of one check."""
 
     section: str
     name: str
@@ -73,11 +73,11 @@ class CheckFlags:
     """The command line."""
 
     num_gpus: int = 0
-    """GPUs that this node must have; 0 checks none."""
+    """Number of GPUs that this node must have; 0 skips the check."""
     directory: tuple[str, ...] = ()
-    """Directories that the run writes to."""
+    """Directories to which the run writes."""
     min_free_gib: float = 10.0
-    """Free space that each of them must have, in GiB."""
+    """Free space that each of these directories must have, in GiB."""
     min_shared_memory_gib: float = 1.0
     """Size that /dev/shm must have, in GiB."""
     max_clock_difference_s: float = 2.0
@@ -93,11 +93,11 @@ class NodeReport:
     host: str
     rank: int
     clock_s: float
-    """Wall clock just after a barrier."""
+    """Wall clock right after a barrier."""
     versions: dict[str, str]
     problems: tuple[str, ...]
     bandwidth: float
-    """Of the all-reduce, in bytes a second of each rank."""
+    """Bandwidth of the all-reduce, in bytes per second and rank."""
 
 
 def examine_node(flags: CheckFlags) -> Iterator[CheckResult]:
@@ -115,12 +115,12 @@ def examine_node(flags: CheckFlags) -> Iterator[CheckResult]:
 
 
 def _gpus(wanted: int) -> Iterator[CheckResult]:
-    """Yield whether the GPUs exist, and multiply correctly."""
+    """Yield whether the GPUs exist and multiply correctly."""
     if not wanted:
         return
     found = 0 if device.device_type() == "cpu" else torch.accelerator.device_count()
     if found < wanted:
-        yield CheckResult("node", "GPUs", f"{found}, and {wanted} are needed", State.PROBLEM)
+        yield CheckResult("node", "GPUs", f"{found}, but {wanted} are needed", State.PROBLEM)
         return
     expected = torch.full((_MATRIX_SIZE, _MATRIX_SIZE), float(_MATRIX_SIZE))
     for number in range(wanted):
@@ -155,10 +155,10 @@ def _disk(directory: str, min_free_gib: float) -> CheckResult:
 
 
 def time_all_reduce(num_bytes: int, repeats: int = 5) -> float:
-    """Sum ones over all ranks; return the bytes a second of each rank, or 0 if the sum is wrong.
+    """Sum ones over all ranks; return bytes per second and rank, or 0 if the sum is wrong.
 
     Communication:
-        `repeats` + 2 all-reduces over all ranks; all leave the last one, of a number, together.
+        `repeats` + 2 all-reduces over all ranks; the last one, of one number, is a barrier.
     """
     ones = torch.ones(max(1, num_bytes // 4), device=device.current_device())
     dist.all_reduce(ones)
@@ -176,7 +176,7 @@ def time_all_reduce(num_bytes: int, repeats: int = 5) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     found = {name: version_of(name) or "missing" for name in _LIBRARIES}
     return {
         "python": platform.python_version(), "torch": str(torch.__version__),
@@ -207,16 +207,16 @@ def compare(reports: Sequence[NodeReport], max_clock_difference_s: float) -> lis
     is_large = difference > max_clock_difference_s
     found.append(CheckResult("nodes", "clocks", text, State.PROBLEM if is_large else State.FINE))
     slowest = min(reports, key=lambda report: report.bandwidth)
-    text = f"right over {len(reports)} ranks, {slowest.bandwidth / 1e9:.2f} GB/s a rank"
+    text = f"correct over {len(reports)} ranks, {slowest.bandwidth / 1e9:.2f} GB/s per rank"
     found.append(CheckResult("nodes", "all-reduce", text))
     return found
 
 
 def examine_nodes(flags: CheckFlags, rank: int, local_rank: int) -> list[CheckResult]:
-    """Return the checks of all nodes and between nodes, equal on all ranks.
+    """Return the results of all nodes and of comparisons between nodes, equal on all ranks.
 
     Communication:
-        an all-reduce that is timed, barriers, and an all-gather of reports, over all ranks.
+        a timed all-reduce, barriers, and an all-gather of reports, over all ranks.
     """
     device.set_local_device(local_rank)
     dist.init_process_group(device.communication_backend(), timeout=_TIMEOUT)
@@ -225,7 +225,7 @@ def examine_nodes(flags: CheckFlags, rank: int, local_rank: int) -> list[CheckRe
     try:
         bandwidth = time_all_reduce(int(flags.all_reduce_mib * (1 << 20)))
         if bandwidth <= 0:
-            problems.append("the all-reduce over all ranks gave a wrong sum")
+            problems.append("the all-reduce over all ranks returned a wrong sum")
         clock = time.time()
         report = NodeReport(
             socket.gethostname(), rank, clock, versions(), tuple(problems), bandwidth
@@ -239,7 +239,7 @@ def examine_nodes(flags: CheckFlags, rank: int, local_rank: int) -> list[CheckRe
 
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check this node, or all of them under torchrun; return the exit status."""
+    """Check this node, or all nodes under torchrun; return the exit status."""
     flags = read_command_line(CheckFlags, argv, description=__doc__)
     info = read_rank_info()
     if info.is_launched:

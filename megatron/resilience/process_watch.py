@@ -1,8 +1,8 @@
-"""Watch the launcher and the other ranks of this machine, in a thread beside the training thread.
+"""Watch the launcher and the other ranks of this machine, in a thread of its own.
 
-Python runs signal handlers in the training thread, between two of its instructions, and a rank that
-waits in a collective may not execute another instruction for many minutes. The thread answers in
-its place: the launcher has ended, or SIGTERM came and nobody else handles it.
+Python runs signal handlers in the main thread, between two bytecode instructions, and a rank in a
+collective may not execute another instruction for many minutes. This thread acts instead if the
+launcher has ended, or if SIGTERM was received and has no other handler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.foundation.processes import describe_exit, num_killed_for_mem
 from megatron.training.launch.rank_info import RankInfo
 
 GRACE_S = 30.0
-"""How long a rank without a launcher may take to save; torchrun gives as long after SIGTERM."""
+"""How long a rank without a launcher may take to save, as long as torchrun waits after SIGTERM."""
 POLL_MS = 1000
 MEETING_TIMEOUT = timedelta(seconds=60)
 
@@ -40,9 +40,9 @@ class Peer:
         self._has_ended = False
 
     def look(self) -> str | None:
-        """Return the letter of its state, T and t if it is stopped; None if it has ended.
+        """Return the letter of the process state, T or t if it is stopped; None if it has ended.
 
-        The exit code can be read from the end of a process until its parent reaps it.
+        The exit code is readable between the end of a process and its removal by the parent.
         """
         try:
             stat = stat_of(self.identity.number)
@@ -57,18 +57,18 @@ class Peer:
         return None if self._has_ended else stat.letter
 
     def was_lost(self) -> bool:
-        """Return whether it ended on its own, and not as the ranks of a whole job do."""
+        """Return whether it failed, in contrast to a normal end or torchrun's SIGTERM."""
         self.look()
         return self._has_ended and self._ended_with not in (None, 0, -signal.SIGTERM)
 
     def describe(self) -> str | None:
-        """Return why it does not answer; None if it runs."""
+        """Return why the process does not respond; None if it runs."""
         who = f"rank {self.rank} (process {self.identity.number})"
         letter = self.look()
         if letter is not None:
             return f"{who} is stopped (SIGSTOP, or a debugger)" if letter in "Tt" else None
         if self._ended_with is None:
-            return f"{who} ended without a word: killed, in most cases for lack of memory"
+            return f"{who} ended without a report: killed, in most cases for lack of memory"
         return f"{who} {describe_exit(self._ended_with)}"
 
 
@@ -83,8 +83,8 @@ class LocalPeers:
     def meet(cls, store: Store, info: RankInfo) -> LocalPeers:
         """Exchange process identities with the other ranks of this node.
 
-        The result is empty if the launcher does not set which ranks share a node, or if the other
-        ranks are in another namespace.
+        The result has no peers if the launcher does not set the local ranks of a node, or if the
+        other ranks are in another namespace.
         """
         first = info.rank - info.local_rank
         others = [r for r in range(first, first + info.local_world_size) if r != info.rank]
@@ -94,7 +94,7 @@ class LocalPeers:
             mine = ProcessIdentity.own()
             store.set(f"process/{info.rank}", mine.pack().hex())
             store.wait([f"process/{rank}" for rank in others], MEETING_TIMEOUT)
-        except (OSError, RuntimeError):  # no /proc; the others are ending, and will report why
+        except (OSError, RuntimeError):  # no /proc; or the other ranks are ending and will report
             return cls([])
         found = {
             r: ProcessIdentity.unpack(bytes.fromhex(store.get(f"process/{r}").decode()))
@@ -103,12 +103,8 @@ class LocalPeers:
         here = (mine.namespace, mine.machine)
         return cls([Peer(r, i) for r, i in found.items() if (i.namespace, i.machine) == here])
 
-    def any_was_lost(self) -> bool:
-        """Return whether a rank of this node has ended on its own."""
-        return any(peer.was_lost() for peer in self.peers)
-
     def describe(self) -> str:
-        """Return why the peers that do not answer are silent; "" if all run."""
+        """Return why peers do not respond; "" if all run."""
         found = [text for peer in self.peers if (text := peer.describe()) is not None]
         before, killed = self._killed_before, num_killed_for_memory()
         if before is not None and killed is not None and killed > before:
@@ -120,7 +116,7 @@ class LocalPeers:
 
 
 class ProcessWatch:
-    """Watches the launcher, and the peers that it follows, until it is closed.
+    """Watch the launcher and the peers given to `follow`, until it is closed.
 
     Args:
         launcher: process id of the launcher; None watches no launcher.
@@ -136,10 +132,10 @@ class ProcessWatch:
     ) -> None:
         self._on_orphaned, self._before_end = on_orphaned, before_end
         self._launcher: int | None = None
-        with contextlib.suppress(OSError, AttributeError):  # no such call, or gone already
+        with contextlib.suppress(OSError, AttributeError):  # no such call, or it has ended
             if launcher is not None:
                 self._launcher = os.pidfd_open(launcher)
-        self._followed: dict[int, Peer] = {}  # process descriptor -> whose
+        self._followed: dict[int, Peer] = {}  # process descriptor -> peer
         self._to_follow: queue.SimpleQueue[Sequence[Peer]] = queue.SimpleQueue()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._former_descriptor = -1
@@ -149,10 +145,10 @@ class ProcessWatch:
         self._thread.start()
 
     def answer_term(self) -> None:
-        """Call `before_end` at SIGTERM from now on, if nobody else handles it.
+        """Call `before_end` at SIGTERM from now on, if SIGTERM has no other handler.
 
-        Call it when training begins, not before: while a long call into C lasts, the thread would
-        not run.
+        Call this when training begins, not earlier: during long calls into C that hold the GIL, the
+        thread would not run.
         """
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
@@ -160,21 +156,21 @@ class ProcessWatch:
         self._former_descriptor = signal.set_wakeup_fd(
             self._wake_sender.fileno(), warn_on_full_buffer=False
         )
-        # A forked child would write here for its own signals.
+        # A forked child would write its own signals to this descriptor.
         os.register_at_fork(after_in_child=self._forget)
         self._handles_term = True
         signal.signal(signal.SIGTERM, self._ignore)
 
     def follow(self, peers: Sequence[Peer]) -> None:
-        """Look at each of `peers` as soon as it ends, before its launcher removes the exit code.
+        """Read the exit code of each of `peers` as soon as it ends, before its launcher reaps it.
 
-        They replace the peers that were followed before.
+        They replace the peers of earlier calls.
         """
         self._to_follow.put(peers)
         self._wake_sender.send(b"\0")
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing: with a handler Python writes the signal to the wake-up descriptor."""
+        """Do nothing; because of this handler, Python writes SIGTERM to the wake-up descriptor."""
 
     def _forget(self) -> None:
         if not self._closed.is_set():
@@ -201,7 +197,7 @@ class ProcessWatch:
         has_ended: set[int] = set()
         while not self._closed.is_set():
             while not self._to_follow.empty():
-                has_ended -= self._followed.keys()  # the number of a descriptor is used again
+                has_ended -= self._followed.keys()  # descriptor numbers are reused
                 self._replace_followed(self._to_follow.get())
             poll = select.poll()
             for descriptor in (self._wake_receiver.fileno(), self._launcher, *self._followed):
@@ -231,7 +227,7 @@ class ProcessWatch:
 
     def _end_without_launcher(self) -> None:
         if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, self._ignore):
-            # A handler saves on SIGTERM, and ends the process afterwards.
+            # The handler of SIGTERM saves and then ends the process.
             os.kill(os.getpid(), signal.SIGTERM)
             if self._closed.wait(GRACE_S):
                 return
@@ -239,7 +235,7 @@ class ProcessWatch:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal whose handler Python would run in the main thread only."""
+    """End this process by a signal, without Python's handler, which needs the main thread."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))  # SIG_DFL
     os.kill(os.getpid(), number)

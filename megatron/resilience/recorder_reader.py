@@ -14,7 +14,7 @@ from megatron.core.foundation.flight_recorder import Channel, Field
 _FIELDS = struct.Struct(f"<{len(Field)}Q")
 
 
-@dataclass(slots=True)  # frozen, the thousand of each reading would take three times as long
+@dataclass(slots=True)  # not frozen: this makes a reading with a thousand operations 3x as fast
 class Operation:
     """An operation that a rank has entered."""
 
@@ -27,7 +27,7 @@ class Operation:
     instruction: int
 
     def describe(self, instructions: Mapping[int, str]) -> str:
-        """Return it as messages show it."""
+        """Return the operation in words, for messages."""
         size = f" of {self.num_elements} elements" if self.num_elements else ""
         during = show_instruction(self.instruction, instructions)
         return (
@@ -55,17 +55,20 @@ class Snapshot:
     fields: tuple[int, ...]
     activity: str
     operations: Mapping[int, Operation] = field(default_factory=dict)
-    """The operations that the ring still holds, by number."""
+    """The operations that the ring buffer holds, by number."""
     of_channel: Mapping[Channel, Mapping[int, Operation]] = field(default_factory=dict)
-    """The same by channel, and by their count there; the newest is the last."""
+    """The same operations by channel and by count, the newest last."""
 
     def count(self, channel: Channel) -> int:
-        """Return how many operations of a channel the rank has entered, as far as the ring goes."""
+        """Return the number of operations that the rank has entered in a channel.
+
+        The number is 0 if the ring buffer holds no operation of the channel.
+        """
         return max(self.of_channel.get(channel, ()), default=0)
 
     @property
     def waits_in(self) -> Operation | None:
-        """The operation that blocks the training thread, if it is known."""
+        """The operation that blocks the training thread, or None if unknown."""
         return self.operations.get(self.fields[Field.WAITS_IN] - 1)
 
     @property
@@ -75,7 +78,7 @@ class Snapshot:
 
     @property
     def blocked_on(self) -> int | None:
-        """The rank that this rank waits for, if it is known."""
+        """The rank for which this rank waits, or None if unknown."""
         return self.fields[Field.BLOCKED_ON] - 1 if self.fields[Field.BLOCKED_ON] else None
 
 
@@ -83,8 +86,8 @@ class RecorderReader:
     """The mapped recorder of one rank.
 
     Args:
-        process: its id.
-        file: descriptor of the recorder's memory in that process.
+        process: the id of its process.
+        file: descriptor of the recorder's memory in this process.
     Raises:
         OSError: the memory cannot be opened.
     """
@@ -98,7 +101,7 @@ class RecorderReader:
         self._table_length, self._table = 0, list[Channel]()
 
     def fields(self) -> tuple[int, ...]:
-        """Return the fields alone."""
+        """Return the fields."""
         return _FIELDS.unpack_from(self._memory)
 
     def snapshot(self) -> Snapshot:
@@ -139,7 +142,7 @@ class RecorderReader:
         return found
 
     def set_field(self, name: Field, value: int) -> None:
-        """Set a field."""
+        """Set a field in the rank's memory."""
         struct.pack_into("<Q", self._memory, 8 * name, value)
 
     def give_verdict(self, code: int, message: str) -> None:

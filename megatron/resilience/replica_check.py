@@ -1,25 +1,25 @@
-"""Find ranks whose copies of weights, gradients or optimizer state are not equal to the bit.
+"""Find ranks whose copies of weights, gradients or optimizer state are not bit-identical.
 
-Replicas see the same reduced gradients and compute the same updates, so what they hold stays equal
-to the bit; a difference is a fault of the hardware, of a driver or of the program. Nothing else
-shows it: a wrong bit in one replica changes the gradients of all (H. Dixit et al., "Silent Data
-Corruptions at Scale", arXiv 2102.11245).
+Replicas use the same reduced gradients and compute the same updates, so their state stays
+bit-identical; a difference is a fault of the hardware, of a driver or of the program. No other
+check detects it: a wrong bit in one replica changes the gradients of all replicas (H. Dixit et al.,
+"Silent Data Corruptions at Scale", arXiv 2102.11245).
 
-Tensors are not exchanged but digests of them, one integer each. The check compares
+Ranks exchange digests, one integer for each tensor. The check compares
 
 - reduced gradients, weights, their fp32 copies and moments: over data-parallel replicas, or, if
   they are sharded, over the copies of each shard;
-- parameters that are not split over tensor-parallel ranks (norms, routers, positions): over these;
+- parameters that are replicated over tensor-parallel ranks (norms, routers, positions): over tp;
 - the copies of a tied embedding: over its pipeline stages.
 
-Everything is compared at an interval. A corrupted gradient, or a corrupted weight that has a copy
-in fp32, is overwritten by the next update, so a later comparison cannot find it. So before every
-update each rank adds up the digests of gradients and weights, without a message, and the sums are
-compared at the interval. The norm of the gradient is compared in every step, so that replicas
-never decide differently about an update.
+All of these are compared at an interval. The next update overwrites a corrupted gradient, or a
+corrupted weight that has an fp32 copy, so a later comparison cannot find it. So before every update
+each rank adds the digests of gradients and weights to a sum, without communication, and the sums
+are compared at the interval. The gradient norm is compared in every step, so that all replicas make
+the same decision about an update.
 
-Sharded state that exists once has no copy to compare with. Moments that are streamed from host
-memory or files are not read.
+Sharded state without a copy cannot be checked. Moments that are streamed from host memory or files
+are not checked.
 """
 
 from __future__ import annotations
@@ -47,34 +47,30 @@ from megatron.training.hooks.base import Hook
 from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 _NAMED = 5
-"""Differences that an error shows."""
+"""Number of differences that an error lists."""
 _ROW = 1024
-"""Words that are added before a row is weighted by its place."""
+"""Number of words in a row; the sum of a row is multiplied by a weight of the row."""
 
 Copies = dict[str, list[tuple[str, Tensor]]]
-"""Name of a group of ranks -> (name, tensor) that all of its ranks hold, in one order."""
+"""Name of a group -> (name, tensor) for each tensor that all of its ranks hold, in one order."""
 
 _GROUPS = ("dp_cp", "expt_dp", "inter_dist_opt", "tp", "expt_tp", "embd")
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """A tensor of one rank whose copies in a group are not all equal."""
+    """A tensor of one rank whose copies in a group differ."""
 
     group: str
     ranks: tuple[int, ...]
     name: str
     digest: int
     has_owner: bool = False
-    """Whether the owner of a shard computes the tensor and sends it to the other ranks."""
+    """Whether one rank, the owner of a shard, computes the tensor and sends it to the others."""
 
 
 class ReplicaCheck:
-    """Compares the copies of one run.
-
-    Args:
-        chunks, optimizer, groups: of this rank.
-    """
+    """Compare the copies of weights, gradients and state of a run."""
 
     def __init__(
         self,
@@ -88,13 +84,13 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def before_update(self, norm: float, iteration: int) -> None:
-        """Add up the digests of gradients and weights, and compare the gradient norm.
+        """Add the digests of gradients and weights to the sums, and compare the gradient norm.
 
-        A wrong bit in the reduced gradient of one replica, unless it is one of the lowest, changes
-        the norm there, and by the factor of clipping all weights of that replica.
+        A wrong bit in the reduced gradient of one replica, unless it is one of the lowest bits,
+        changes the norm of this replica and, through the clipping factor, all of its weights.
 
         Args:
-            norm: of the whole model's gradient, as this rank knows it; NaN and infinity included.
+            norm: this rank's norm of the whole model's gradient; NaN and infinity are allowed.
         Raises:
             ReplicaMismatchError: on all ranks, before any weight has changed.
         Communication:
@@ -112,17 +108,17 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def compare(self, iteration: int) -> None:
-        """Raise on all ranks if any rank holds other bits than its peers.
+        """Raise on all ranks if the bits of any rank differ from its peers' bits.
 
         Raises:
             ReplicaMismatchError: names tensors, ranks and groups.
         Communication:
-            on each group of copies one all-reduce of two integers per tensor, and one integer over
-            all processes; where something differs, a gather of the digests of what does.
+            on each group of copies one all-reduce of two integers per tensor, and an all-reduce of
+            one integer over all processes; if tensors differ, an all-gather of their digests.
         """
         if not torch_collectives.has_peers(torch_collectives.world()):
             return
-        # What went wrong first comes first in the message.
+        # In the order of a step, so that the message begins with the first fault.
         differences = self._compare_sums(iteration)
         differences += self._compare(copies_of_gradients(self.optimizer))
         differences += self._compare(copies_of_model(self.chunks, self.groups))
@@ -131,7 +127,7 @@ class ReplicaCheck:
         _raise_if_any(differences, iteration)
 
     def _digests(self, copies: Copies) -> dict[str, tuple[list[str], Tensor]]:
-        """Return group -> names and digests [tensors] of the tensors that other ranks hold, too."""
+        """Return group -> names and digests [tensors] of the tensors with copies on other ranks."""
         return {
             group: (
                 [name for name, _ in copies[group]],
@@ -142,12 +138,12 @@ class ReplicaCheck:
         }
 
     def _add_up(self) -> None:
-        """Add the digests of this step's gradients and weights to those of the steps before it."""
+        """Add the digests of this step's gradients and weights to the sums of earlier steps."""
         held = copies_of_gradients(self.optimizer)
         for group, tensors in copies_of_model(self.chunks, self.groups).items():
             held.setdefault(group, []).extend(tensors)
         for group, (names, digests) in self._digests(held).items():
-            # An odd factor: the same difference in two steps does not cancel.
+            # Because of the odd factor, equal differences in two steps do not cancel.
             sums = 3 * self._sums[group][1] + digests if self._num_steps else digests
             self._sums[group] = names, sums
         self._num_steps += 1
@@ -173,7 +169,7 @@ class ReplicaCheck:
     def _differences(self, name: str, names: Sequence[str], digests: Tensor) -> list[_Difference]:
         """Compare digests [tensors] over the ranks of a group."""
         group = getattr(self.groups, name)
-        # The largest of ~d is the complement of the smallest d.
+        # The maximum of ~d is the complement of the minimum of d.
         extremes = torch.cat([digests, ~digests])
         torch_collectives.all_reduce(extremes, group, dist.ReduceOp.MAX)
         largest, smallest = extremes.chunk(2)
@@ -196,48 +192,49 @@ class ReplicaCheck:
 
 
 def _bits(norm: float) -> int:
-    """Return the bits of a number; one NaN is as good as another, whatever bits it has."""
+    """Return the bits of a number; all NaN have the same bits here."""
     known = torch.tensor(math.nan if math.isnan(norm) else norm, dtype=torch.float64)
     return int(known.view(torch.int64))
 
 
 def _raise_if_any(differences: list[_Difference], iteration: int) -> None:
-    """Raise on all ranks if any has found something."""
+    """Raise on all ranks if any rank has differences."""
     count = torch.tensor([len(differences)], device=current_device())
     if int(torch_collectives.all_reduce(count, torch_collectives.world())):
         raise _error(all_gather_object(differences, torch_collectives.world()), iteration)
 
 
 def _error(everyone: Sequence[Sequence[_Difference]], iteration: int) -> ReplicaMismatchError:
-    """Describe all differences; equal on all ranks."""
+    """Return the error that describes the differences of all ranks; equal on all ranks."""
     digests: dict[tuple[str, tuple[int, ...], str, bool], dict[int, int]] = {}
     for rank, differences in enumerate(everyone):
         for difference in differences:
             key = (difference.group, difference.ranks, difference.name, difference.has_owner)
             digests.setdefault(key, {})[rank] = difference.digest
-    # Fewest ranks first: a wrong shard is on one rank, and what was gathered from it on several.
+    # Fewest ranks first: a wrong shard is on one rank, the tensor gathered from it on several.
     found = sorted((_describe(*key, held) for key, held in digests.items()), key=lambda it: it[0])
     lines = [text for _, text in found]
     more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
     return ReplicaMismatchError(
-        f"iteration {iteration}: ranks that hold copies of the same tensors hold other bits:\n  "
+        f"iteration {iteration}: copies of the same tensors differ between ranks:\n  "
         + "\n  ".join(lines[:_NAMED])
         + more,
         rule="replicas compute the same updates from the same reduced gradients, so their copies"
-        " are equal to the bit; a difference is a fault of memory, processor, device or program",
+        " are bit-identical; a difference is a fault of memory, processor, device or program",
         flags=["--check-weight-hash-across-dp-replicas-interval"],
-        fix="no checkpoint of this state was written: test the machines of these ranks, leave them"
-        " out if they are at fault, and resume from the last checkpoint",
+        fix="no checkpoint of this state was written: test the machines of these ranks, exclude"
+        " faulty machines, and resume from the last checkpoint",
     )
 
 
 def _describe(
     group: str, ranks: tuple[int, ...], name: str, has_owner: bool, held: dict[int, int]
 ) -> tuple[int, str]:
-    """Return how many ranks may be wrong, and which: those that differ from most, or all.
+    """Return the number of ranks that may be wrong, and a description.
 
-    If a shard has an owner, a majority proves nothing: a bit that flips at the owner while it sends
-    the shard is wrong on the ranks that receive it later, which may be most ranks.
+    If most ranks agree, the other ranks may be wrong, else all ranks. If a shard has an owner, a
+    majority proves nothing: if a bit flips at the owner while it sends the shard, all later
+    receivers are wrong, which may be most ranks.
     """
     by_digest: dict[int, list[int]] = {}
     for rank, digest in sorted(held.items()):
@@ -246,21 +243,19 @@ def _describe(
     if sizes[0] > sum(sizes[1:]) and not has_owner:
         most = max(by_digest.values(), key=len)
         odd = [rank for rank in ranks if rank in held and rank not in most]
-        return len(odd), f"{name} on global ranks {odd} is not that of {most} ({group})"
+        return len(odd), f"{name} on global ranks {odd} differs from {most} ({group})"
     text = f"{name} differs between global ranks {sorted(by_digest.values())} ({group})"
     if has_owner:
-        text += (
-            "; the fault is on the smaller side, or on the rank that owns the shard and sends it"
-        )
+        text += "; the fault is in the smaller set, or on the rank that owns the shard and sends it"
     return len(held), text
 
 
 class CompareReplicas(Hook):
-    """Stops the run when ranks that hold copies of the same tensors hold other bits.
+    """Stop the run when copies of the same tensors differ between ranks.
 
     Args:
         interval: steps between comparisons.
-        save_intervals: steps between checkpoints of any kind, which a comparison precedes.
+        save_intervals: steps between checkpoints of any kind; a comparison precedes each one.
     """
 
     def __init__(
@@ -277,7 +272,7 @@ class CompareReplicas(Hook):
         return state
 
     def before_step(self, state: TrainState) -> None:
-        """Remember the iteration."""
+        """Store the iteration."""
         self._iteration = state.iteration + 1
 
     def _before_update(self, norm: float) -> None:
@@ -301,10 +296,10 @@ class CompareReplicas(Hook):
 
 
 def digest_of(tensor: Tensor) -> Tensor:
-    """Return one 64-bit integer, [], that a change of any single bit changes.
+    """Return a digest of a tensor, int64 [], that changes if any single bit changes.
 
-    A sum modulo 2^64 of the tensor's words, in rows that are multiplied by odd numbers, so that
-    rows that change places are seen, too. It is one pass at the speed of memory.
+    It is the sum, modulo 2^64, of the tensor's 64-bit words. The words of a row are multiplied by
+    the odd weight of the row, so that swapped rows change the digest. The memory is read once.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     num_rows, rest = divmod(flat.numel(), 8 * _ROW)
@@ -321,7 +316,7 @@ def digest_of(tensor: Tensor) -> Tensor:
 
 
 def _as_words(flat: Tensor) -> Tensor:
-    """Return bytes as 64-bit words; a view where they are aligned."""
+    """Return bytes as 64-bit words; a view if they are aligned."""
     if flat.storage_offset() % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
@@ -330,7 +325,7 @@ def _as_words(flat: Tensor) -> Tensor:
 def copies_of_model(
     chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> Copies:
-    """Return the weights (and buffers that are state) of which other ranks hold copies."""
+    """Return the weights and persistent buffers that other ranks also hold."""
     copies: Copies = {}
     tied: list[tuple[str, Tensor]] = []
     for chunk in chunks:
@@ -353,18 +348,14 @@ def copies_of_model(
         for local, buffer in _state_buffers(chunk.module):
             _place(copies, "dp_cp", f"buffer {local}", buffer)
             _place(copies, "tp", f"buffer {local}", buffer)
-    # In a V both copies may be on one rank, the first of which is compared with other ranks.
+    # In a V-shaped pipeline, one rank may hold both copies; compare the first with other ranks.
     if tied and groups.embd.size() > 1:
         copies["embd"] = tied[:1]
     return copies
 
 
 def copies_of_gradients(optimizer: MegatronOptimizer) -> Copies:
-    """Return the reduced gradients of the last step of which other ranks hold copies.
-
-    Where one differs, so do the weights that were updated from it: it comes first in the message,
-    because it is what went wrong first.
-    """
+    """Return the reduced gradients of the last step that other ranks also hold."""
     copies: Copies = {}
     for item in optimizer.shards:
         gradient = item.shard.gradient
@@ -374,7 +365,7 @@ def copies_of_gradients(optimizer: MegatronOptimizer) -> Copies:
 
 
 def copies_of_state(optimizer: MegatronOptimizer) -> Copies:
-    """Return fp32 weights and moments of which other ranks hold copies."""
+    """Return the fp32 weights and moments that other ranks also hold."""
     copies: Copies = {}
     if any(
         isinstance(each, ChunkedStateOptimizer) for each in getattr(optimizer, "_optimizers", [])
@@ -397,7 +388,7 @@ def _state_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _place_shard(copies: Copies, shard: ParameterShard, kind: str, values: Tensor) -> None:
-    """File what belongs to a shard under the ranks that hold the same range of the parameter."""
+    """Add a tensor of a shard to the groups whose ranks hold the same range of the parameter."""
     meta = get_param_meta(shard.parameter)
     name = f"{kind} {shard.name}" + ("" if shard.is_full else f"[{shard.begin}:{shard.end}]")
     if shard.mesh.replicate_size > 1:

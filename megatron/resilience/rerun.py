@@ -1,7 +1,8 @@
 """Run a step again whose loss or gradient is not finite, and name the cause.
 
-The same samples on the same ranks, then on all replicas, then other samples: the results tell apart
-hardware that failed once, hardware that fails again, samples, and weights (`rerun_verdict`).
+The reruns use the same samples on the same ranks, then on all replicas, then other samples. Their
+results show whether the cause is hardware that failed once, hardware that fails again, samples, or
+weights (`rerun_verdict`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron.training.run.update import HostDecision, loss_table, skipped
 
 
 class RerunDataIterator:
-    """An iterator that gives its batches again after `rewind`, until `advance` forgets them."""
+    """An iterator that repeats its batches after `rewind`, until `advance` drops them."""
 
     def __init__(self, iterable: Iterable[Any], make_iterable: bool = True) -> None:
         self.iterable = iter(iterable)
@@ -65,11 +66,11 @@ class RerunDataIterator:
         self._next = 0
 
     def advance(self) -> None:
-        """Forget the batches given so far."""
+        """Drop the batches so far."""
         self.saved_microbatches, self._next = [], 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the batches that can be given again."""
+        """Return the batches that can be repeated, and the position among them."""
         return {"saved_microbatches": self.saved_microbatches, "replay_pos": self._next}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -83,23 +84,23 @@ class StepBatches:
     """All micro batches of one step of one replica."""
 
     of_chunks: tuple[RerunDataIterator | None, ...]
-    """One for each model chunk; None where a chunk reads no data."""
+    """One iterator for each model chunk; None for a chunk that reads no data."""
     is_list: bool
-    """Whether the schedule takes a list of iterators."""
+    """Whether the schedule needs a list of iterators."""
     first_sample: int
-    """Absolute index of the first sample of the step, of all replicas."""
+    """Absolute index of the first sample of the step, over all replicas."""
     plan: BatchPlan
     dp_rank: int
-    """The replica to which the samples belong: dropout is keyed by it."""
+    """The replica to which the samples belong, a key of dropout."""
 
     @classmethod
     def of(cls, data: Any, first_sample: int, plan: BatchPlan, dp_rank: int) -> StepBatches:
-        """Return the batches that will be taken from an iterator, or from one for each chunk."""
+        """Return the next batches of an iterator, or of a list with one iterator per chunk."""
         found = tuple(None if it is None else RerunDataIterator(it) for it in as_list(data))
         return cls(found, isinstance(data, list), first_sample, plan, dp_rank)
 
     def iterators(self) -> Any:
-        """Return the iterators as the schedule takes them, each at its first batch."""
+        """Rewind the iterators, and return them in the form that the schedule needs."""
         for iterator in self.of_chunks:
             if iterator is not None:
                 iterator.rewind()
@@ -117,11 +118,11 @@ class StepBatches:
 
 
 class ErrorInjector:
-    """Makes the losses of one replica NaN, in one of `rate` steps on average.
+    """Make the losses of one replica NaN, in one of `rate` steps on average.
 
-    `transient_error`: in the first run of the step only; `persistent_error`: whenever this replica
-    computes; `correct_result`: wherever its samples are computed. Steps and replicas are drawn from
-    the seed, equal on all ranks.
+    `transient_error`: in the first run of the step only; `persistent_error`: in all runs of this
+    replica; `correct_result`: on all replicas that compute this replica's samples. Steps and
+    replicas are drawn from the seed, equally on all ranks.
     """
 
     def __init__(self, rate: int, kind: RerunDiagnostic, seed: int, dp_rank: int, dp_size: int):
@@ -133,7 +134,8 @@ class ErrorInjector:
         """Decide whether the losses of a run of a step are wrong.
 
         Args:
-            samples_of: the replica whose samples of this step are computed; None: other samples.
+            samples_of: the replica whose samples of this step are computed; None for samples of
+                another step.
         """
         chosen = random.Random(f"{self.seed} {iteration}")
         is_hit = self.rate > 0 and chosen.randrange(self.rate) == 0
@@ -148,7 +150,7 @@ class ErrorInjector:
         )
 
     def around(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward_step` with wrong losses when they are due."""
+        """Return `forward_step` with NaN losses while `is_active` is set."""
 
         def call(*inputs: Any, **named: Any) -> Any:
             output, loss_func = forward_step(*inputs, **named)
@@ -160,7 +162,7 @@ class ErrorInjector:
 
 
 def _wrong(result: Any) -> Any:
-    """Return the result of a loss function with NaN for its loss and its reports."""
+    """Replace the loss and the reports in a loss function's result by NaN."""
     if not isinstance(result, tuple):
         return result
     loss, *rest, report = result
@@ -174,8 +176,8 @@ def _wrong(result: Any) -> Any:
 class StepRerun:
     """A train step that keeps the samples of two steps, and can run them again.
 
-    Buffers that a step changes (the bias of experts, amaxes of FP8) are restored before each run,
-    and random draws are keyed by samples, so a run is repeated to the bit.
+    Buffers that a step changes (expert biases, FP8 amaxes) are restored before each run, and random
+    draws are keyed by samples, so reruns are bit-identical.
     """
 
     def __init__(self, step: TrainStep, injector: ErrorInjector) -> None:
@@ -188,7 +190,7 @@ class StepRerun:
     def __call__(self, context: TrainingContext, state: TrainState, plan: BatchPlan) -> TakenStep:
         """Take a step; if it is not finite, find the cause.
 
-        After a single fault of the hardware the gradients of the second run are used.
+        If hardware failed once, the update uses the gradients of the second run.
 
         Raises:
             MegatronError: on all ranks; the run must end.
@@ -205,7 +207,7 @@ class StepRerun:
         return HostDecision().finish(context, state, plan, reports)
 
     def _record(self, context: TrainingContext, state: TrainState, plan: BatchPlan) -> None:
-        """Keep the samples of the step that begins, and the values of the buffers."""
+        """Store the samples of the new step and the values of the buffers."""
         self._earlier, self.iteration = self._batches, state.iteration + 1
         dp_rank = context.groups.dp.rank()
         first_sample = state.consumed_train_samples
@@ -218,10 +220,10 @@ class StepRerun:
         self.injector.begin_run(self.iteration, is_rerun=False, samples_of=dp_rank)
 
     def _diagnose(self, context: TrainingContext, problem: NumericsError) -> list[Report] | None:
-        """Return the reports of a run whose gradients are right, or None: skip the step.
+        """Return the reports of a run with correct gradients, or None if the step must be skipped.
 
-        Communication: up to three runs of the step, with a broadcast of samples on `dp` and a
-        gather of the results over all processes in each.
+        Communication: up to three runs of the step, each with a broadcast of samples on `dp` and an
+        all-gather of the results over all processes.
         """
         schedule = context.run.schedule
         runs: list[list[Report]] = []
@@ -242,7 +244,7 @@ class StepRerun:
         at_fault = [hosts[replica] for replica in verdict.replicas if replica in hosts]
         if torch_collectives.world().rank() == 0:
             if schedule.quarantine_file is not None and verdict.cause is Cause.HARDWARE_PERSISTENT:
-                reason = f"iteration {self.iteration}: other results than other replicas"
+                reason = f"iteration {self.iteration}: results differ from other replicas"
                 add_to_quarantine(schedule.quarantine_file, at_fault, reason)
             if (tracker := schedule.result_rejected_tracker_filename) is not None:
                 write_rejected_result(tracker, self.iteration, verdict, at_fault)
@@ -253,7 +255,7 @@ class StepRerun:
         if verdict.cause is Cause.HARDWARE_PERSISTENT:
             raise self._hardware_fault(verdict, at_fault, schedule.quarantine_file)
         if schedule.on_nonfinite == "skip" and verdict.cause is Cause.DATA:
-            self._batches = self._earlier  # which were finite
+            self._batches = self._earlier  # the next step needs the samples of a finite step
             self._warn(verdict, "the step is skipped (--on-nonfinite skip)")
             return None
         raise NumericsError(
@@ -262,13 +264,13 @@ class StepRerun:
             flags=[*problem.flags, "--on-nonfinite"],
             fix=problem.fix
             if verdict.cause is Cause.DATA
-            else "the weights are at fault: resume from an earlier checkpoint with a lower --lr",
+            else "the weights are the cause: resume from an earlier checkpoint with a lower --lr",
         )
 
     def _run_again(
         self, context: TrainingContext, samples: int | str
     ) -> tuple[list[Report], Observation, dict[int, str]]:
-        """Return reports, what was not finite, and the host of each replica that has a problem."""
+        """Return reports, the non-finite values, and the host of each replica with a problem."""
         assert self._batches is not None
         dp, batches = context.groups.dp, self._batches
         if samples == EARLIER:
@@ -310,11 +312,12 @@ class StepRerun:
     ) -> HardwareFaultError:
         added = "" if quarantine is None else f" (they are in {quarantine})"
         return HardwareFaultError(
-            f"iteration {self.iteration}: hosts {', '.join(sorted(set(hosts)))} compute something"
-            f" else from the same samples than other replicas do.\n  {verdict.describe()}",
-            rule="replicas compute the same from the same samples; no weight was changed",
+            f"iteration {self.iteration}: from the same samples, hosts"
+            f" {', '.join(sorted(set(hosts)))} compute other results than other replicas.\n"
+            f"  {verdict.describe()}",
+            rule="replicas compute equal results from the same samples; no weight was changed",
             flags=["--rerun-mode", "--quarantine-file"],
-            fix=f"leave these hosts out{added}, test them, and resume from the last checkpoint",
+            fix=f"exclude these hosts{added}, test them, and resume from the last checkpoint",
         )
 
     def _warn(self, verdict: Verdict, what: str) -> None:
@@ -325,7 +328,7 @@ class StepRerun:
 
 @contextmanager
 def _local_gradients_checked(model: list[Any]) -> Iterator[None]:
-    """Check gradients before their reduction in this block, so that the replica is known."""
+    """In this block, check gradients before their reduction, to identify the replica."""
     buffers = [
         buffer
         for chunk in model
@@ -343,7 +346,7 @@ def _local_gradients_checked(model: list[Any]) -> Iterator[None]:
 
 
 def _problem(context: TrainingContext, losses: LossTable) -> str:
-    """Return the first thing of this rank's run that is not finite; "" if there is none."""
+    """Describe the first non-finite loss or gradient of this rank's run; "" if all are finite."""
     found = losses.first_not_finite()
     if found is not None:
         microbatch, name, value = found
@@ -356,11 +359,11 @@ def _problem(context: TrainingContext, losses: LossTable) -> str:
 
 
 def _bad_weight(context: TrainingContext) -> str:
-    """Return the name of the first local weight that is not finite; "" if there is none."""
+    """Return the name of the first local weight that is not finite; "" if all are finite."""
     for chunk in context.model:
         inner = getattr(chunk, "module", chunk)
         names = names_in_model(inner)
-        # The unsharded memory of a sharded parameter may hold anything.
+        # The unsharded memory of a sharded parameter is undefined.
         sharded = chunk.sharded_values() if isinstance(chunk, DistributedDataParallel) else {}
         for local, parameter in inner.named_parameters():
             for values in sharded.get(parameter, [parameter.detach()]):
@@ -370,9 +373,9 @@ def _bad_weight(context: TrainingContext) -> str:
 
 
 def with_rerun(context: TrainingContext, step: TrainStep) -> TrainStep:
-    """Wrap a step as --rerun-mode asks; injected errors change the context's forward step."""
+    """Wrap a step if --rerun-mode is set; injected errors change the context's forward step."""
     schedule = context.run.schedule
-    # Samples that ranks share cannot be computed by one replica after the other.
+    # With hybrid context parallelism, replicas share samples, so they cannot swap them.
     if schedule.rerun_mode == "disabled" or context.run.parallelism.hybrid_context_parallel:
         return step
     kind, dp = RerunDiagnostic(schedule.error_injection_type), context.groups.dp

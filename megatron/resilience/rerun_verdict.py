@@ -1,4 +1,4 @@
-"""Conclude what is at fault from the results of running a step again. Imports no torch."""
+"""Infer the cause of a non-finite step from the results of its reruns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RerunDiagnostic(StrEnum):
 
 
 class Cause(StrEnum):
-    """What is at fault."""
+    """The cause of a non-finite step."""
 
     HARDWARE_ONCE = "hardware, once"
     HARDWARE_PERSISTENT = "hardware, again"
@@ -30,7 +30,7 @@ class Cause(StrEnum):
 
     @property
     def diagnostic(self) -> RerunDiagnostic:
-        """Megatron's name: there, data and model are one class, the result is correct."""
+        """Megatron's name; faults of data and model are both a correct result in Megatron."""
         return {
             Cause.HARDWARE_ONCE: RerunDiagnostic.TRANSIENT_ERROR,
             Cause.HARDWARE_PERSISTENT: RerunDiagnostic.PERSISTENT_ERROR,
@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 
 OWN, EARLIER = "own", "earlier"
-"""Samples to compute: each replica's own, or the samples of the step before."""
+"""Samples to compute: each replica's own samples, or the samples of the previous step."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Observation:
     """Replica -> a weight that is not finite."""
 
     def describe(self) -> str:
-        """Return it in one line."""
+        """Return the result in one line."""
         if not self.problems:
             return "finite on all replicas"
         return "; ".join(f"replica {r}: {text}" for r, text in sorted(self.problems.items()))
@@ -59,15 +59,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is at fault, why, and where."""
+    """The cause of a non-finite step, the evidence, and the replicas."""
 
     cause: Cause
     evidence: tuple[str, ...]
     replicas: tuple[int, ...] = ()
-    """Data-parallel ranks whose hardware is at fault, or whose samples are."""
+    """Data-parallel ranks with faulty hardware or faulty samples."""
 
     def describe(self) -> str:
-        """Return several lines."""
+        """Return the verdict in several lines."""
         where = ""
         if self.replicas:
             where = f" (data-parallel rank {', '.join(map(str, self.replicas))})"
@@ -75,16 +75,16 @@ class Verdict:
 
 
 Observe = Callable[[int | str], Observation]
-"""Run the step again: with `OWN`, `EARLIER`, or on all replicas with the samples of one."""
+"""Run the step again with `OWN` or `EARLIER` samples, or on all replicas with one's samples."""
 
 
 def find_cause(first: str, observe: Observe, *, num_replicas: int, has_earlier: bool) -> Verdict:
-    """Run a step again until its cause is clear; at most three times.
+    """Run a step again until the cause is clear, at most three times.
 
     Args:
         first: the problem of the first run.
-        observe: computes without an update. It is a collective.
-        has_earlier: whether the samples of the step before, which were finite, are kept.
+        observe: runs the step without an update. It is a collective.
+        has_earlier: whether the samples of the previous step, which was finite, are kept.
     """
     evidence = [f"first run: {first}"]
 
@@ -112,9 +112,9 @@ def find_cause(first: str, observe: Observe, *, num_replicas: int, has_earlier: 
     if others:
         control = run(others[0], f"the samples of replica {others[0]} on all replicas")
     elif has_earlier:
-        control = run(EARLIER, "the samples of the step before, which were finite")
+        control = run(EARLIER, "the samples of the previous step, which was finite")
     else:
-        evidence.append("there are no samples that were finite before")
+        evidence.append("there are no samples of an earlier finite step")
         return Verdict(Cause.MODEL, tuple(evidence))
     if not control.problems:
         return Verdict(Cause.DATA, tuple(evidence), tuple(sorted(again.problems)))
@@ -131,11 +131,11 @@ def host_name() -> str:
 def write_rejected_result(
     path: str | Path, iteration: int, verdict: Verdict, hosts: list[str]
 ) -> None:
-    """Add a line of JSON about a step that was run again.
+    """Append a line of JSON about a step that was run again.
 
     Keys: `iteration`, counted from 1; `diagnostic`, Megatron's name of the cause; `cause`, which
-    tells data from model; `replicas`, data-parallel ranks, and `hosts`, if hardware is wrong again;
-    `evidence`, a line for each run; `time`, seconds since 1970.
+    also distinguishes data and model; `replicas`, data-parallel ranks, and `hosts`, if hardware
+    failed again; `evidence`, a line for each run; `time`, seconds since 1970.
     """
     record = {
         "iteration": iteration,

@@ -1,9 +1,9 @@
-"""Decide which processes train together, from reports about them. No clock, no connection.
+"""Decide which processes train together, from reports about them; without clock and connections.
 
 A process joins when it is idle: newly started, or released from its previous process groups. An
-attempt is one set of ranks that train together. The end or the failure of a member breaks it; then
-all living members join again, and the next attempt has them and the processes that have joined in
-the meantime. Growing is a change without a failure, at the end of a step.
+attempt is one set of ranks that train together. It is broken by the end or the failure of a member.
+Then all living members join again, and the next attempt consists of them and of the processes that
+have joined in the meantime. To grow, the ranks change at the end of a step, without a failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.core.foundation.failure_file import USELESS_TO_REPEAT
 
 ENDPOINT, PROCESS, NODE = "LATTICE_LAUNCHER", "LATTICE_PROCESS", "LATTICE_NODE"
-"""Variables that the launcher sets: HOST:PORT of its store, the name of a process, its node."""
+"""Environment variables of a process: HOST:PORT of the launcher's store, its name, its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +24,19 @@ class ElasticLimits:
     min_ranks: int
     """With fewer ranks the job waits for more."""
     ranks_per_replica: int = 1
-    """The number of ranks is a multiple of it."""
+    """The number of ranks is a multiple of this."""
     global_batch: int = 0
-    """Samples of a step over the micro batch size; 0: any number of replicas divides them."""
+    """Number of micro batches in a step, which the number of replicas must divide; 0 allows any
+    number of replicas."""
     max_same_failures: int = 3
-    """As many failures in a row of one class, rank and place end the job."""
+    """This many consecutive failures of the same class, rank and place end the job."""
     start_s: float = 600.0
     """How long the first attempt waits for all ranks."""
     meet_s: float = 30.0
     """How long a process may take to leave its groups before it is killed."""
 
     def size_for(self, available: int) -> int:
-        """Return how many ranks train with so many idle processes; 0: they wait."""
+        """Return the number of ranks for this many processes; 0 if there are too few."""
         step = self.ranks_per_replica
         for size in range(min(available, self.max_ranks) // step * step, 0, -step):
             if size >= self.min_ranks and self.global_batch % (size // step) == 0:
@@ -59,7 +60,7 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How a process ended."""
+    """The exit status of a process and its failure."""
 
     text: str
     """The class of its failure, rank, iteration and place; "" if it was killed."""
@@ -67,20 +68,20 @@ class ProcessExit:
 
     @property
     def failure_class(self) -> str:
-        """The word in FATAL[...]."""
+        """The class in FATAL[...]."""
         return self.text.partition("]")[0].removeprefix("FATAL[")
 
 
 @dataclass
 class Decision:
-    """What the launchers must do."""
+    """The actions of launchers and processes that the coordinator has decided."""
 
     assigned: list[RankAssignment] = field(default_factory=list)
     broken: int | None = None
-    """An attempt to abandon at once, for `reason`."""
+    """The attempt that ranks must abandon at once, for `reason`."""
     reason: str = ""
     grows: int | None = None
-    """An attempt to leave after the current step."""
+    """The attempt that ranks must leave after the current step."""
     killed: list[str] = field(default_factory=list)
     status: int | None = None
     """Exit status of a finished job."""
@@ -88,19 +89,19 @@ class Decision:
 
 @dataclass
 class Coordinator:
-    """Receives reports about processes; `decide` is called again and again."""
+    """Collect reports about processes, and decide; `decide` is called periodically."""
 
     limits: ElasticLimits
     attempt: int = -1
     members: dict[str, int] = field(default_factory=dict)
     """Process -> rank."""
     node_of: dict[str, int] = field(default_factory=dict)
-    """Of each living process."""
+    """Living process -> node."""
     waiting: set[str] = field(default_factory=set)
     is_broken: bool = True
     is_growing: bool = False
     num_failures: int = 0
-    """Attempts that were broken by a failure."""
+    """Number of attempts that a failure has broken."""
     _finished: set[str] = field(default_factory=set)
     _since: float = 0.0
     _reason: str = ""
@@ -110,19 +111,19 @@ class Coordinator:
     _is_announced: bool = True
 
     def has_joined(self, process: str, node: int) -> None:
-        """A process is idle."""
+        """Record that a process is idle."""
         self.node_of[process] = node
         self.waiting.add(process)
         if process in self.members and not self.is_broken:
             self._break("the ranks change" if self.is_growing else f"{process} has left")
 
     def has_failed(self, attempt: int, process: str) -> None:
-        """A member has an error that another rank has caused."""
+        """Record that a member has an error that another rank has caused."""
         if attempt == self.attempt and not self.is_broken:
             self._break(f"{process} has lost a peer")
 
     def has_ended(self, process: str, exit: ProcessExit) -> None:
-        """A process has ended."""
+        """Record that a process has ended."""
         self.node_of.pop(process, None)
         self.waiting.discard(process)
         if exit.failure_class in USELESS_TO_REPEAT:
@@ -147,7 +148,7 @@ class Coordinator:
         self._since = 0.0
 
     def decide(self, now: float) -> Decision:
-        """Return what must be done at time `now`, in seconds of any clock."""
+        """Return the decision at time `now`, in seconds of any clock."""
         decision = Decision(status=self._status)
         if self._status is not None:
             return decision
@@ -166,7 +167,7 @@ class Coordinator:
     def _begin_attempt(self, now: float, decision: Decision) -> None:
         """Assign ranks once all living members are idle and there are enough processes.
 
-        Members keep their order, and the ranks of a node follow each other.
+        Members keep their order, and the ranks of a node are consecutive.
         """
         late = [p for p in self.members if p in self.node_of and p not in self.waiting]
         if late:

@@ -1,10 +1,10 @@
-"""A rank's side of in-process restart: join an attempt, abandon it if ranks are lost, begin again.
+"""In-process restart of a rank: join an attempt, abandon it if ranks are lost, join the next one.
 
-The process keeps its imports, its compiled kernels and the copies of the state in its memory;
-model, optimizer, groups and loaders are built anew, for the rank that the process is given.
+The process keeps its imports, its compiled kernels and the copies of the state in its memory. It
+builds model, optimizer, groups and loaders anew, for its rank in the next attempt.
 
-A rank that waits in a collective of gloo is released if a rank that it is connected with ends, and
-by nothing else; gloo has no call that aborts the wait. Closing the connections does, on both sides.
+Gloo has no call that aborts a collective: the wait of a rank ends only if a connection to another
+rank is closed. So each rank closes the connections of the attempt, which ends waits on both sides.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megatron.training.run.state import RanksChange
 from megatron.training.setup.distributed import shut_down
 
 LOST_PEER_S, OWN_ERROR_S = 60.0, 3.0
-"""How long a rank waits for the announcement that its attempt is broken: after an error that
-another rank has caused, and after an error that may be its own."""
+"""How long a rank waits for the message that its attempt is broken: after an error that another
+rank has caused, and after any other error."""
 _LONG = timedelta(days=30)
 _CONNECT_TIMEOUT = timedelta(seconds=120)
 
 
 class RestartAttempt:
-    """One set of ranks that train together, as one of these ranks sees it.
+    """One set of ranks that train together, in one of these ranks.
 
-    A thread listens for the end of the attempt, and then aborts all communication of this process
+    A thread waits for the end of the attempt, and then aborts all communication of this process
     until the rank has left.
     """
 
@@ -56,23 +56,19 @@ class RestartAttempt:
             f"generation/{assignment.attempt}", _launcher_store()
         )
         self.reason = ""
-        """Why the attempt is broken."""
+        """The reason why the attempt is broken."""
         self.waits_to_grow = False
         """Whether other ranks wait to join after the current step."""
+        self.is_broken = threading.Event()
         self._store = _launcher_store()
         self._lock = threading.Lock()
         self._has_left = False
-        self._is_broken = threading.Event()
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
 
     def leave(self) -> None:
-        """Abort nothing from now on."""
+        """Stop aborting communication."""
         with self._lock:
             self._has_left = True
-
-    def is_broken_within(self, seconds: float) -> bool:
-        """Return whether the attempt is broken, or will be so soon."""
-        return self._is_broken.wait(seconds)
 
     def _listen(self) -> None:
         attempt = self.assignment.attempt
@@ -82,9 +78,9 @@ class RestartAttempt:
                 self.waits_to_grow = True
             self._store.wait([f"broken/{attempt}"], _LONG)
             self.reason = self._store.get(f"broken/{attempt}").decode()
-        except RuntimeError:  # the launcher has ended, which another thread answers
+        except RuntimeError:  # the launcher has ended, and another thread ends this process
             return
-        self._is_broken.set()
+        self.is_broken.set()
         while True:
             with self._lock:
                 if self._has_left:
@@ -93,10 +89,10 @@ class RestartAttempt:
             time.sleep(0.2)
 
     def _abort(self) -> None:
-        """Close the TCP connections of this attempt, and release waits in shared memory.
+        """Close the TCP connections of this attempt, and end waits in shared memory.
 
-        Repeated until the training thread has noticed: it may be opening more. The communicators of
-        NCCL are aborted (not tried on GPUs).
+        The call is repeated until the training thread has left the attempt, because this thread may
+        open more connections. Communicators of NCCL are aborted (not tested on GPUs).
         """
         PROGRESS.is_aborted = True
         for inode, descriptor in _connected().items():
@@ -138,20 +134,20 @@ def run_with_restarts(
     *,
     wants_restarts: Callable[[], bool],
 ) -> None:
-    """Call `run` in one attempt after another, until it returns or fails by its own fault.
+    """Call `run` in one attempt after another, until it returns or has an error of its own.
 
-    If another launcher, or none, started this process, `run` is called once, with None.
+    If another launcher, or no launcher, started this process, `run` is called once, with None.
 
     Args:
-        wants_restarts: whether the settings ask for restarts.
+        wants_restarts: returns whether the settings enable restarts.
     Raises:
-        ConfigError: restarts are wanted, and nobody would start other processes.
+        ConfigError: restarts are enabled, but the launcher does not support them.
     """
     if ENDPOINT not in os.environ:
         if wants_restarts():
             raise ConfigError(
                 "--inprocess-restart under a launcher that ends all ranks when one fails.",
-                rule="a launcher of its own starts processes in place of lost ones",
+                rule="only the launcher of in-process restart replaces lost processes",
                 flags=["--inprocess-restart"],
                 fix="start with `python -m megatron.resilience.inprocess_restart` instead of"
                 " torchrun, or use torchrun --max-restarts with --load",
@@ -214,11 +210,11 @@ def _is_over(error: BaseException, store: Any, attempt: RestartAttempt) -> bool:
         failed = {"process": assignment.process, "attempt": assignment.attempt}
         store.set(f"failed/{number}", json.dumps(failed))
         seconds = LOST_PEER_S
-    return attempt.is_broken_within(seconds)
+    return attempt.is_broken.wait(seconds)
 
 
 def _tear_down(status: RunStatus) -> None:
-    """Destroy what belongs to one set of ranks; nothing waits for another rank."""
+    """Destroy process groups and state of an attempt, without waiting for other ranks."""
     if status.heartbeat is not None:
         status.heartbeat.close()
         status.heartbeat = None

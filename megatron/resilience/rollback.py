@@ -1,8 +1,8 @@
-"""Skip iterations: those that the user names, and those before a spike, after a roll-back.
+"""Skip iterations that the user names, or, after a roll-back, the iterations before a spike.
 
-PaLM was restarted about 100 steps before a spike and skipped 200 to 500 batches, after which the
-same samples did no harm elsewhere: a spike comes from samples and weights together (A. Chowdhery
-et al., "PaLM", section 5.1, arXiv 2204.02311).
+PaLM was restarted about 100 steps before a spike and skipped 200 to 500 batches. The same samples
+caused no spike at another point of training, so a spike depends on samples and weights together
+(A. Chowdhery et al., "PaLM", section 5.1, arXiv 2204.02311).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.training.run.step import train_step
 from megatron.training.run.update import skipped
 
 Ranges = Sequence[tuple[int, int]]
-"""(first, last) iteration that is skipped, in the order of the spikes."""
+"""(first, last) skipped iteration for each roll-back, in the order of the spikes."""
 
 
 def num_rollbacks_at(iteration: int, earlier: Ranges, num_skipped: int) -> int:
-    """Return how often the run was rolled back for the place of a spike already.
+    """Return how often the run was already rolled back for the place of a spike.
 
-    Spikes are at one place as long as each is at most `num_skipped` steps after the iterations that
-    were skipped for the spike before.
+    Two consecutive spikes are at the same place if the second one is at most `num_skipped` steps
+    after the iterations that were skipped for the first one.
     """
     count = 0
     for first, last in reversed(earlier):
@@ -44,7 +44,7 @@ def num_rollbacks_at(iteration: int, earlier: Ranges, num_skipped: int) -> int:
 def next_skipped(
     returned_to: int, spike: int, earlier: Ranges, num_skipped: int
 ) -> tuple[int, int]:
-    """Return the (first, last) iteration to skip: those not skipped yet, up to the spike."""
+    """Return the (first, last) iteration to skip: not skipped before, at least up to the spike."""
     first = returned_to + 1
     while (last := next((b for a, b in earlier if a <= first <= b), None)) is not None:
         first = last + 1
@@ -52,7 +52,7 @@ def next_skipped(
 
 
 def with_skips(step: TrainStep, iterations: Collection[int]) -> TrainStep:
-    """Wrap a step: leave the model as it is in `iterations`, and where a roll-back skips them."""
+    """Wrap a step: do not train in `iterations` and in iterations that a roll-back skips."""
 
     def skip_or_take(context: TrainingContext, state: TrainState, plan: BatchPlan) -> TakenStep:
         iteration = state.iteration + 1
@@ -67,13 +67,13 @@ def with_skips(step: TrainStep, iterations: Collection[int]) -> TrainStep:
 
 
 def resilient_step(context: TrainingContext) -> TrainStep:
-    """Return `train_step` with the reruns and the skipped iterations of the settings."""
+    """Return `train_step` with reruns and skipped iterations, as set in the settings."""
     step = with_rerun(context, train_step)
     return with_skips(step, frozenset(context.run.schedule.iterations_to_skip))
 
 
 class Rollback:
-    """Returns the run to an earlier state, with --on-spike rollback. Calling it is a collective."""
+    """Return the run to an earlier state (--on-spike rollback). Calling it is a collective."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Rollback:
         Returns:
             the loaded state, with the iterations to skip.
         Raises:
-            SpikeError: on all ranks; this place had its number of attempts, or there is no state.
+            SpikeError: on all ranks, after --max-rollbacks at this place, or without saved state.
         """
         schedule, iteration = self.context.run.schedule, state.iteration + 1
         num_skipped = schedule.rollback_iterations_to_skip
@@ -105,7 +105,7 @@ class Rollback:
             raise SpikeError(
                 f"iteration {iteration}: {spike}; {samples}. The run has been rolled back for this"
                 f" place {count} times.",
-                rule="--max-rollbacks says how often a run returns for the same place",
+                rule="--max-rollbacks limits how often a run rolls back for the same place",
                 flags=["--max-rollbacks", "--rollback-iterations-to-skip", "--lr"],
                 fix="lower --lr, or resume with a larger --rollback-iterations-to-skip; no weight"
                 " was changed by this step",
@@ -115,10 +115,10 @@ class Rollback:
             if restored is None:
                 raise SpikeError(
                     f"iteration {iteration}: {spike}; {samples}. There is no earlier state yet.",
-                    rule="with --on-spike rollback a run returns to a state that it has saved",
+                    rule="with --on-spike rollback a run returns to a saved state",
                     flags=["--on-spike", "--save-interval"],
-                    fix="save more often than every so many steps, lower --lr, or use --on-spike"
-                    " skip; no weight was changed by this step",
+                    fix="lower --save-interval or --lr, or use --on-spike skip; no weight was"
+                    " changed by this step",
                 )
             loaded = restored.train_state
             skipped = next_skipped(loaded.iteration, iteration, state.rolled_back, num_skipped)
@@ -130,7 +130,7 @@ class Rollback:
             context.data = build_data(context.run, self.dataset_provider, context.groups, returned)
         print_rank_0(
             f" WARNING: iteration {iteration}: {spike}; {samples}: rolled back to iteration"
-            f" {loaded.iteration}, passing over the samples of iterations {skipped[0]} to"
+            f" {loaded.iteration}, skipping the samples of iterations {skipped[0]} to"
             f" {skipped[1]} (time {count + 1} of --max-rollbacks {schedule.max_rollbacks} at this"
             " place)"
         )

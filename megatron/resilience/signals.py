@@ -1,4 +1,4 @@
-"""Remember a signal until the step is over; end an interrupted run in one piece."""
+"""Delay a signal to the end of the step, and give an interrupted run time for its report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PATIENCE_S = 5.0
 
 
 def interrupt_once(number: int, _frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, and ignore further signals of this kind for `PATIENCE_S`.
+    """Raise KeyboardInterrupt, and ignore further signals of this number for `PATIENCE_S`.
 
     People press Ctrl-C twice, and launchers repeat it. A second KeyboardInterrupt would interrupt
-    the clean-up of the first one. A signal after that time ends the process.
+    the clean-up after the first one. A signal after `PATIENCE_S` ends the process.
     """
     began = time.monotonic()
 
@@ -34,7 +34,7 @@ def interrupt_once(number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupted_once() -> Iterator[None]:
-    """Handle SIGINT by `interrupt_once` in this block, if Python's own handler does so outside."""
+    """In this block, replace Python's own handler of SIGINT by `interrupt_once`."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -47,11 +47,11 @@ def interrupted_once() -> Iterator[None]:
 
 
 class SignalFlag:
-    """Turns signals into a flag that the loop reads between steps.
+    """A flag that signals set and the training loop reads between steps.
 
     The launcher forwards SIGTERM to every rank and kills the ranks that have not ended after 30 s.
-    A second signal has no effect, except Ctrl-C, which then ends the process. `restore` installs
-    the former handlers again.
+    A second signal has no effect, except that a second Ctrl-C interrupts the process. `restore`
+    installs the former handlers again.
 
     Args:
         names: signals that set the flag.
@@ -71,9 +71,9 @@ class SignalFlag:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let a signal end the process in this block, where there is nothing to save yet.
+        """Make signals end the process in this block: there is nothing to save yet.
 
-        Building and loading may take longer than launchers wait, and no Python handler runs inside
+        Building and loading may take longer than launchers wait, and no Python handler runs during
         a long call into C.
         """
         for number in self._former:
@@ -86,7 +86,7 @@ class SignalFlag:
                 signal.signal(number, self._remember)
 
     def restore(self) -> None:
-        """Stop listening."""
+        """Install the former handlers again."""
         for number, former in self._former.items():
             signal.signal(number, former)
         self._former = {}

@@ -1,7 +1,7 @@
-"""Losses and gradient norms far above the recent ones: warn, or refuse the update.
+"""Detect losses and gradient norms far above recent values: warn, or refuse the update.
 
-The yardstick is the median of the last steps and their median absolute deviation, which one earlier
-spike does not move.
+A value is compared with the median of recent steps, in units of their median absolute deviation; an
+earlier spike hardly changes either.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _NORM = "gradient norm"
 
 
 class RecentValues:
-    """The last values of one figure.
+    """The recent values of a loss or of the gradient norm.
 
-    The first losses of a run fall fast and are few: as long as there are fewer values than a fifth
-    of the window, only a much larger distance is a spike.
+    The first losses of a run fall fast: while there are fewer values than a fifth of the window,
+    the threshold for a spike is much higher.
     """
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=WINDOW)
 
     def spike(self, value: float) -> str:
-        """Return how far a value is above the others if that is far; "" otherwise."""
+        """Return by how much a value exceeds the recent ones if it is a spike, else ""."""
         if len(self.values) < 3 or not math.isfinite(value):
             return ""
         scarcity = max(1.0, WINDOW / 5 / len(self.values))
@@ -52,20 +52,20 @@ class RecentValues:
         )
 
     def add(self, value: float) -> None:
-        """Remember a value, if it is finite."""
+        """Add a value if it is finite."""
         if math.isfinite(value):
             self.values.append(value)
 
 
 class WarnOfSpikes(Hook):
-    """Warns after a step whose loss is far above the recent ones."""
+    """Warn after a step whose loss is far above the recent losses."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self.warn = warn
         self._recent: defaultdict[str, RecentValues] = defaultdict(RecentValues)
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Compare every loss with its own past."""
+        """Compare every loss with its recent values."""
         step = result.read()
         for name, value in step.losses.items():
             recent = self._recent[name]
@@ -80,16 +80,16 @@ class WarnOfSpikes(Hook):
 
 
 class SpikeGuard(Hook):
-    """Refuses an update whose loss or gradient norm is far above the recent ones.
+    """Refuse an update whose loss or gradient norm is far above the recent values.
 
-    All ranks judge the same figures, so their decisions are equal. Refused figures do not count as
-    recent. The recent figures are part of the state of the run, so that a resumed run decides like
-    a run that was not stopped. The guard precedes all hooks that count or keep a step.
+    All ranks judge the same values, so their decisions are equal. Refused values are not added to
+    the recent values. The recent values are part of the state of the run, so that a resumed run
+    decides like an uninterrupted run. The guard precedes all hooks that count or store a step.
 
     Args:
         policy: "warn" (of norms), "skip" the step, "rollback" to an earlier state, or "stop".
         warn: prints a line on the rank that logs.
-        norm_checks: of the optimizer; None if norms are not judged.
+        norm_checks: the list of the optimizer; None if norms are not judged.
     """
 
     def __init__(
@@ -106,24 +106,24 @@ class SpikeGuard(Hook):
     def before_training(self, state: TrainState) -> TrainState:
         """Make the optimizer call the guard before every update."""
         if self.norm_checks is not None:
-            self.norm_checks.append(self.judge_norm)
+            self.norm_checks.append(lambda norm: self._judge(_NORM, norm))
         self.after_roll_back(state)
         return state
 
     def before_step(self, state: TrainState) -> None:
-        """Forget the figures of the step before."""
+        """Drop the values of the previous step."""
         self._iteration = state.iteration + 1
         self._of_step, self._spike = {}, ""
 
     def share_losses(self, losses: Mapping[str, float], is_bad: bool) -> bool:
-        """Share the losses of a step with all ranks; return whether any rank has a bad one.
+        """Share the losses of a step with all ranks; return whether a loss is not finite.
 
         Args:
-            losses: means over the global batch on the last stage; {} elsewhere.
+            losses: means over the global batch on the last stage; {} on other stages.
             is_bad: whether a loss of this rank is not finite.
         Communication:
-            one all-reduce of these numbers over all processes; at the first step of a run a
-            broadcast of the names.
+            one all-reduce of these numbers over all processes; at the first step of a run also a
+            broadcast of their names.
         """
         world = torch_collectives.world()
         if self._names is None:
@@ -139,12 +139,8 @@ class SpikeGuard(Hook):
         judged = [self._judge(name, value) for name, value in self._losses.items()]
         return next((reason for reason in judged if reason is not None), None)
 
-    def judge_norm(self, norm: float) -> str | None:
-        """Return why an update is refused, or None."""
-        return self._judge(_NORM, norm)
-
     def _judge(self, name: str, value: float) -> str | None:
-        """Compare a figure with its own past.
+        """Compare a value with the recent ones; return why the update is refused, or None.
 
         Raises:
             SpikeError: on all ranks, with the policy "stop".
@@ -153,7 +149,7 @@ class SpikeGuard(Hook):
         if found and self.policy == "stop":
             raise SpikeError(
                 f"iteration {self._iteration}: {name} {found}.",
-                rule="with --on-spike stop such a step does not reach the weights",
+                rule="with --on-spike stop, a run ends before the update of such a step",
                 flags=["--check-for-spiky-loss", "--check-for-large-grads", "--on-spike"],
                 fix="no weight was changed by this step: look at its samples, lower --lr, or use"
                 " --on-spike skip or rollback",
@@ -167,7 +163,7 @@ class SpikeGuard(Hook):
         return None
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Remember the figures of the step, or return to an earlier state.
+        """Store the values of the step, or return to an earlier state.
 
         Raises:
             RollbackNeeded: on all ranks, with the policy "rollback".
@@ -180,6 +176,6 @@ class SpikeGuard(Hook):
         return dataclasses.replace(state, recent_values=values)
 
     def after_roll_back(self, state: TrainState) -> None:
-        """Read the recent figures from the state of the run."""
+        """Read the recent values from the state of the run."""
         kept = {name: RecentValues(values) for name, values in state.recent_values.items()}
         self._recent = defaultdict(RecentValues, kept)

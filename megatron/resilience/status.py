@@ -1,4 +1,4 @@
-"""The state of a run, for the message that is written if the run fails."""
+"""The state of a run, for the report of a failure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.training.launch import rank_info
 
 @dataclass
 class RunStatus:
-    """Updated as the run continues; read once, after a failure."""
+    """The run updates these fields; the report of a failure reads them."""
 
     rank: int = 0
     local_rank: int = 0
     attempt: int = 0
-    """How often the launcher has started the run again."""
+    """How often the launcher has restarted the run."""
     iteration: int = 0
     activity: str = "reading the settings"
     has_begun: bool = False
-    """Whether the settings were accepted: before, a message names no iteration and checkpoint."""
+    """Whether the settings are valid; before, reports contain no iteration and checkpoint."""
     last_good_checkpoint: int | None = None
-    """Iteration of the newest committed checkpoint that this run knows of."""
+    """Iteration of the newest committed checkpoint that this run has loaded or saved."""
     save_directory: str | None = None
     has_claimed: bool = False
     """Whether this run owns the save directory; no other run may save or report there."""
@@ -36,7 +36,7 @@ class RunStatus:
     peers: LocalPeers | None = None
     """The other ranks of this node, once they are known."""
     watch: ProcessWatch | None = None
-    """Of a rank that torchrun started."""
+    """The watch of a rank that torchrun started."""
     heartbeat: Heartbeat | None = None
     has_reported: bool = False
     """Whether this process has reported its failure."""
@@ -54,12 +54,12 @@ class RunStatus:
 
     @classmethod
     def of_this_process(cls) -> RunStatus:
-        """Return the status of a run that begins."""
+        """Return the status of a new run."""
         info = rank_info.read_rank_info()
         return cls(rank=info.rank, local_rank=info.local_rank, attempt=restart_count())
 
     def reset(self, rank: int, local_rank: int, attempt: int) -> None:
-        """Begin another attempt in the same process."""
+        """Prepare for another attempt in the same process."""
         self.rank, self.local_rank, self.attempt = rank, local_rank, attempt
         self.iteration, self.last_good_checkpoint = 0, None
         self.has_begun = self.has_claimed = False
@@ -67,7 +67,7 @@ class RunStatus:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Set the activity in a block; a failure inside leaves it set."""
+        """Set the activity in a block; after an exception it stays set, for the report."""
         outer = self.activity
         self.activity = activity
         yield

@@ -1,10 +1,10 @@
-"""--log-straggler: find ranks that are persistently slower than their peers, loaders and links too.
+"""--log-straggler: find ranks, loaders and links that are persistently slower than their peers.
 
-Each rank is compared, step by step, with ranks that should take as long, so that whatever slows
-all of them down cancels. It is compared with the median of the others, not of all: of two ranks,
-each is half of the median of all. The interquartile mean over the steps of a window counts, which
-a quarter of the steps cannot move. A rank is named at the third check in a row that finds it:
-other work that slows a rank for a moment does not name it.
+In each step, a rank is compared with peers that should take the same time, so that causes which
+slow all of them down cancel. The reference is the median of the other ranks: with two ranks, a
+median of all ranks would contain the slow rank. A check uses the interquartile mean over the steps
+of a window, which outliers in a quarter of the steps do not affect. A rank is reported at the third
+consecutive check that finds it, so that a short disturbance is not reported.
 
 Shapes: t steps, r ranks of the run, n ranks or groups that are compared.
 """
@@ -19,10 +19,8 @@ from datetime import datetime
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron.core.foundation import device
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.topology.rank_grid import RankGrid
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import all_gather_object
@@ -35,30 +33,31 @@ from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import TakenStep, TrainState
 
 CHECK_INTERVAL = 5
-"""Steps of which the times are gathered together."""
+"""Number of steps between two gathers of the times."""
 NUM_WARM_UP = 2
-"""First steps, which allocate and compile."""
+"""Number of first steps, which allocate and compile and are not measured."""
 LINKS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
-"""Kinds of groups that are compared with others of the kind, and the axes they span."""
+"""Kind of group -> the axes that it spans; groups of the same kind are compared."""
 COLUMNS = ("step", "compute", "cpu", "queued", "communication", "bubble", "data")
-"""The gathered times, before the waits by kind of group and whether rank 0 looks."""
+"""The gathered times; the waits by kind of group and the switch of rank 0 follow."""
 WINDOW, FEWEST_STEPS = 10, 8
-"""Steps that are compared, and the number of them before any rank is named."""
+"""Number of steps that are compared, and the number of steps before the first check."""
 CHECKS_IN_A_ROW = 3
-"""Checks that must find a rank before it is named. With a check every five steps this takes a rank
-that is slow in about sixteen of them, and names one that stays so within twenty."""
+"""Consecutive checks that must find a rank before it is reported. With a check every five steps, a
+rank is reported if it is slow in about sixteen steps, at the latest after twenty slow steps."""
 TRIMMED_SHARE = 0.25
-"""Share of the fastest steps of the window, and of the slowest, that do not count."""
+"""The fractions of the fastest and of the slowest steps of the window that are ignored."""
 SLOW_RATIO = 1.15
-"""Compute time of a slow rank over its peers' time. The times of equal ranks differ by a few
+"""Compute time of a slow rank divided by its peers' time. The times of equal ranks differ by a few
 percent."""
 STALLED_SHARE = 0.4
-"""A rank stands still if it does so longer than its peers, by this share of their compute."""
+"""A rank is at a standstill if it is stalled longer than its peers by this fraction of their
+compute time."""
 CROWDED_SHARE = 0.1
-"""If peers wait for processors longer than this share of their compute, there are too few for all,
-and the rank that waits longest is chance."""
+"""If peers wait for processors longer than this fraction of their compute time, the machine has too
+few processors, and no single rank is the cause."""
 LATE_SHARE = 0.1
-"""A loader or a link is slow if waits for it are longer than elsewhere by this share of a step."""
+"""A loader or a link is slow if its waits exceed the others' waits by this fraction of a step."""
 
 Array = NDArray[np.float64]
 Peers = Sequence[Sequence[int]]
@@ -66,21 +65,22 @@ Peers = Sequence[Sequence[int]]
 RankTimes = Mapping[str, Array]
 """Seconds [t, r] of all ranks by part of the step:
 
-step; work: computing (processor time on a CPU, which other processes there do not lengthen);
-stalled: neither computing nor waiting for a rank (stopped, or blocked in a call); queued: waiting
-for a processor; data: waiting for the loader; and by kind of group the waits in its collectives."""
+step; work: computing (on a CPU the processor time, which other processes do not affect); stalled:
+neither computing nor waiting for a rank (stopped, or blocked in a call); queued: waiting for a
+processor; data: waiting for the loader; and by kind of group the waits in its collectives."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """Ranks that are slow, and the part of the step in which they are."""
+    """Slow ranks, and the slow part of their step."""
 
     kind: str
     """compute, standstill, processor, loader, or the name of a kind of group: its link."""
     ranks: tuple[int, ...]
-    """One, or all of a group."""
+    """One rank, or all ranks of a group."""
     excess: float = field(compare=False)
-    """Of compute the ratio to the peers; else seconds of a step more than those of the peers."""
+    """For compute, the time divided by the peers' time; else the time minus the peers' time, in
+    seconds per step."""
     peers: tuple[int, ...] = field(compare=False, default=())
 
     def __str__(self) -> str:
@@ -96,12 +96,12 @@ class Straggler:
 
 
 class StragglerWatch:
-    """Judges times as they come.
+    """Find stragglers in the times of all ranks.
 
     Args:
-        stages: ranks of the same stage of the pipeline.
-        replicas: ranks that differ in nothing but their replica, and read as much data.
-        links: kind -> groups of that kind in one stage, for each stage.
+        stages: for each pipeline stage, its ranks.
+        replicas: sets of ranks that differ only in their replica, and read equal amounts of data.
+        links: kind -> for each stage, its groups of this kind.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class StragglerWatch:
     ) -> None:
         self.stages, self.replicas, self.links = stages, replicas, links
         self.named: list[Straggler] = []
-        """The ranks that are slow now."""
+        """The current stragglers."""
         self._times: RankTimes = {}
         self._times_found: dict[Straggler, int] = {}
-        """In so many checks in a row."""
+        """Straggler -> number of consecutive checks that have found it."""
 
     def add(self, times: RankTimes) -> tuple[list[Straggler], list[Straggler]]:
-        """Add the times of more steps; return new stragglers, and those that are none any more."""
+        """Add the times of more steps; return new stragglers and former stragglers."""
         self._times = {
             part: np.concatenate([self._times.get(part, later[:0]), later])[-WINDOW:]
             for part, later in times.items()
@@ -129,7 +129,7 @@ class StragglerWatch:
         return begins, ends
 
     def forget(self) -> None:
-        """Begin anew, after steps that were not measured."""
+        """Drop all times, after steps that were not measured."""
         self._times, self._times_found, self.named = {}, {}, []
 
     def _find(self, times: RankTimes) -> list[Straggler]:
@@ -157,7 +157,7 @@ class StragglerWatch:
             found += _findings("loader", peers, longer >= LATE_SHARE * step_s, longer)
         for kind, groups_of_stages in self.links.items():
             for groups in _comparable(groups_of_stages):
-                # The last rank to enter a collective waits for the bytes alone.
+                # The last rank that enters a collective waits only for the transfer.
                 transfer = np.stack(
                     [times[kind][:, list(ranks)].min(axis=1) for ranks in groups], axis=1
                 )
@@ -170,13 +170,13 @@ class StragglerWatch:
 
 
 def median_of_others(x: Array) -> Array:
-    """Return for each column the median of the other columns, row by row: [t, n] -> [t, n]."""
+    """Return for each rank the median of the other ranks in each step: [t, n] -> [t, n]."""
     num = x.shape[1]
     ordered = np.sort(x, axis=1)
     position = np.argsort(np.argsort(x, axis=1), axis=1)
 
     def smallest(i: int) -> Array:
-        """The i-th smallest of the others."""
+        """Return the i-th smallest value of the other ranks."""
         return np.where(position > i, ordered[:, [i]], ordered[:, [i + 1]])
 
     return (smallest((num - 2) // 2) + smallest((num - 1) // 2)) / 2
@@ -188,7 +188,7 @@ def slowest_and_fastest(
     """Return the `count` slowest and fastest ranks, each with its ratio to the median of its stage.
 
     Args:
-        work_s: mean compute of a step, by rank.
+        work_s: mean compute time of a step, by rank.
     """
     ratios: dict[int, float] = {}
     for peers in stages:
@@ -203,7 +203,7 @@ def _comparable(peers: Sequence[Sequence]) -> list[list]:
 
 
 def _persistent(x: Array) -> Array:
-    """[t, n] -> [n]: the mean of the middle half of the steps."""
+    """Return the interquartile mean over steps: [t, n] -> [n]."""
     cut = int(TRIMMED_SHARE * len(x))
     return np.sort(x, axis=0)[cut : len(x) - cut].mean(axis=0)
 
@@ -218,15 +218,15 @@ def _findings(
 
 
 class LookForStragglers(Hook):
-    """Gathers the times of all ranks every few steps; the last rank judges them and reports.
+    """Gather the times of all ranks every few steps; the last rank finds and reports stragglers.
 
     Args:
         times: measures the steps of this rank.
-        scalars: takes the times by rank, and the number of slow ranks.
+        scalars: logs the times by rank, and the number of slow ranks.
         write: prints a line.
     Communication:
-        every CHECK_INTERVAL steps an all-gather of some dozen numbers over all processes; at the
-        beginning one of the names of the machines.
+        every CHECK_INTERVAL steps an all-gather of a few dozen numbers over all processes; at the
+        beginning an all-gather of host names.
     """
 
     def __init__(
@@ -239,8 +239,14 @@ class LookForStragglers(Hook):
         self.logging, self.groups = context.run.logging, context.groups
         self.times, self.scalars, self.write = times, scalars, write
         self.looks = not self.logging.disable_straggler_on_startup
-        """Of rank 0, whose word counts for all."""
-        grid = _grid_of(self.groups, context.run.topology.world_size)
+        """Whether the search is on; rank 0 decides for all ranks."""
+        layout = self.groups.layout
+        # Groups that were created by hand have no grid: treat all ranks as replicas.
+        grid = (
+            RankGrid(("dp",), (context.run.topology.world_size,))
+            if layout is None
+            else layout.dense
+        )
         self._stages = grid.groups(*(axis for axis in grid.axes if axis != "pp"))
         links = {kind: groups_by_stage(grid, axes) for kind, axes in LINKS.items()}
         self._watch = StragglerWatch(self._stages, grid.groups("dp"), links)
@@ -253,7 +259,7 @@ class LookForStragglers(Hook):
         self._switch: HttpEndpoint | None = None
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Learn the names of the machines, and listen for who wants to switch."""
+        """Gather host names, and open the HTTP endpoint that switches the search on and off."""
         self._hosts = all_gather_object(socket.gethostname(), torch_collectives.world())
         if is_rank_0():
             try:
@@ -268,7 +274,7 @@ class LookForStragglers(Hook):
         return f"the search for slow ranks is {'on' if self.looks else 'off'}\n"
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Keep the times of the step; gather and judge those of some steps together."""
+        """Store the times of the step; every CHECK_INTERVAL steps, gather and check them."""
         self._num_steps += 1
         last = self.times.last
         if self._num_steps > NUM_WARM_UP and not result.read().was_skipped and last is not None:
@@ -289,7 +295,8 @@ class LookForStragglers(Hook):
         mine = torch.tensor(
             self._samples, dtype=torch.float64, device=torch_collectives.tensor_device(world)
         )  # [t, columns]
-        gathered = _stacked(torch_collectives.all_gather(mine, world))
+        of_ranks = torch_collectives.all_gather(mine, world)
+        gathered = torch.stack(list(of_ranks), dim=1).cpu().numpy()  # [t, r, columns]
         self._samples = []
         if not gathered[-1, 0, -1]:
             self._watch.forget()
@@ -337,19 +344,13 @@ class LookForStragglers(Hook):
         return f"{peers}{', ...' if len(finding.peers) > 8 else ''} | host: {hosts}"
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the HTTP endpoint."""
         if self._switch is not None:
             self._switch.close()
 
 
-def _grid_of(groups: ProcessGroupCollection, world_size: int) -> RankGrid:
-    """Return the dense grid; groups that were made by hand have none: all ranks are replicas."""
-    layout = groups.layout
-    return RankGrid(("dp",), (world_size,)) if layout is None else layout.dense
-
-
 def groups_by_stage(grid: RankGrid, axes: Sequence[str]) -> list[Peers]:
-    """Return, for each stage, its groups along the axes, where they have more than one rank."""
+    """Return, for each stage, its groups along the axes that have more than one rank."""
     by_stage: dict[int, list[list[int]]] = {}
     for ranks in grid.groups(*axes):
         if len(ranks) > 1:
@@ -358,12 +359,8 @@ def groups_by_stage(grid: RankGrid, axes: Sequence[str]) -> list[Peers]:
     return list(by_stage.values())
 
 
-def _stacked(of_ranks: Sequence[Tensor]) -> np.ndarray:
-    return torch.stack(list(of_ranks), dim=1).cpu().numpy()  # [t, r, columns]
-
-
 def _work_column() -> int:
-    # A device computes while the processor does nothing.
+    # On a GPU, the processor is idle while the device computes.
     return COLUMNS.index("cpu" if device.device_type() == "cpu" else "compute")
 
 

@@ -1,10 +1,10 @@
-"""A process of its own on each machine that detects ranks which do not continue, and ends the job.
+"""The watchdog process of a machine: it detects ranks that are stuck, and ends the job.
 
     python -m megatron.resilience.watchdog < settings.json
 
-It outlives a stopped rank and needs no lock of it: it reads the flight recorder of each rank from
-shared memory, the state of the process from /proc, and the Python stacks that `faulthandler`
-writes at a signal. It ends with the last of the ranks. It imports no torch.
+It needs neither the threads nor the locks of a rank: it reads the flight recorder of each rank from
+shared memory, the state of the process from /proc, and the Python stacks that `faulthandler` writes
+when it receives a signal. It ends with the last rank of the machine. It imports no torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ POLL_S = 0.25
 LOOK_S = 5.0
 """Interval of comparisons while all ranks continue."""
 END_S = 2.0
-"""How long ranks may take to end by themselves."""
+"""How long ranks may take to end before they are killed."""
 STACK_S, STACK_POLL_S = 2.0, 0.005
-"""How long to wait for stacks on a crowded machine, and the interval of looks."""
+"""Timeout for the stacks of ranks, and the interval between readings of their files."""
 EXIT_CODES = {"HANG": 20, "DEADLOCK": 21, "COLLECTIVE_MISMATCH": 22}
 _LAST_LINES = (b" in <module>\n", b" in _run_module_as_main\n", b"  ...\n")
 
@@ -44,12 +44,12 @@ _progress = itemgetter(
     Field.NUM_RECORDS, Field.WAITS_IN, Field.INSTRUCTION, Field.ITERATION, Field.BLOCKED_ON,
     Field.NUM_STEPS, Field.IS_TRAINING,
 )  # fmt: skip
-"""The fields of which one changes whenever the training thread continues."""
+"""The fields that show the progress of the training thread: each of its actions changes one."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the first rank of the machine asks for."""
+    """The settings that the first rank of the machine writes to standard input."""
 
     ranks: Sequence[Mapping[str, Any]]
     """The ranks of this machine (`heartbeat.start_heartbeat`): `rank`; `identity`, a packed
@@ -57,10 +57,10 @@ class Settings:
     `stacks`; `attempt`, the number of the set of process groups."""
     timeout_s: float
     num_ranks: int
-    """Of the job."""
+    """Number of ranks of the job."""
     stack_signal: int
     restarts: bool
-    """Whether the other ranks continue without a stuck rank: then the stuck rank alone is ended."""
+    """Whether the job continues without a stuck rank; then only the stuck rank is ended."""
     instructions: Mapping[int, str]
     save_directory: str | None
     hosts: Mapping[int, str]
@@ -77,7 +77,7 @@ class Settings:
 
 
 class _Rank:
-    """A rank, and since when each part of it has not changed, in seconds of `Watchdog`."""
+    """A rank, and the times of its last changes, by the clock of `Watchdog`."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         identity = ProcessIdentity.unpack(bytes.fromhex(given["identity"]))
@@ -92,7 +92,7 @@ class _Rank:
         self._stack_begins = 0
 
     def look(self, now: float) -> None:
-        """Note what has changed."""
+        """Read the rank's fields and process state, and record the time of each change."""
         fields = self.recorder.fields()
         has_beaten = not self.fields or fields[Field.BEATS] != self.fields[Field.BEATS]
         letter = "S" if has_beaten else self._state()
@@ -119,7 +119,7 @@ class _Rank:
         return None if stat.start != self.start or stat.has_ended else stat.letter
 
     def view(self, now: float) -> RankView:
-        """Return what is known of it, the whole record included."""
+        """Return the state of the rank with its whole flight record."""
         return RankView(
             self.rank,
             self.recorder.snapshot(),
@@ -136,10 +136,10 @@ class _Rank:
             os.kill(self.process, number)
 
     def ask_stacks(self, number: int) -> None:
-        """Make `faulthandler` write the Python stacks; a stopped process continues until then."""
+        """Make `faulthandler` write the Python stacks; a stopped process is continued for this."""
         self._stack_begins = os.fstat(self.stacks).st_size
         try:
-            # To the main thread, whose stack counts: any thread may take a signal to the process.
+            # To the main thread, so that its stack is written last: see `has_written_stacks`.
             ctypes.CDLL(None).tgkill(self.process, self.process, number)
         except AttributeError:  # the C library is older than the call
             self.send(number)
@@ -152,18 +152,18 @@ class _Rank:
         return os.pread(self.stacks, size, self._stack_begins)
 
     def has_written_stacks(self) -> bool:
-        """Return whether the stacks are complete: the main thread's is written last."""
+        """Return whether the stacks are complete; the main thread's stack is written last."""
         text = self.written_stacks()
         return b"Current thread" in text and text.endswith(_LAST_LINES)
 
 
 class Watchdog:
-    """Watches until the ranks of this machine have ended, or ends them."""
+    """Watch the ranks of this machine until they have ended, or end them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._ranks = [_Rank(rank) for rank in settings.ranks]
-        self._now = 0.0  # seconds in which this process ran: a machine that slept does not count
+        self._now = 0.0  # running time of this process in seconds, without the machine's sleep
         self._warned: tuple[int, ...] = ()
         self._looked_at = 0.0
 
@@ -205,7 +205,7 @@ class Watchdog:
         return False
 
     def _diagnose(self, ranks: list[_Rank]) -> StuckRanks | None:
-        """Return what two looks agree on: a record may be seen while it is written."""
+        """Return the stuck ranks if two looks agree, because a record may be read while written."""
         found = self._look(ranks).find()
         if found is not None and found.ends_job:
             time.sleep(POLL_S / 2)
@@ -233,7 +233,7 @@ class Watchdog:
         restarts = self._settings.restarts and bool(stuck)
         line = self._line(found, record)
         if not restarts:
-            # At least one rank gets the verdict: it informs the launcher and the other machines.
+            # At least one rank gets the verdict, to inform the launcher and the other machines.
             told = [rank for rank in living if rank not in stuck] or stuck
             for rank in told:
                 rank.recorder.give_verdict(EXIT_CODES[found.kind], line)
@@ -292,9 +292,9 @@ class Watchdog:
         return f"FATAL[{found.kind}] " + " ".join(f"{key}={value}" for key, value in fields.items())
 
     def _stacks(self, found: StuckRanks, living: list[_Rank]) -> dict[int, str]:
-        """Return Python stacks of the ranks that are the cause, and of one that waits.
+        """Return Python stacks of the ranks that are the cause, and of one waiting rank.
 
-        A stopped process writes its own as soon as it continues, and is stopped again.
+        A stopped process is continued to write its stacks, and then stopped again.
         """
         cause = [rank for rank in living if rank.rank in found.ranks]
         asked = cause + [rank for rank in living if rank.rank not in found.ranks][:1]
@@ -312,7 +312,7 @@ class Watchdog:
 
 
 def kernel_state(process: int) -> dict[str, str]:
-    """Return the state of each thread of a process, and where it waits in the kernel."""
+    """Return the state of each thread of a process, and the kernel function that blocks it."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in sorted(Path(f"/proc/{process}/task").iterdir(), key=lambda p: int(p.name)):
@@ -333,7 +333,7 @@ def main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     settings = Settings.read(sys.stdin.read())
-    with contextlib.suppress(OSError):  # ranks that have ended, or that this one may not look into
+    with contextlib.suppress(OSError):  # a rank has ended, or its memory may not be read
         Watchdog(settings).run()
 
 

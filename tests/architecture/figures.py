@@ -318,7 +318,6 @@ SMALL_WITH_REASON = {
     "megatron_lattice/deepspeed/accelerator.py": DEEPSPEED_PATH,
     "megatron/core/optimizer/definitions/lion.py": ENTRY,
     "megatron/core/pipeline_parallel/schedule_definitions/forward_only.py": ENTRY,
-    "megatron/hugging_face/families/phi3.py": ENTRY,
 }
 """Small modules with one importer that stay: path -> why."""
 

@@ -23,7 +23,7 @@ from tests.faults.result import CaseRun, Result
 NUM_STEPS, NUM_PAUSES, PAUSE_S, LONG_S = 500, 5, 5.0, 9.0
 INTERVAL = 200
 """Steps between evaluations, and between saves."""
-ALARM = re.compile(r"^WARNING: rank \d+ has not gone on.*$", re.MULTILINE)
+ALARM = re.compile(r"^WARNING: rank \d+ has made no progress.*$", re.MULTILINE)
 FINISHES = Promise(Kept.END, 300.0, "nothing is stuck", is_success=True, is_clean=True)
 
 

@@ -1,4 +1,4 @@
-"""The families of models that are known: one short file each."""
+"""The supported families of models, one short file each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from megatron.hugging_face.families import (
     granite,
     kimi_linear,
     llama,
-    phi3,
     qwen3_next,
     qwen_vl,
     relatives,
@@ -33,7 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     llama.MISTRAL,
     llama.QWEN2,
     llama.QWEN3,
-    phi3.PHI3,
+    relatives.PHI3,
     gpt_neox.GPT_NEOX,
     gemma.GEMMA2,
     gemma.GEMMA3,
@@ -62,14 +61,14 @@ FAMILIES: tuple[Family, ...] = (
     *state_space.FAMILIES,
     *granite.FAMILIES,
 )
-"""In the order in which a family is looked for that can express a model."""
+"""An export tries them in this order."""
 
 
 def family_of_config(fields: Mapping[str, object], source: str) -> Family:
     """Return the family of a `config.json`.
 
     Raises:
-        ConfigError: the file names a kind of model that is not known here.
+        ConfigError: the `model_type` of the file is not supported.
     """
     kind = fields.get("model_type")
     for family in FAMILIES:
@@ -77,10 +76,10 @@ def family_of_config(fields: Mapping[str, object], source: str) -> Family:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     raise ConfigError(
-        f"{source}: model_type {kind!r} is not known.",
-        rule=f"known kinds of models are {known}",
+        f"{source}: model_type {kind!r} is not supported.",
+        rule=f"the supported types are {known}",
         flags=["--load-hf"],
-        fix="use a model of one of these kinds",
+        fix="use a model of one of these types",
     )
 
 
@@ -88,9 +87,9 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
     """Return the first family that can express a model of these settings exactly.
 
     Args:
-        preferred: `model_type` of the family that comes first.
+        preferred: `model_type` of the family that is tried first.
     Raises:
-        ConfigError: none can; the differences from each are listed.
+        ConfigError: no family can express it; the differences are listed for each family.
     """
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
@@ -100,13 +99,13 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
         reasons.append(f"{family.model_type}: {', '.join(wrong[:4])}")
     raise ConfigError(
         "no family of Transformers' models can express this model: " + "; ".join(reasons) + ".",
-        rule="an exported model computes what the trained one does",
+        rule="an exported model must have the logits of the trained model",
         fix="train a model of one of these families to export it",
     )
 
 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
-    """Return in which settings a model would differ after a way out and back; none if it fits."""
+    """Return the settings that an export as this family and an import would change, in words."""
     fields = family.fields(settings)
     return differences(settings, family.settings(family.config(fields, "the exported config")))
 

@@ -1,8 +1,8 @@
-"""BERT: an encoder whose layers norm what they have added; `megatron-bert`, which norms before.
+"""BERT, an encoder with norms after each residual connection; `megatron-bert` with norms before.
 
-J. Devlin et al., "BERT", arXiv 1810.04805. With `apply_residual_connection_post_layernorm` a layer
-begins with the norm that BERT has at the end of the one before, the first with that of the
-embedding. Without a head for pairs of texts the pooler before it is left out.
+J. Devlin et al., "BERT", arXiv 1810.04805. With `apply_residual_connection_post_layernorm`, the
+first norm of Megatron's layer i + 1 is the last norm of BERT's layer i, and the first norm of layer
+0 is the norm of BERT's embedding. Without the head for pairs of texts, the pooler is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.hugging_face.weight_map import (
 
 _LAYER, _HF = "encoder.layers.{}.", "encoder.layer.{}."
 _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-"""Name -> whether it is the tanh form."""
+"""Name -> whether GELU uses the tanh approximation."""
 
 
 def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> ModelDescription:
@@ -29,7 +29,7 @@ def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> Model
     config.only("type_vocab_size", 2)
     config.only("is_decoder", False)  # its mask would be causal
     config.take("classifier_dropout", None)
-    # Untied, Transformers' head has two biases, one of which does nothing.
+    # An untied head of Transformers has a second bias, without effect.
     config.only("tie_word_embeddings", True)
     architectures = config.take("architectures", [])
     activation = config.only("hidden_act", *_ACTIVATIONS)
@@ -75,7 +75,7 @@ def _pairs(here: str, there: str) -> list[WeightRule]:
 
 
 def _post_norms(settings: ModelDescription) -> list[WeightRule]:
-    """Return the norms of BERT: those after layer i are the first ones of layer i + 1."""
+    """Return the norms of BERT: the last norm of its layer i is Megatron's first of layer i + 1."""
     last = settings.num_layers - 1
     rules = _pairs("encoder.layers.0.self_attention.linear_qkv.layer_norm_", "embeddings.LayerNorm")
     for layer in range(last):

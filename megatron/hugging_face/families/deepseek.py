@@ -1,8 +1,8 @@
-"""DeepSeek V2 to V3.2: latent attention, experts beside a shared one, dense layers first.
+"""DeepSeek V2 to V3.2: latent attention, routed experts and a shared expert, dense first layers.
 
 DeepSeek-AI, "DeepSeek-V2", sections 2.1 and 2.2, arXiv 2405.04434; "DeepSeek-V3 Technical Report",
-section 2.1, arXiv 2412.19437; "DeepSeek-V3.2", section 2.1, arXiv 2512.02556, which attends to the
-keys that an indexer chooses. The layers of V3 that predict later tokens are left out.
+section 2.1, arXiv 2412.19437; "DeepSeek-V3.2", section 2.1, arXiv 2512.02556, whose indexer chooses
+the keys of attention. The multi-token prediction layers of V3 are left out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron.hugging_face.weight_map import WeightRule, concat, identity
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 _FOLLOWING = ("head_dim", "qk_head_dim")
-"""Written by Transformers beside the widths that they follow from."""
+"""Widths that Transformers writes and that follow from other fields."""
 _LATENT_EPSILON = 1e-6
-"""Of the norms of latents, whatever the config says of the others."""
+"""Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
 
 def latent_settings(config: ConfigFields) -> ModelDescription:
@@ -40,7 +40,7 @@ def latent_settings(config: ConfigFields) -> ModelDescription:
         kv_channels=None,
         group_query_attention=False,
         swiglu=True,
-        # Its strength is that of the parts of heads that rotate, so it is not a kind of position.
+        # Latent attention has its own YaRN settings, with the position type "rope".
         position_embedding_type="rope",
         multi_latent_attention=True,
         qk_layernorm=True,
@@ -74,7 +74,7 @@ def with_experts(settings: ModelDescription, config: ConfigFields) -> ModelDescr
 
 
 def judged_by_sigmoid(settings: ModelDescription, config: ConfigFields) -> ModelDescription:
-    """Return `settings` with the router of DeepSeek-V3: biased choice, weights that sum to one."""
+    """Return `settings` with DeepSeek-V3's router: sigmoid scores and a bias for each expert."""
     config.only("norm_topk_prob", True)
     return replace(
         _with_groups(settings, config, judges=2),
@@ -84,7 +84,7 @@ def judged_by_sigmoid(settings: ModelDescription, config: ConfigFields) -> Model
 
 
 def _with_groups(settings: ModelDescription, config: ConfigFields, judges: int) -> ModelDescription:
-    """Return `settings` with group-limited routing; one group limits nothing."""
+    """Return `settings` with group-limited routing, unless all groups are kept."""
     groups, kept = config.take("n_group", 1), config.take("topk_group", 1)
     if groups == kept:
         return settings
@@ -115,7 +115,7 @@ def latent_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def experts_fields(settings: ModelDescription) -> dict[str, Any]:
-    """Return the fields of experts beside a shared one."""
+    """Return the fields of routed experts and a shared expert."""
     width = settings.experts_width
     return {
         "n_routed_experts": settings.num_moe_experts or 1,
@@ -177,7 +177,7 @@ def _v32_settings(config: ConfigFields) -> ModelDescription:
     layers = config.take("num_hidden_layers")
     dense = min(config.take("first_k_dense_replace", 3), layers)
     known = {"num_hidden_layers": layers, "first_k_dense_replace": dense, "rope_interleave": True}
-    settings = _v3_settings(config.with_fields(known))  # refuses what is no number of layers
+    settings = _v3_settings(config.with_fields(known))  # checks the type of num_hidden_layers
     config.only("layer_types", ["indexed_attention"] * layers)
     config.only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
     return replace(
@@ -192,7 +192,7 @@ def _v32_settings(config: ConfigFields) -> ModelDescription:
 
 def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = _v3_fields(settings)
-    del fields["rope_interleave"]  # it always does
+    del fields["rope_interleave"]  # the class has no such field: channels always interleave
     return {
         **fields,
         "index_head_dim": settings.dsa_indexer_head_dim or 1,
@@ -262,11 +262,11 @@ def with_expert_layers(
     block: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[WeightRule]:
-    """Return the rules of a dense model with experts, beside a shared one, in some layers.
+    """Return the rules of a dense model with routed and shared experts in some layers.
 
     Args:
-        block: what Hugging Face's files call the MLP of these layers.
-        names: what they call gate, up and down of a routed expert.
+        block: Hugging Face's name of the MLP of these layers.
+        names: Hugging Face's names of gate, up and down of a routed expert.
     """
     has_experts = settings.has_experts
     with_them, without = (

@@ -1,6 +1,6 @@
 """Mixtral, Qwen 2 and Qwen 3 with experts: the attention of the dense models, an MLP per expert.
 
-Qwen 2 has a shared expert beside them, whose output a gate weighs.
+Qwen 2 also has a shared expert, whose output is multiplied by a gate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.hugging_face.weight_map import WeightRule, concat, experts, identi
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _WITHOUT_EFFECT = ("router_aux_loss_coef", "output_router_logits")
-"""The balance loss of training, which has flags of its own here."""
+"""Fields of the balance loss, which training sets by its own flags."""
 
 
 def _num_experts(config: ConfigFields) -> int:
-    """Return the number of experts, which versions of Transformers call by two names."""
+    """Return the number of experts, which has two names in different versions of Transformers."""
     return int(config.one_of("num_local_experts", "num_experts") or config.take("num_experts"))
 
 
@@ -93,7 +93,7 @@ def _qwen2_rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def with_shared_expert(rules: list[WeightRule]) -> list[WeightRule]:
-    """Return the rules with those of an expert that every token uses, and of its gate."""
+    """Return `rules` and the rules of the shared expert and its gate."""
     here, there = _MEGATRON + "mlp.shared_experts.", _HF + "mlp.shared_expert."
     gate_and_up = (there + "gate_proj.weight", there + "up_proj.weight")
     return [
@@ -115,7 +115,7 @@ def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
 def _rules(
     dense: Family, block: str, gate: str, up: str, down: str
 ) -> Callable[[ModelDescription], list[WeightRule]]:
-    """Return the function that gives the rules of a dense family with experts in its MLP."""
+    """Return the `Family.rules` of a dense family with experts as its MLP."""
 
     def rules(settings: ModelDescription) -> list[WeightRule]:
         found = [rule for rule in dense.rules(settings) if ".mlp." not in rule.megatron_name]

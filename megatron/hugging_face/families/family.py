@@ -1,4 +1,4 @@
-"""What a family of models has to say about itself."""
+"""The description of a family of models."""
 
 from __future__ import annotations
 
@@ -13,59 +13,60 @@ from megatron.hugging_face.weight_map import WeightRule
 
 
 def full_name(name: str, prefix: str) -> str:
-    """Return the name in the file; a leading slash says that it takes no prefix."""
+    """Return the name in the file; a leading slash means that the name has no prefix."""
     return name[1:] if name.startswith("/") else prefix + name
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model of Transformers.
+    """One model type of Transformers.
 
-    `settings` and `fields` are inverse: a model can be exported as this family if its settings
-    come back unchanged.
+    `settings` and `fields` are inverse: a model can be exported as this family if converting its
+    settings to fields and back leaves them unchanged.
     """
 
     model_type: str
     architecture: str
-    """Class named in the config for causal language modelling."""
+    """Transformers' class for language modelling, as the config names it."""
     settings: Callable[[ConfigFields], ModelDescription]
-    """From the fields of `config.json`; every field is taken or refused."""
+    """Convert the fields of a `config.json` to settings; every field is taken or refused."""
     fields: Callable[[ModelDescription], dict[str, Any]]
-    """From settings to the fields of `config.json`."""
+    """Convert settings to the fields of a `config.json`."""
     rules: Callable[[ModelDescription], list[WeightRule]]
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """Fields -> what they are in Transformers if a config does not name them, where null means
-    something else there."""
+    """Field -> Transformers' value if a config does not contain it, where null has another meaning.
+    """
     prefixes: tuple[str, ...] = ("",)
-    """What may be before all names in the files, written first to last."""
+    """Possible prefixes of all names in the files; exports use the first one."""
     without_meaning: tuple[str, ...] = ()
-    """Patterns of tensors that older files hold besides weights."""
+    """Patterns of tensors in older files that are not weights."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that files may hold -> the one whose values each of them repeats."""
+    """Tensor that files may contain -> the tensor whose values it repeats."""
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of names in other files -> what is written instead."""
+    """Pattern of a name in other files -> its replacement."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of weights that are not read -> what they are; `{num_layers}` is their number."""
+    """Pattern of weights that are not read -> their description; `{num_layers}` is replaced by the
+    number of layers."""
 
     def prefix(self, names: Container[str], first: str) -> str:
         """Return the prefix in a file.
 
         Args:
-            names: of the tensors in it.
-            first: one that every model has, without prefix.
+            names: of the tensors in the file.
+            first: name, without prefix, of a tensor that every model has.
         """
         known = [prefix for prefix in self.prefixes if full_name(first, prefix) in names]
         return known[0] if known else self.prefixes[0]
 
     def config(self, fields: Mapping[str, object], source: str) -> ConfigFields:
-        """Return the fields of a `config.json` of this family, to be given to `settings`."""
+        """Return the fields of a `config.json` of this family, as the argument of `settings`."""
         return ConfigFields(fields, source, self.absent)
 
     def read(self, fields: Mapping[str, object], source: str) -> ModelDescription:
-        """Return what a `config.json` of this family describes.
+        """Return the settings that a `config.json` of this family describes.
 
         Raises:
-            ConfigError: it cannot be built here, with all reasons.
+            ConfigError: the model is not supported; all reasons are listed.
         """
         config = self.config(fields, source)
         try:
@@ -73,8 +74,8 @@ class Family:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             config.finish()
             raise ConfigError(
-                f"{source} has a field of another kind than its name says: {error}.",
-                rule="fields are what Transformers writes: numbers, lists or objects",
+                f"{source} has a field with a value of the wrong type: {error}.",
+                rule="fields have the types that Transformers writes",
                 flags=["--load-hf"],
                 fix="download or save the model again",
             ) from error
@@ -88,10 +89,10 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def with_window(
     model: ModelDescription, config: ConfigFields, usual: Sequence[bool]
 ) -> ModelDescription:
-    """Return `model` with the window of the config.
+    """Return `model` with the attention window of the config.
 
     Args:
-        usual: which layers have it where the config does not list them.
+        usual: whether each layer has the window if the config does not list the layers.
     """
     kinds = config.take("layer_types", None)
     pattern = [int(has_it) for has_it in usual]
@@ -106,7 +107,7 @@ def with_window(
 
 
 def window_fields(settings: ModelDescription) -> dict[str, Any]:
-    """Return the fields of the window."""
+    """Return the fields of the attention window."""
     window = settings.window_size
     kinds = [SLIDING if windowed and window else FULL for windowed in settings.windowed_layers]
     return {

@@ -1,8 +1,8 @@
 """Gemma: wide heads; Gemma 2 and 3: norms around each branch, windows, bounded scores.
 
 Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", section 2, arXiv
-2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. The text models; those of
-Gemma 3 that see images (`gemma3`) are not built.
+2408.00118; "Gemma 3 Technical Report", section 2.1, arXiv 2503.19786. Only the text models are
+supported, not Gemma 3 with images (`gemma3`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _common_settings(config: ConfigFields, period: int) -> ModelDescription:
 
 
 def _common_fields(settings: ModelDescription) -> dict[str, Any]:
-    # Theirs is a whole number; the scale of ours is its inverse root, as nearly as floats can be.
+    # The field is an integer; `softmax_scale` is its inverse square root, up to rounding.
     scale = settings.softmax_scale or 256**-0.5
     fields = LLAMA.fields(settings)
     del fields["hidden_act"], fields["mlp_bias"]
@@ -90,9 +90,9 @@ def _gemma2_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _gemma3_settings(config: ConfigFields) -> ModelDescription:
-    # Their Gemma 3 has the field, and does not bound its scores.
+    # Transformers' Gemma 3 has this field, but does not use it.
     config.take("attn_logit_softcapping", None)
-    # Written by Transformers beside `layer_types`, which then says it.
+    # Transformers writes this field together with `layer_types`, which overrides it.
     period = config.take("_sliding_window_pattern", _GEMMA3_PERIOD)
     period = config.take("sliding_window_pattern", period)
     settings = replace(_common_settings(config, period), qk_layernorm=True)
@@ -119,7 +119,7 @@ def _gemma3_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
-    """Those of Llama; its second norm is here after the attention, and two more follow."""
+    """Return Llama's rules, with norms before and after both the attention and the MLP."""
     before_mlp = _MEGATRON + "mlp.linear_fc1.layer_norm_weight"
     rules = [rule for rule in LLAMA.rules(settings) if rule.megatron_name != before_mlp]
     for here, there in (

@@ -1,9 +1,9 @@
 """GLM-4: half of every head rotates, in pairs of adjacent channels; gate and up are one tensor.
 
 Team GLM, "ChatGLM: A Family of Large Language Models from GLM-130B to GLM-4 All Tools", section 2,
-arXiv 2406.12793. The later GLM-4 (`glm4`) has norms after each branch too; GLM-4.5 (`glm4_moe`) has
-the experts of DeepSeek-V3 ("GLM-4.5", section 2.1, arXiv 2508.06471), and so has dots.llm1 (arXiv
-2506.05767), whose heads rotate whole. Layers that predict later tokens are left out.
+arXiv 2406.12793. The later GLM-4 (`glm4`) also has norms after each branch. GLM-4.5 (`glm4_moe`)
+has the experts of DeepSeek-V3 ("GLM-4.5", section 2.1, arXiv 2508.06471), like dots.llm1 (arXiv
+2506.05767), whose heads rotate completely. Multi-token prediction layers are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases, a fused projection stored [in, out].
 
-StarCoder 1 (`gpt_bigcode`) is the same with one key and value head for all, stored [out, in].
+StarCoder 1 (`gpt_bigcode`) differs in one key and value head for all queries, stored [out, in].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.hugging_face.weight_map import (
 )
 
 _ACTIVATIONS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
-"""Name -> whether it is the tanh form."""
+"""Name -> whether GELU uses the tanh approximation."""
 _WITHOUT_EFFECT = (
     "embd_pdrop", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx", "n_special",

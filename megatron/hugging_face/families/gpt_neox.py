@@ -11,7 +11,7 @@ from megatron.hugging_face.rope import with_rope
 from megatron.hugging_face.weight_map import WeightRule, identity, vocabulary
 
 _ACTIVATIONS = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
-"""Name -> whether it is the tanh form."""
+"""Name -> whether GELU uses the tanh approximation."""
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
@@ -63,7 +63,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     rules = [vocabulary("embedding.word_embeddings.weight", "embed_in.weight")]
     for here, there in (
         (megatron_prefix + "self_attention.linear_qkv.layer_norm_", hf_prefix + "input_layernorm."),
-        # Their fused projection has a query, a key and a value for head after head, as ours.
+        # Both fused projections have the query, key and value of one head after another.
         (megatron_prefix + "self_attention.linear_qkv.", hf_prefix + "attention.query_key_value."),
         (megatron_prefix + "self_attention.linear_proj.", hf_prefix + "attention.dense."),
         (megatron_prefix + "mlp.linear_fc1.layer_norm_", hf_prefix + "post_attention_layernorm."),

@@ -1,7 +1,7 @@
-"""GPT-OSS: sinks in the attention, windows in every second layer, experts with biases and a bound.
+"""GPT-OSS: attention sinks, windows in every second layer, experts with biases and clamped inputs.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", section 2, arXiv 2508.10925. Weights in 4 bits
-(`quantization_config`) are refused: Transformers writes them out in bf16.
+(`quantization_config`) are refused: convert them to bf16 with Transformers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
 def _fields(settings: ModelDescription) -> dict[str, Any]:
     fields = LLAMA.fields(settings)
     del fields["mlp_bias"]
-    if fields["rope_scaling"] is None:  # which theirs would replace by its own
+    if fields["rope_scaling"] is None:  # Transformers would replace it by this family's default
         base = fields["rope_theta"]
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
     return {

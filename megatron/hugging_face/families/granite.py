@@ -24,13 +24,13 @@ _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
 _RECURRENT, _ATTENDING = ("mamba", "linear_attention"), ("attention", "full_attention")
-"""Kinds of layers, as published files and newer ones name them."""
+"""Names of kinds of layers, in published files and in newer ones."""
 _DIGITS = 14
-"""Of an attention multiplier that is found by a division: those that rounding leaves."""
+"""Significant digits of an attention multiplier after the division by the temperature."""
 
 
 def _temperature(settings: ModelDescription) -> float:
-    """Return the factor that YaRN has on scores, besides the attention multiplier."""
+    """Return YaRN's factor on scores, in addition to the attention multiplier."""
     if settings.position_embedding_type != "yarn":
         return 1.0
     width = settings.head_dim
@@ -83,7 +83,7 @@ def _moe_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
-    """Return the rules of a layer's experts, all in one tensor there, gates above the others."""
+    """Return the rules of a layer's experts; Hugging Face has one tensor of all, gates first."""
     here, there = _MEGATRON + "mlp.", _HF + "block_sparse_moe."
     return [
         identity(_MEGATRON + "pre_mlp_layernorm.weight", _HF + "post_attention_layernorm.weight"),
@@ -155,7 +155,7 @@ def _hybrid_fields(settings: ModelDescription) -> dict[str, Any]:
         fields["shared_intermediate_size"] = settings.ffn_hidden_size
     else:
         fields["shared_intermediate_size"] = settings.moe_shared_expert_intermediate_size or 0
-    # Sizes of Mamba-2 say nothing where no layer has it, but Transformers checks them.
+    # Without a Mamba-2 layer its sizes have no effect, but Transformers checks them.
     without = {"mamba_n_heads": 1, "mamba_d_head": 2 * settings.hidden_size, "mamba_n_groups": 1,
                "mamba_expand": 2}  # fmt: skip
     return {

@@ -1,7 +1,7 @@
 """Kimi Linear: Kimi Delta Attention in most layers, latent attention without positions in others.
 
 Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", section 4, arXiv
-2510.26692. Experts are those of DeepSeek-V3, after dense layers at the beginning.
+2510.26692. It has the experts of DeepSeek-V3, and dense first layers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _USUAL = {
     "num_expert_group": "n_group",
     "moe_renormalize": "norm_topk_prob",
 }
-"""What DeepSeek calls the fields of this family."""
+"""Field of this family -> DeepSeek's name of the field."""
 _OLDER_SIZES = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
                 "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
-"""Names of sizes in `linear_attn_config`."""
+"""Name of a size in `linear_attn_config` -> its newer name."""
 _WITH_UNITS = (2, 1)
-"""`A_log` is [1, 1, n, 1] there."""
+"""Hugging Face's `A_log` is [1, 1, n, 1]."""
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
@@ -62,7 +62,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
     if width % heads:
         raise ConfigError(
             f"{config.source}: linear_head_dim {width} and linear_num_heads {heads}.",
-            rule="the latents of decays and gates, as wide as a head, are split over the heads",
+            rule="the latents of decays and gates are as wide as a head and are split over heads",
             flags=["--load-hf"],
             fix=f"use a model whose number of heads divides {width}, for example"
             f" {best_divisor(width, heads)}",
@@ -143,7 +143,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
-    """Return the rules of Kimi Delta Attention, whose rows are here by head."""
+    """Return the rules of Kimi Delta Attention, whose rows Megatron orders by head."""
     here, there = _MEGATRON + "self_attention.", _HF + "self_attn."
     heads, width = settings.linear_num_key_heads, settings.linear_key_head_dim
     rows = {
@@ -178,7 +178,7 @@ KIMI_LINEAR = Family(
     _rules,
     absent={"num_key_value_heads": 32, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1},
     without_meaning=LLAMA.without_meaning,
-    # Published files call an MLP without experts `mlp`, those that Transformers writes do not.
+    # In published files a dense MLP is named `mlp`; files that Transformers writes use `_BLOCK`.
     other_names={r"(model\.layers\.\d+)\.mlp\.": rf"\1.{_BLOCK}."},
     left_out=LATER_TOKENS,
 )

@@ -1,4 +1,4 @@
-"""Llama and its relatives: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
+"""Llama and similar models: RMSNorm, rotary positions, SwiGLU, grouped key/value heads.
 
 Mistral adds a sliding window, Qwen 2 biases on query, key and value, Qwen 3 norms on query and
 key heads.
@@ -26,7 +26,7 @@ _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
 
 
 def gated_settings(config: ConfigFields) -> ModelDescription:
-    """Return the settings that all relatives with RMSNorm and a gated MLP have."""
+    """Return the settings that all models with RMSNorm and a gated MLP share."""
     heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
     groups = config.take("num_key_value_heads", heads)
     return ModelDescription(

@@ -1,6 +1,6 @@
 """Qwen3-Next: Gated DeltaNet in most layers, gated attention in the others, experts in all.
 
-Norms are zero-centred but for those of the recurrent heads; a part of each attention head rotates.
+Norms are zero-centred, except the norms of recurrent heads; a part of each attention head rotates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
-"""Names that both sides share -> what absence means."""
+"""Name of a size, the same in Megatron -> its default."""
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
@@ -98,7 +98,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _recurrent_rules(settings: ModelDescription) -> list[WeightRule]:
-    """Return the rules of a Gated DeltaNet, whose rows are here by key head."""
+    """Return the rules of a Gated DeltaNet, whose rows Megatron orders by key head."""
     here, there = _MEGATRON + "self_attention.", _HF + "linear_attn."
     heads = settings.linear_num_key_heads
     keys = heads * settings.linear_key_head_dim

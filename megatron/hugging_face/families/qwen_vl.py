@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL: the decoders of Qwen 2 and Qwen 3, and an encoder of images.
+"""Qwen2.5-VL and Qwen3-VL: the decoders of Qwen 2 and Qwen 3 with an encoder of images.
 
 S. Bai et al., "Qwen2.5-VL Technical Report", arXiv 2502.13923; "Qwen3-VL Technical Report", arXiv
 2511.21631.
@@ -30,12 +30,12 @@ _TOKENS = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-"""Their values where a config does not give them."""
+"""Token ids of a config that does not contain them."""
 _OURS, _LAYER = "vision_model.", "vision_model.decoder.layers.{}."
 
 
 def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
-    """Return the settings of the decoder, whose fields are nested, or beside the encoder's."""
+    """Return the decoder's settings, whose fields are in `text_config` or in the config itself."""
     nested = config.take("text_config", None)
     text = config
     if nested is not None:
@@ -58,9 +58,9 @@ def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
     if settings.position_embedding_type != "rope":
         raise ConfigError(
             f"{config.source}: positions of kind {rope.get('rope_type')!r} are not supported.",
-            rule="positions in time, height and width are those of the sample",
+            rule="positions in time, height and width cannot be scaled",
             flags=["--load-hf"],
-            fix="use a model without it",
+            fix="use a model without this scaling",
         )
     return replace(
         settings,
@@ -80,16 +80,16 @@ def _vision(config: ConfigFields, hidden_size: int) -> ConfigFields:
     rope.only("rope_theta", 10000.0)
     rope.finish()
     vision.only("out_hidden_size", hidden_size)
-    # Older names, which Transformers does not read.
+    # Transformers ignores these older names.
     vision.only("in_chans", vision.take("in_channels", 3))
     vision.only("spatial_patch_size", vision.take("patch_size"))
-    vision.take("tokens_per_second", None)  # positions of clips are given with the samples
+    vision.take("tokens_per_second", None)  # for the positions of clips, which samples contain
     return vision
 
 
 def _sizes(config: ConfigFields, vision: ConfigFields) -> dict[str, Any]:
     for name in ("video_token_id", "vision_token_id"):
-        config.take(name, None)  # clips have tokens of their own: samples hold still images
+        config.take(name, None)  # tokens of clips; samples contain still images only
     return {
         "architecture": "vlm",
         "vision_num_layers": vision.take("depth"),
@@ -170,7 +170,7 @@ def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
 
 def _qwen2_5_fields(settings: ModelDescription) -> dict[str, Any]:
     fields = _fields(settings, QWEN2)
-    del fields["text_config"]["head_dim"]  # it is a part of the width
+    del fields["text_config"]["head_dim"]  # it follows from hidden_size
     fields["vision_config"] |= {
         "hidden_act": "silu",
         "window_size": settings.vision_window_size,
@@ -190,7 +190,7 @@ def _qwen3_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _projections(settings: ModelDescription, kind: str, hf_name: str) -> WeightRule:
-    """Return the rule of queries, keys and values of the encoder, of its own heads."""
+    """Return the rule of queries, keys and values of the encoder, by its number of heads."""
     rule = fused_query_key_value(f"{_LAYER}self_attention.linear_qkv.{kind}", hf_name)
     heads = settings.vision_num_attention_heads
     of_vision = replace(
@@ -207,7 +207,7 @@ def _projections(settings: ModelDescription, kind: str, hf_name: str) -> WeightR
 
 
 def _linear(ours: str, *theirs: str) -> list[WeightRule]:
-    """Return the rules of weight and bias of a layer."""
+    """Return the rules of the weight and bias of a layer."""
     return [
         concat(f"{ours}.{kind}", *(f"{name}.{kind}" for name in theirs))
         for kind in ("weight", "bias")
@@ -215,10 +215,10 @@ def _linear(ours: str, *theirs: str) -> list[WeightRule]:
 
 
 def _encoder(settings: ModelDescription, theirs: str, mlp: Mapping[str, Sequence[str]]) -> Any:
-    """Return the rules of what both encoders have.
+    """Return the rules that both encoders share.
 
     Args:
-        mlp: our layer -> theirs.
+        mlp: Megatron's layer -> Hugging Face's layers.
     """
     block = f"{theirs}blocks.{{}}."
     rules = [

@@ -1,9 +1,10 @@
-"""Dense models that differ from Llama in one place or two, each a few lines.
+"""Dense models with a few differences from Llama.
 
 Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotate.
-SmolLM3: layers that do not rotate. CWM and Ministral: layers with windows. Arcee: a squared ReLU
-without a gate. StableLM: LayerNorm, and heads that rotate in part. Nemotron: all of that, with
-norms stored about zero. StarCoder 2: LayerNorm, GELU and biases everywhere.
+SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows. Arcee: a squared
+ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
+zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
+Phi-3: one tensor of queries, keys and values, and one of gate and up.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
-from megatron.hugging_face.families.llama import LLAMA, gated_settings
+from megatron.hugging_face.families.llama import LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
+_PHI3_FUSED = {
+    _MEGATRON + "self_attention.linear_qkv.weight": fused_query_key_value(
+        _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
+    ),
+    _FC1: identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
+}
 
 
 def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
     config.only("attention_out_bias", False)
-    config.take("residual_dropout", None)  # while training only; ours has flags of its own
+    config.take("residual_dropout", None)  # affects training only, which has a flag for it
     has_bias = config.take("attention_bias", True)
     return replace(LLAMA.settings(config.without("attention_bias")), add_qkv_bias=has_bias)
 
@@ -51,7 +58,7 @@ def _smollm3_settings(config: ConfigFields) -> ModelDescription:
     settings = LLAMA.settings(config)
     interval = config.take("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % interval != 0) for layer in range(settings.num_layers)]
-    rotates = config.take("no_rope_layers", usual)  # 1 where a layer rotates, for all its name
+    rotates = config.take("no_rope_layers", usual)  # despite the name, 1 means that a layer rotates
     skips = None if all(rotates) else [int(not does) for does in rotates]
     return replace(settings, no_rope_freq=skips)
 
@@ -80,7 +87,7 @@ def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription
     """Return the settings of a model with LayerNorm and rotary positions.
 
     Args:
-        norm_epsilon: what the config calls it.
+        norm_epsilon: name of the config's field.
     """
     renamed = config.renamed(norm_epsilon, "rms_norm_eps")
     settings = replace(gated_settings(renamed), normalization="LayerNorm")
@@ -155,7 +162,7 @@ def _starcoder2_fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[WeightRule]:
-    """Return rules, and those of the biases of parameters whose names contain one of `parts`."""
+    """Return `rules` and rules of biases for parameters whose names contain one of `parts`."""
     found = list(rules)
     biases = [
         replace(
@@ -170,7 +177,7 @@ def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[We
 
 
 def _without_gate(rules: Iterable[WeightRule], name: str = "up_proj") -> list[WeightRule]:
-    """Return rules with one tensor for the first layer of the MLP."""
+    """Return `rules` with one tensor for the first layer of the MLP."""
     one = identity(_FC1, f"{_HF}mlp.{name}.weight")
     return [one if rule.megatron_name == _FC1 else rule for rule in rules]
 
@@ -182,6 +189,28 @@ def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
         for rule in _without_gate(LLAMA.rules(settings), "c_fc")
     ]
     return _with_biases(rules, ("norm", "linear_"))
+
+
+def _phi3_settings(config: ConfigFields) -> ModelDescription:
+    # Dropout affects training only, which has flags for it.
+    for name in ("embd_pdrop", "resid_pdrop"):
+        config.take(name, None)
+    # The context before its extension to 128k; without rope_scaling it has no effect.
+    config.take("original_max_position_embeddings", None)
+    return MISTRAL.settings(config)
+
+
+def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
+        "partial_rotary_factor": settings.rotary_percent,
+        "original_max_position_embeddings": settings.max_position_embeddings,
+        "pad_token_id": None,
+    }
+
+
+def _phi3_rules(settings: ModelDescription) -> list[WeightRule]:
+    return [_PHI3_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
 
 
 def _family(
@@ -248,6 +277,15 @@ STARCODER2 = _family(
     _starcoder2_rules,
     num_key_value_heads=2,
     tie_word_embeddings=True,
+)
+PHI3 = replace(
+    MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    settings=_phi3_settings,
+    fields=_phi3_fields,
+    rules=_phi3_rules,
+    absent={},
 )
 FAMILIES = (
     SEED_OSS,

@@ -1,7 +1,7 @@
-"""Mamba-2 alone and beside attention: Mamba-2, Nemotron-H, Bamba.
+"""Mamba-2, and hybrids of Mamba-2 and attention: Nemotron-H, Bamba.
 
-A layer of Mamba-2 and of Nemotron-H is a mixer or an MLP, one letter here; a layer of Bamba has
-both.
+A layer of Mamba-2 and Nemotron-H is either a mixer or an MLP, a letter of `hybrid_layer_pattern`. A
+layer of Bamba has both.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from megatron.hugging_face.weight_map import (
 
 _LAYER, _BACKBONE = "decoder.layers.{}.", "backbone.layers.{}."
 _NO_END = 2**20
-"""Tokens that a model without positions accepts, for a config that names no length."""
+"""Longest sequence of a model without positions, if the config has no length."""
 _OF_TRAINING = (
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_rank", "chunk_size",
     "mamba_chunk_size", "residual_in_fp32", "mamba_ssm_cache_dtype", "use_mamba_kernels",
     "num_logits_to_keep", "z_loss_coefficient", "output_router_logits", "hidden_dropout",
     "moe_shared_expert_overlap",
 )  # fmt: skip
-"""Fields without effect on the logits: of initial values, of how they are computed, of training."""
+"""Fields that do not affect logits: of initialization, kernels and training."""
 _NAMES = {
     "mamba2": ("state_size", "head_dim", "n_groups", "num_heads", "conv_kernel"),
     "nemotron_h": ("ssm_state_size", "mamba_head_dim", "n_groups", "mamba_num_heads",
                    "conv_kernel"),
     "bamba": ("mamba_d_state", "mamba_d_head", "mamba_n_groups", "mamba_n_heads", "mamba_d_conv"),
 }  # fmt: skip
-"""What a family calls the sizes of `_SIZES`."""
+"""Family -> its names of the fields in `_SIZES`."""
 _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
           "linear_conv_kernel_dim")  # fmt: skip
 
 
 def _sizes(config: ConfigFields, family: str) -> dict[str, Any]:
-    """Return the settings of Mamba-2; read also what has no effect, and refuse what is not here."""
+    """Return the sizes of Mamba-2; take fields without effect, and refuse unsupported values."""
     for name in _OF_TRAINING:
         config.take(name, None)
     for name in ("use_conv_bias", "mamba_conv_bias"):
@@ -65,23 +65,23 @@ def _size_fields(settings: ModelDescription, family: str) -> dict[str, Any]:
 
 
 def _limits(config: ConfigFields) -> tuple[float, float]:
-    """Return the bounds of step sizes; a bound may be written as {"__float__": "Infinity"}."""
+    """Return the bounds of step sizes; a bound may have the form {"__float__": "Infinity"}."""
     bounds = config.take("time_step_limit", [0.0, math.inf])
     low, high = (float(b["__float__"]) if isinstance(b, dict) else float(b) for b in bounds)
     return low, high
 
 
 def _limit_fields(settings: ModelDescription) -> list[Any]:
-    """Return the same as Transformers writes it: JSON has no number for infinity."""
+    """Return the bounds of step sizes in Transformers' form: JSON has no number for infinity."""
     bounds = settings.mamba_step_limits
     return [{"__float__": "Infinity"} if math.isinf(bound) else bound for bound in bounds]
 
 
 def mixer_rules(settings: ModelDescription, there: str) -> list[WeightRule]:
-    """Return the rules of a Mamba-2 mixer, whose rows are here by group.
+    """Return the rules of a Mamba-2 mixer, whose rows Megatron orders by group.
 
     Args:
-        there: what is before the names of its weights in Hugging Face's files.
+        there: prefix of the mixer's weights in Hugging Face's files.
     """
     here, g = _LAYER + "self_attention.", settings.mamba_num_groups
     n = settings.mamba_heads
@@ -120,7 +120,7 @@ def _ends(settings: ModelDescription) -> list[WeightRule]:
 def _mamba2_settings(config: ConfigFields) -> ModelDescription:
     config.only("hidden_act", "silu")
     config.take("time_step_min", None)
-    config.take("expand", None)  # heads and their width say it
+    config.take("expand", None)  # follows from the number and width of heads
     sizes, hidden = _sizes(config, "mamba2"), config.take("hidden_size")
     return ModelDescription(
         num_layers=config.take("num_hidden_layers"),
@@ -181,7 +181,7 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
     config.only("n_shared_experts", 1)
     for name in ("expand", "time_step_limit", "sliding_window", "num_nextn_predict_layers",
                  "mtp_layers_block_type"):  # fmt: skip
-        config.take(name, None)  # unread by Transformers' model, or of what is left out
+        config.take(name, None)  # Transformers' model ignores them, or their layers are left out
     letters = config.take("hybrid_override_pattern", None)
     if letters is None or config.stated("layers_block_type") is not None:
         kinds = config.take("layers_block_type")
@@ -212,7 +212,7 @@ def _nemotron_settings(config: ConfigFields) -> ModelDescription:
         hidden_dropout=0.0,
         attention_dropout=config.take("attention_dropout", 0.0),
         hybrid_layer_pattern=letters,
-        # Their model clamps steps by time_step_min alone, whatever time_step_limit says.
+        # Transformers' model clamps steps by time_step_min and ignores time_step_limit.
         mamba_step_limits=(config.take("time_step_min", 0.001), math.inf),
         **_sizes(config, "nemotron_h"),
     )
@@ -317,12 +317,12 @@ def _expert_rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def mixer_settings(config: ConfigFields, family: str) -> dict[str, Any]:
-    """Return the settings of Mamba-2 in a family with an MLP in each layer, Bamba's or Granite's.
+    """Return the settings of Mamba-2 in a family with an MLP in each layer, Bamba or Granite.
 
     Args:
-        family: whose names of sizes they are.
+        family: key of `_NAMES`.
     """
-    config.take("mamba_expand", None)  # heads and their width say it
+    config.take("mamba_expand", None)  # follows from the number and width of heads
     return {**_sizes(config, family), "mamba_step_limits": _limits(config)}
 
 
@@ -338,7 +338,7 @@ def mixer_fields(settings: ModelDescription, family: str) -> dict[str, Any]:
 
 
 def layer_rules(rules: list[WeightRule], settings: ModelDescription) -> list[WeightRule]:
-    """Return the rules of a model with attention in each layer for one that has Mamba-2 in some."""
+    """Replace attention by Mamba-2 in the recurrent layers of a model's rules."""
     of_attention = [rule for rule in rules if ".self_attention." in rule.megatron_name]
     norm = _LAYER + "self_attention.in_proj.layer_norm_weight"
     mixer = [
@@ -355,7 +355,7 @@ def layer_rules(rules: list[WeightRule], settings: ModelDescription) -> list[Wei
 def _bamba_settings(config: ConfigFields) -> ModelDescription:
     attending = set(config.take("attn_layer_indices", []))
     mixers = mixer_settings(config, "bamba")
-    config.only("partial_rotary_factor", 0.5)  # Transformers reads another share nested only
+    config.only("partial_rotary_factor", 0.5)  # Transformers reads others in rope_parameters only
     settings = LLAMA.settings(config)
     return replace(
         settings,

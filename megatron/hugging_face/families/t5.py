@@ -1,4 +1,4 @@
-"""T5: an encoder and a decoder, with a ReLU and a tied head, or (T5 1.1) a gated GELU.
+"""T5: an encoder and a decoder with a ReLU and a tied head, or (T5 1.1) a gated GELU.
 
 C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", arXiv 1910.10683. N. Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
@@ -28,7 +28,7 @@ def _settings(config: ConfigFields) -> ModelDescription:
     num_encoder = config.take("num_layers")
     is_tied = config.take("tie_word_embeddings", True)
     kind = config.only("feed_forward_proj", _RELU, _GATED)
-    # Both follow from the kind of MLP.
+    # These two fields follow from the kind of MLP.
     config.take("dense_act_fn", None)
     config.take("is_gated_act", None)
     config.take("initializer_factor", None)
@@ -82,7 +82,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _stack(settings: ModelDescription, stack: str) -> list[WeightRule]:
-    """Return the rules of encoder or decoder."""
+    """Return the rules of the encoder or the decoder."""
     is_decoder = stack == "decoder"
     ours, theirs = f"{stack}.layers.{{}}.", f"{stack}.block.{{}}.layer."
     mlp = f"{theirs}{1 + is_decoder}."

@@ -3,7 +3,7 @@
 import torch
 
 from megatron.core.utils import evaluating
-from megatron.inference.scoring import Row, score
+from megatron.inference.evaluation import Row, score
 from tests.distributed.inference.test_generate import VOCABULARY, tiny_gpt
 from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close

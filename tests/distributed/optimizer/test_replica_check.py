@@ -64,16 +64,16 @@ def check_before_and_after(groups, layout, model, rank, damage, where, ddp):
 
 
 CASES = [
-    (Layout(dp=4), Model(), 2, flip_weight, FC1, r"ranks \[2\] is not that of \[0, 1, 3\] \(dp_cp"),
+    (Layout(dp=4), Model(), 2, flip_weight, FC1, r"ranks \[2\] differs from \[0, 1, 3\] \(dp_cp"),
     (Layout(dp=2), Model(), 1, flip_weight, FC1, r"ranks \[\[0\], \[1\]\] \(dp_cp"),
     (Layout(dp=2), Model(dtype="bf16"), 1, flip_state, "main", r"fp32 weight .*fc1.* \(dp_cp"),
     (Layout(dp=2), Model(), 0, flip_state, "exp_avg_sq", r"exp_avg_sq .*fc1.* \(dp_cp"),
     (Layout(dp=2, zero=1), Model(), 1, flip_weight, FC1, r"\(dp_cp"),
     # A majority is no proof where the owner of a shard sends it to the others.
     (Layout(dp=4, zero=1), Model(), 1, flip_weight, FC1,
-     r"fc1.* differs .*\(dp_cp\); the fault is on the smaller side, or on the rank that owns"),
+     r"fc1.* differs .*\(dp_cp\); the fault is in the smaller set, or on the rank that owns"),
     (Layout(tp=2, cp=2), Model(), 3, flip_weight, FC1, r"ranks \[\[1\], \[3\]\] \(dp_cp"),
-    (Layout(tp=4), Model(), 1, flip_weight, NORM, r"ranks \[1\] is not that of \[0, 2, 3\] \(tp"),
+    (Layout(tp=4), Model(), 1, flip_weight, NORM, r"ranks \[1\] differs from \[0, 2, 3\] \(tp"),
     (Layout(tp=2, sp=True), Model(is_llama=False), 1, flip_weight, NORM, r"\(tp"),
     (Layout(pp=2), Model(), 0, flip_weight, EMBEDDING, "weight of the tied embedding .*embd"),
     (Layout(dp=4, ep=2), Model(experts=4), 2, flip_weight, EXPERT, r"\[\[0\], \[2\]\] \(expt_dp"),

@@ -115,7 +115,7 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_without_the_samples(
     assert len(told) == 1
     assert re.search(
         r"iteration 6: (lm loss|gradient norm) .* samples 40 to 47: rolled back to iteration 4,"
-        r" passing over the samples of iterations 5 to 7 \(time 1 of --max-rollbacks 3",
+        r" skipping the samples of iterations 5 to 7 \(time 1 of --max-rollbacks 3",
         told[0],
     )
     later = set(range(8, 11))

@@ -142,12 +142,12 @@ def judge(flip: Flip, results: list[dict[str, Any]]) -> str:
     parameter = name.split(" ", 1)[1]
     if parameter not in said:
         return f"another tensor than {name}: {first}"
-    # "on global ranks [2] is not that of [0, 1, 3]", or of two "between global ranks [[0], [1]]".
-    blamed = first.split("global ranks")[1].split("is not that of")[0]
+    # "on global ranks [2] differs from [0, 1, 3]", or of two "between global ranks [[0], [1]]".
+    blamed = first.split("global ranks")[1].split("differs from")[0]
     ranks = [int(number) for number in re.findall(r"\d+", blamed)]
     # Without a majority both sides are named. Ranks of a machine that share the memory of gathered
     # weights are on one side.
-    if rank not in ranks or ("is not that of" in first and ranks != [rank]):
+    if rank not in ranks or ("differs from" in first and ranks != [rank]):
         return f"another rank than {rank}: {first}"
     return "noticed"
 

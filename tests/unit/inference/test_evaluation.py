@@ -6,9 +6,8 @@ import pytest
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tokenizers.null_and_byte import ByteTokenizer
-from megatron.inference import harness
-from megatron.inference.harness import check_generation, rolling_rows, row_of_pair
-from megatron.inference.scoring import Score, score
+from megatron.inference import evaluation
+from megatron.inference.evaluation import Score, check_generation, rolling_rows, row_of_pair, score
 from tools.evaluate_perplexity import check_windows, windows
 
 
@@ -74,17 +73,17 @@ class Begun(ByteTokenizer):
 def test_the_harness_begins_each_text_once_and_scores_the_classes_of_the_model(monkeypatch):
     library, seen = ModuleType("lm_eval.api.model"), []
     library.LM = object
-    monkeypatch.setattr(harness, "require", lambda *_, **__: library)
+    monkeypatch.setattr(evaluation, "require", lambda *_, **__: library)
 
     def scored(model, rows, *, vocab_size, **_options):
         seen.append((rows, vocab_size))
         return [Score([0.0] * (len(row.tokens) - row.first_scored), [True]) for row in rows]
 
-    monkeypatch.setattr(harness, "score", scored)
+    monkeypatch.setattr(evaluation, "score", scored)
     session = SimpleNamespace(
         tokenizer=Begun(), max_sequence_length=64, vocab_size=320, model=None, groups=None
     )
-    model = harness.harness_model(session, batch_size=1)
+    model = evaluation.harness_model(session, batch_size=1)
     requests = [SimpleNamespace(args=args) for args in (("ab ", "cd"), ("", "x"))]
     model.loglikelihood(requests)
     model.loglikelihood_rolling([SimpleNamespace(args=("xyz",))])
@@ -95,6 +94,6 @@ def test_the_harness_begins_each_text_once_and_scores_the_classes_of_the_model(m
 
 
 def test_a_row_with_an_id_that_the_model_lacks_is_refused_before_it_is_scored():
-    rows = [harness.Row([1, 2]), harness.Row([1, 7])]
+    rows = [evaluation.Row([1, 2]), evaluation.Row([1, 7])]
     with pytest.raises(ConfigError, match="token id 7 is outside the vocabulary of 7"):
         score([], rows, vocab_size=7, batch_size=1, groups=None)

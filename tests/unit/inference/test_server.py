@@ -23,11 +23,11 @@ from megatron.core.transport.object_collectives import SingleProcess
 from megatron.inference.engine import Engine, Request
 from megatron.inference.forward import CachedModel
 from megatron.inference.generate import generate
-from megatron.inference.server import App, Guard, http_server
+from megatron.inference.server import App, http_server
 from megatron.inference.serving import Limits, Service
 from megatron.inference.text import continue_texts
 from tests.parity import hostile_requests
-from tools.run_text_generation_server import ServerFlags, guarded, read_keys
+from tools.run_text_generation_server import ServerFlags, access_of, read_keys
 
 LIMITS = Limits(body_bytes=1 << 18, queued=12, receive_timeout_s=1.0)
 CONTEXT = 96
@@ -64,13 +64,13 @@ def model():
 
 
 @contextmanager
-def serving(service, **guard):
+def serving(service, **access):
     """Serve; give the port."""
     app = App(
         service=service, tokenizer=Bytes(), model="model", limits=LIMITS,
-        chat_template=ChatTemplate(TEMPLATE, {}),
+        chat_template=ChatTemplate(TEMPLATE, {}), **access,
     )  # fmt: skip
-    listening = http_server(Guard(app=app.routes(), limits=LIMITS, **guard), logs_requests=False)
+    listening = http_server(app, logs_requests=False)
     listening.config.port = 0
     thread = threading.Thread(target=listening.run)
     thread.start()
@@ -214,7 +214,7 @@ def test_models_are_listed(client):
         ({"logit_bias": {"1": 1.0}}, 400, "logit_bias: Extra inputs are not permitted"),
         ({"stop": ["a"] * 5}, 400, "at most 4 items"),
         ({"stop": ""}, 400, "at least 1 character"),
-        ({"stream_options": {}}, 400, "stream_options goes with stream"),
+        ({"stream_options": {}}, 400, "stream_options needs stream"),
         ({"surprise": 1}, 400, "surprise: Extra inputs are not permitted"),
         ({"prompt": "a" * (1 << 18)}, 413, "the body is larger"),
         ({"prompt": "a" * 20_000_000}, 413, "the body is larger"),
@@ -361,14 +361,14 @@ def test_an_address_that_the_network_reaches_without_keys_is_warned_of(
 ):
     (tmp_path / "keys").write_text("first-key\n")
     words = words.replace("KEYS", str(tmp_path / "keys"))
-    guarded(None, read_command_line(ServerFlags, words.split()))
+    access_of(read_command_line(ServerFlags, words.split()))
     said = capsys.readouterr().err
     assert ("warning: --host" in said and "--api-key-file" in said) == is_warned
 
 
 def test_limits_are_positive():
     with pytest.raises(ConfigError, match="--max-queue 0"):
-        guarded(None, read_command_line(ServerFlags, ["--max-queue", "0"]))
+        access_of(read_command_line(ServerFlags, ["--max-queue", "0"]))
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, BaseException])

@@ -341,7 +341,7 @@ def test_a_lost_rank_is_named_where_it_can_be(capsys):
     assert killed in capsys.readouterr().err
     sleeper.wait()
     assert "killed by signal 9" in peer.describe(), "once seen, it is remembered"
-    assert "ended without a word" in Peer(5, peer.identity).describe()
+    assert "ended without a report" in Peer(5, peer.identity).describe()
 
 
 def identity_of(process: int) -> ProcessIdentity:

@@ -27,7 +27,7 @@ def problems(*reports):
 def test_equal_nodes_have_no_problem_and_the_slowest_rank_is_told():
     assert not problems(A, B)
     assert [one.text for one in compare([A, B], 2.0)] == [
-        "0.500 s between a and b", "right over 2 ranks, 1.00 GB/s a rank",
+        "0.500 s between a and b", "correct over 2 ranks, 1.00 GB/s per rank",
     ]  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_equal_nodes_have_no_problem_and_the_slowest_rank_is_told():
     [
         (dict(clock_s=103.0), "3.000 s between a and b"),
         (dict(versions={"torch": "2.12", "NCCL": "2.27"}), "different: 2.13 on a; 2.12 on b"),
-        (dict(problems=("GPUs: 7, and 8 are needed",)), "GPUs: 7, and 8 are needed"),
+        (dict(problems=("GPUs: 7, but 8 are needed",)), "GPUs: 7, but 8 are needed"),
     ],
 )
 def test_what_is_wrong_with_a_node_is_told(change, found):
@@ -58,7 +58,7 @@ def test_a_directory_that_cannot_be_written_or_is_full_is_told(tmp_path):
 def test_missing_gpus_are_told(monkeypatch, capsys):
     monkeypatch.setenv("LATTICE_DEVICE", "cpu")
     assert node_health.main(["--num-gpus", "8"]) == 1
-    assert "GPUs: 0, and 8 are needed" in capsys.readouterr().out
+    assert "GPUs: 0, but 8 are needed" in capsys.readouterr().out
 
 
 @distributed(world_size=2)
