@@ -20,8 +20,8 @@ from megatron.core.datasets.masked_dataset import (
 )
 
 MASKED_SHARE, KEPT_SHARE = 0.8, 0.1
-"""Of the hidden tokens: those that become [MASK], and those that stay; the others become any token
-of the vocabulary (BERT, section 3.1)."""
+"""Shares of hidden tokens that become [MASK] and that stay; the others become a random token of the
+vocabulary (BERT, section 3.1)."""
 
 
 @dataclass(kw_only=True)
@@ -63,9 +63,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         Args:
             idx: sample number in shuffled order; None gives one without loss, to fill a batch.
         Returns:
-            text and types, int64 [s]; labels, int64 [s], what was hidden and else 0; loss_mask,
-            int64 [s], 1 where it was; padding_mask, int64 [s], 1 where there is a token; is_random
-            and truncated, 1 if the pieces traded places, and if the text was cut.
+            text and types, int64 [s]; labels, int64 [s], the hidden tokens and 0 elsewhere;
+            loss_mask, int64 [s], 1 where a token is hidden; padding_mask, int64 [s], 1 where there
+            is a token; is_random, 1 if the pieces are swapped; truncated, 1 if the text was cut.
         """
         sentences, wanted, random = self._read(idx)
         pieces = [sentences]

@@ -97,7 +97,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return self.datasets[dataset_id].without_padding(number)
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from, see `GPTDataset.order_fingerprint`."""
+        """Return the inputs of the samples' order, see `GPTDataset.order_fingerprint`."""
         identity: dict[str, Any] = {
             "weights": self.weights,
             "members": [dataset.order_fingerprint() for dataset in self.datasets],
@@ -198,7 +198,7 @@ class Share:
 
 
 def shares_of(dataset: Sized) -> list[Share]:
-    """Return what each corpus gives to a dataset; empty if it is made of none (mock data)."""
+    """Return each corpus's share of a dataset; empty if the dataset has no corpus (mock data)."""
     if isinstance(dataset, BlendedDataset):
         return [
             _share(member, asked, taken, len(dataset))

@@ -199,6 +199,6 @@ class BlendedMegatronDatasetBuilder:
             rule="a document belongs to one part; shares are rounded to whole documents",
             flags=["--split", "--eval-iters"],
             fix=("use --eval-iters 0 to train without it, " if split is not Split.train else "")
-            + f"give {split.name} a larger share than that of --split {self.config.split}, or name"
+            + f"give {split.name} a larger share than --split {self.config.split} does, or name"
             " data for each part with --train-data-path, --valid-data-path and --test-data-path",
         )

@@ -49,12 +49,12 @@ class BlendedMegatronDatasetConfig:
     tokenizer: Any = None
     """Gives the end-of-document id, the pad id and the vocabulary size."""
     mid_level_dataset_surplus: float = 0.005
-    """Share by which the datasets of a blend are built larger than their part of it, because the
-    greedy rule may take a few samples more than the weight gives."""
+    """Relative surplus of samples in each dataset of a blend, because the greedy rule may take a few
+    more samples from it than its weight times the size of the blend."""
 
     builder: tuple[int, int] = (0, 1)
-    """This process, and how many build at once: each begins with other corpora, so that they index
-    a blend together; what another has made is read from the cache."""
+    """Number of this process, and number of processes that build at once. They index a blend
+    together: each begins with other corpora, and reads from the cache the indices of the others."""
     sample_order: str = "megatron"
     """"megatron": documents and samples shuffled by index arrays, equal to Megatron-LM's.
     "native": windows of the corpus, and blends that are computed when a sample is read."""

@@ -83,14 +83,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         if problems:
             raise ConfigError(
                 f"GPTDatasetConfig was made without {', '.join(problems)}.",
-                rule="these decide what a sample looks like and have no default",
+                rule="these settings decide the contents of a sample and have no default",
                 fix="give a tokenizer and True or False for each of the others",
             )
         made = self.create_attention_mask or self.document_starts
         if self.reset_attention_mask and not made:
             raise ConfigError(
                 "attention is to stop at document ends, but no attention mask is made.",
-                rule="only the mask or the document starts of an item say where documents end",
+                rule="the ends of documents are passed on as a mask or as document starts",
                 flags=["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"],
                 fix="remove one of the two",
             )
@@ -152,10 +152,10 @@ class GPTDataset(MegatronDataset):
         self._order = self._make_order()
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from; equal identities, equal samples.
+        """Return the inputs of the samples' order: equal fingerprints mean equal samples.
 
-        Paths are no part of it (a corpus may be moved), nor is the number of samples as long as
-        it leaves the order of the earlier ones alone.
+        Paths are not part of it (a corpus may be moved). The number of samples is only part of it
+        if it changes the order of earlier samples.
         """
         config = self.config
         identity: dict[str, Any] = {
@@ -180,7 +180,7 @@ class GPTDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Samples, not always whole, after which documents are read again."""
+        """Number of samples, possibly fractional, in one pass over the documents."""
         return self._plan.tokens_per_epoch / self.config.sequence_length
 
     def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
@@ -238,8 +238,8 @@ class GPTDataset(MegatronDataset):
         Args:
             idx: sample number in shuffled order; None gives a sample without loss, to fill a batch.
         Returns:
-            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if asked
-            for, attention_mask, bool [1, s, s], True where attention is forbidden, and
+            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if
+            configured, attention_mask, bool [1, s, s], True where attention is forbidden, and
             document_starts, int32 [s]. Entries that are equal for all samples share one tensor: do
             not write to it.
         Raises:
@@ -316,7 +316,7 @@ class GPTDataset(MegatronDataset):
             raise ConfigError(
                 f"{type(self.config.tokenizer).__name__} has no end-of-document token, which "
                 f"{', '.join(wanted)} looks for.",
-                rule="documents in a sample are told apart by the token that ends them",
+                rule="the token that ends a document separates the documents in a sample",
                 flags=[f"--{name.replace('_', '-')}" for name in wanted],
                 fix="use a tokenizer that names its end token, or leave these flags out",
             )
@@ -375,7 +375,7 @@ class GPTDataset(MegatronDataset):
 
 
 def _without_documents(config: GPTDatasetConfig) -> dict[str, Tensor]:
-    """Return masks and positions of a sample in which the ends of documents do nothing."""
+    """Return masks and positions of a sample that is treated as one document."""
     return _shared(config.sequence_length, config.create_attention_mask, config.document_starts)
 
 

@@ -1,8 +1,8 @@
 """A corpus of token sequences on disk: the `.bin`/`.idx` pair, read and written.
 
-The format is that of Megatron-LM, byte for byte (`corpus.index_file` has the table), so corpora go
-both ways. A pair is checked when it is opened, so that a damaged file stops a run at its start.
-No torch import: the preprocessing tools and the loader workers start from here.
+The format is Megatron-LM's, byte for byte (`corpus.index_file` has the table), so either program
+reads the other's corpora. A pair is checked when it is opened, so that a damaged file stops a run
+at its start. No torch import: the preprocessing tools and the loader workers import this module.
 """
 
 from __future__ import annotations

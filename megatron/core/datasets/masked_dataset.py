@@ -1,12 +1,12 @@
-"""Runs of sentences as samples, some of whose words are hidden.
+"""Runs of sentences as samples with some hidden words.
 
 J. Devlin et al., "BERT", section 3.1 and appendix A.2, arXiv 1810.04805; runs of several words:
 M. Joshi et al., "SpanBERT", section 3.1, arXiv 1907.10529.
 
-The corpus has one sequence for each sentence (`tools/preprocess_data.py --split-sentences`). What a
-sample consists of is keyed by the seed and the split, its order by the epoch besides, and what is
-hidden in it by the number of the sample: none of it depends on the layout, or on what was read
-before.
+The corpus has one sequence for each sentence (`tools/preprocess_data.py --split-sentences`). The
+seed and the split are the key of a sample's sentences; the order of samples is also keyed by the
+epoch, and the hidden words by the number of the sample. None of it depends on the layout or on
+earlier reads.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @property
     def longest_text(self) -> int:
-        """Tokens of a sample without those that are added."""
+        """Tokens of a sample without the added special tokens."""
         return self.config.sequence_length - self.num_added
 
     @property
@@ -167,8 +167,8 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _build_runs(self) -> np.ndarray:
         """Return (first sentence, the one after the last, wanted tokens) of each run, int64 [n, 3].
 
-        A run ends when it has the tokens that are wanted of it; what is too little for another run
-        at the end of a document joins the last one.
+        A run ends when it has its wanted number of tokens. Sentences at the end of a document that
+        are too short for another run join the last run.
         """
         lengths = np.asarray(self.dataset.sequence_lengths, np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -194,7 +194,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return np.asarray(runs, np.int64).reshape(-1, 3)
 
     def _read(self, idx: int | None) -> tuple[list[np.ndarray], int, np.random.Generator]:
-        """Return the sentences of a sample, the tokens wanted of it, and where its draws come from.
+        """Return the sentences of a sample, its wanted number of tokens, and its generator.
 
         Raises:
             DataError: a token id outside the vocabulary.

@@ -105,7 +105,7 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Samples, not always whole, after which documents are read again; None if not known."""
+        """Number of samples, possibly fractional, in one pass over the documents, or None."""
         return None
 
     def num_tokens(self, idx: int) -> int:

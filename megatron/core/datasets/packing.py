@@ -91,10 +91,10 @@ def balance(
 
     Args:
         lengths: tokens of each sample.
-        num_ranks: that may share samples.
+        num_ranks: number of ranks that may share samples.
         max_tokens: tokens of a sequence that one rank can hold.
-        work_of: of a sample by its tokens.
-        multiple: what the number of micro batches is a multiple of; the last ones may be empty.
+        work_of: returns the work of a sample with so many tokens.
+        multiple: the number of micro batches is a multiple of it; the last ones may be empty.
     Returns:
         sequences that hold each sample once. Every rank has the same number of micro batches.
     Raises:

@@ -123,7 +123,7 @@ class SFTDataset(MegatronDataset):
             tokens and labels, int64 [s]; loss_mask, float32 [s], 1 where the label is learned and
             belongs to the conversation of its token; position_ids, int64 [s], from 0 in each
             conversation; document_starts, int32 [s]; padding_mask, bool [s], True after the pack;
-            attention_mask, bool [1, s, s], if asked for.
+            attention_mask, bool [1, s, s], if configured.
         Raises:
             DataError: a token id outside the vocabulary.
         """

@@ -72,7 +72,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         if not self._sentinels:
             raise DataError(
                 f"{type(config.tokenizer).__name__} has no sentinels.",
-                rule="a sentinel stands for each hidden span",
+                rule="a sentinel replaces each hidden span",
                 flags=["--vocab-extra-ids"],
                 fix="use --vocab-extra-ids 100",
             )
@@ -134,7 +134,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans [first, last) with those that touch made one."""
+    """Return spans [first, last), with adjacent spans joined."""
     made: list[tuple[int, int]] = []
     for first, last in spans:
         if made and made[-1][1] == first:

@@ -46,8 +46,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     """Read the value of `--data-path`.
 
-    An even number of entries in which every first one is a number are weights and prefixes in
-    turn; anything else are prefixes only.
+    If the number of entries is even and every second one, from the first on, is a number, the
+    entries are alternating weights and prefixes. Otherwise all of them are prefixes.
 
     Returns:
         (prefixes, weights or None), or None for None.

@@ -1,7 +1,7 @@
 """Saving while training continues: a snapshot, a thread that writes, a commit at a step boundary.
 
 Hashing and writing release the interpreter lock, so a thread is enough. At most one save is in
-flight. "Saved" is said only after the commit; a writer's error surfaces at the next step.
+flight. "Saved" is logged only after the commit; a writer's error is raised at the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.foundation.errors import CheckpointError
 
 NICENESS = 12
-"""If cores are scarce, training comes first: on Linux a thread of this niceness gets 6 % of a core
+"""Training has priority if cores are scarce: on Linux a thread of this niceness gets 6 % of a core
 that another thread keeps busy."""
 
 _BUFFER = SnapshotBuffer()
@@ -30,7 +30,7 @@ def in_flight() -> AsyncSave | None:
 
 
 def abandon() -> None:
-    """Give up the save in flight without the other ranks; what it has written is left over."""
+    """Give up the save in flight without the other ranks; its files remain."""
     global _IN_FLIGHT
     if _IN_FLIGHT is not None:
         _IN_FLIGHT._thread.join()

@@ -33,7 +33,7 @@ def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Res
 
 
 class AgreeingGroup:
-    """A control group whose ranks hear of an exception on any of them at their next collective.
+    """A control group: an exception on one rank is raised on all ranks at their next collective.
 
     `run` calls a function that may contain collectives on this group. A rank that raises between
     two of them offers its error where the others agree on errors: before their next collective, or

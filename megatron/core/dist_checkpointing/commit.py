@@ -2,8 +2,8 @@
 
 A save writes into `iter_N.tmp-<run>`; when every byte is on the disk and listed in the manifest,
 one rename makes it `iter_N`, and the tracker is replaced by another rename. A crash at any moment
-leaves the earlier checkpoints as they were. The tracker is only a hint: what exists is what has
-a matching manifest.
+leaves the earlier checkpoints as they were. The tracker is only a hint: a checkpoint exists if its
+directory has a matching manifest.
 
 Names in a save directory:
     iter_0000010                    a checkpoint
@@ -104,7 +104,7 @@ def publish(staging: Path, final: Path, run: str) -> None:
 
 
 def abort(staging: Path) -> None:
-    """Remove a staging directory after a failed save; what cannot be removed is left."""
+    """Remove a staging directory after a failed save, and ignore errors of the removal."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -117,7 +117,7 @@ def write_tracker(directory: StoragePath, iteration: int | str) -> None:
 
 
 def read_tracker(directory: StoragePath, notes: list[str] | None = None) -> int | str | None:
-    """Return what the tracker names, or None if there is none or it is unreadable.
+    """Return the iteration in the tracker, or None if the tracker is missing or unreadable.
 
     Args:
         notes: gets a line with the reason if it is unreadable.

@@ -23,10 +23,10 @@ from megatron.core.foundation.errors import CheckpointError
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files are not what was saved: missing, changed, cut, not ours or unsafe.
+    """Files differ from the saved ones: missing, changed, truncated, of another format or unsafe.
 
-    Another checkpoint may be intact, so a loader may try that one and log it. Any other
-    `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
+    Another checkpoint may be intact, so a loader may log this error and try that one. For any other
+    `CheckpointError` (a mismatch with the model, a failing disk) another checkpoint does not help.
     """
 
 
@@ -105,11 +105,11 @@ _SYNC_FILE_RANGE = _find_sync_file_range()
 
 
 def start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
-    """Let the disk begin with what is written, so that fsync finds little left to do.
+    """Start writing these bytes to the disk, so that fsync has little left to do.
 
-    It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
-    the disk too, but also looks for pages to drop and finds none yet: as measured, writing takes
-    half as much processor time again.
+    It is a hint; without it fsync is only slower. `posix_fadvise(DONTNEED)` starts the disk too,
+    but it also searches for pages to drop and finds none yet: measured, writing takes 50 % more
+    processor time.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
@@ -177,7 +177,7 @@ class OpenFile(Protocol):
         ...
 
     def forget_cached(self) -> None:
-        """Let the next reads come from the disk, where the system allows to ask for it."""
+        """Drop cached pages where the system supports it, so that the next reads use the disk."""
         ...
 
 
@@ -284,7 +284,7 @@ def read_exactly(descriptor: int, into: memoryview, position: int, path: Path) -
         if count == 0:
             raise DamagedCheckpointError(
                 f"{path} ends at byte {position + done}; byte {position + len(into)} is needed.",
-                rule="a checkpoint file has exactly the size its manifest says",
+                rule="a checkpoint file has exactly the size that its manifest records",
                 fix="the file was truncated: use another checkpoint",
             )
         done += count

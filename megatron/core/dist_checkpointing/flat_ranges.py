@@ -17,7 +17,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def boxes_of_flat_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Cut the elements begin..end-1 of a row-major tensor of `shape` into boxes.
 
-    The boxes come in memory order and do not overlap; joined, they are exactly the range. A
+    The boxes are in memory order and do not overlap; joined, they are exactly the range. A
     scalar (shape ()) has one element and one box.
     """
     total = math.prod(shape)
@@ -135,11 +135,11 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 class UnprovenError(Exception):
-    """Boxes of which it takes too long to say whether they are disjoint."""
+    """Checking whether the boxes are disjoint would take too long."""
 
 
 _FREE_STEPS = 1_000_000
-"""Boxes looked at or pairs compared: about a second."""
+"""Boxes examined or pairs compared: about a second."""
 
 
 def _separate(boxes: list[Box], axis: int) -> list[list[Box]]:

@@ -102,9 +102,9 @@ class Loaded:
 
     state: dict[str, Any]
     missing: set[str]
-    """Stored keys that no rank asked for (if the policy compares all ranks)."""
+    """Stored keys that no rank requested (if the policy compares all ranks)."""
     unexpected: set[str]
-    """Keys that were asked for and are not stored."""
+    """Requested keys that are not stored."""
     bytes_read: int
 
 
@@ -176,8 +176,8 @@ def load_state(
     """Fill a sharded state dict: collective.
 
     Args:
-        key_mapping: names the stored tensor that a declaration is filled from; its own key unless
-            the caller knows a better one (main weights for weights of another precision).
+        key_mapping: returns the key of the stored tensor that fills a declaration: the
+            declaration's own key, or a better one (main weights for weights in another precision).
 
     Tensors of the template are filled in place; a declaration without data gets a new tensor on
     the current device. Plain values of the template are replaced by the stored ones. A stored
@@ -252,7 +252,7 @@ class _Built:
 
 
 def _build(template: Any, manifest: Manifest, key_mapping: KeyMapping) -> Any:
-    """Build factories, allocate what has no data, and find where each shard is stored."""
+    """Build factories, allocate data for declarations without it, and locate each shard."""
 
     def build(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):

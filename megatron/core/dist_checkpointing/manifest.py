@@ -183,15 +183,15 @@ def read_manifest_bytes(directory: StoragePath) -> bytes:
             fix="--load and tools/checkpoint open it; from a program, dist_checkpointing.load",
         )
     if backend != BACKEND:
-        _damaged(directory / METADATA_NAME, "it does not say that this is a checkpoint")
+        _damaged(directory / METADATA_NAME, "it does not name a format of checkpoints")
     manifest = read_inside(directory, MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT)
     expected = metadata_bytes(manifest)
     if metadata != expected:
         if found.get("manifest_hash") != hash_of(manifest):
             _damaged(
-                directory / MANIFEST_NAME, f"its bytes are not those that {METADATA_NAME} names"
+                directory / MANIFEST_NAME, f"its hash differs from the hash in {METADATA_NAME}"
             )
-        _damaged(directory / METADATA_NAME, f"it is not the one that belongs to {MANIFEST_NAME}")
+        _damaged(directory / METADATA_NAME, f"its fields do not match {MANIFEST_NAME}")
     return manifest
 
 
@@ -218,7 +218,7 @@ def parse_manifest(data: bytes, path: StoragePath) -> Manifest:
     """Parse manifest.json and check that it is consistent in itself.
 
     Args:
-        path: where it came from, for messages.
+        path: its file, for messages.
     Raises:
         CheckpointError: it breaks a rule of the format.
     """

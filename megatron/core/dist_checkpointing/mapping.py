@@ -1,4 +1,4 @@
-"""Declarations: what a rank holds of each global tensor.
+"""Declarations: which part of each global tensor a rank holds.
 
 A layer, an optimizer or a loop *declares* its state; the saver and the loader work on the
 declarations and import none of them. A nested dict or list whose leaves are these objects (and
@@ -98,7 +98,7 @@ class ShardedTensor(ShardedBase):
             return
         if self.data.dtype != self.dtype:
             raise self._wrong(
-                f"dtype {self.dtype} and data of {self.data.dtype}", "dtype is that of the data"
+                f"dtype {self.dtype} and data of {self.data.dtype}", "dtype equals the data's dtype"
             )
         begin, end = self.flat_bounds
         held = tuple(self.local_shape) if self.flattened_range is None else (end - begin,)

@@ -1,8 +1,8 @@
 """Copies of the running state in host memory, which outlive the process groups.
 
-    own copy         the shards of this rank
-    neighbour's      shards of a rank at another place that no third place has: above all the shards
-                     of a distributed optimizer
+    own copy            the shards of this rank
+    neighbour's copy    shards of a rank at another place, unless a third place holds them too:
+                        above all the shards of a distributed optimizer
 
 After a rank has died, the others make new process groups and read the state from these copies, in
 any layout: the holder of a box sends it to the ranks that need it. Two iterations are kept, because
@@ -87,7 +87,7 @@ class _Plan:
     to_send: list[int]
     """Indices into this rank's declarations."""
     coming: list[ShardMetadata]
-    """Declarations of the rank from which this one receives."""
+    """Declarations of the rank that sends to this rank."""
     distance: int
 
 
@@ -104,7 +104,7 @@ class MemoryCopies:
         return sum(c.shared.num_bytes + c.rest.num_bytes + c.received.numel() for c in self.copies)
 
     def open(self, group: Group, place: int) -> CopiesOfGroup:
-        """Return what makes and reads copies with the ranks of a group: collective.
+        """Return the copies shared with the ranks of a group, to make and to read: collective.
 
         Args:
             group: all ranks; tensors of the host travel on it.
@@ -229,7 +229,7 @@ class CopiesOfGroup:
     # Reading --------------------------------------------------------------------------------
 
     def newest(self) -> Key | None:
-        """Return the newest iteration of which every box is in the memory of some rank."""
+        """Return the newest iteration whose boxes are all in the memory of some rank."""
         mine = run_collectively(
             self._peers,
             "listing copies of the state",
@@ -282,7 +282,7 @@ class CopiesOfGroup:
 def _choose(
     gathered: Sequence[Mapping[Key, tuple[set[NamedBox], dict[str, StoredTensor]]]],
 ) -> Key | None:
-    """Return the newest key of which all boxes are held."""
+    """Return the newest key whose boxes are all held."""
     for key in sorted({key for found in gathered for key in found}, reverse=True):
         holders = [found[key] for found in gathered if key in found]
         held = set().union(*(boxes for boxes, _ in holders))
@@ -300,7 +300,7 @@ def _in_order(shards: Sequence[ShardedTensor]) -> tuple[list[NamedBox], list[Ten
 
 
 def _order(declared: Sequence[ShardMetadata]) -> list[int]:
-    """Return in which order the boxes of declarations are stored in a snapshot."""
+    """Return the order of the declarations' boxes in a snapshot."""
     boxes = [(d.dtype, shape) for d in declared for _, shape in d.boxes()]
     sizes = [math.prod(shape) * element_bytes(dtype) for dtype, shape in boxes]
     return storage_order([dtype for dtype, _ in boxes], sizes)
@@ -374,7 +374,7 @@ class MemoryReader:
         self.bytes_read += into.numel() * element_bytes(tensor.dtype)
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Read what this rank has, and ask for the rest."""
+        """Read a box that this rank holds; note any other box as a request for `finish`."""
         name = (self._keys[id(tensor)], read.shard.box)
         if name in self.contents.held:
             self.read(tensor, read, into)
@@ -385,7 +385,7 @@ class MemoryReader:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exchange the boxes that ranks have asked for.
+        """Exchange the boxes that ranks have requested.
 
         Raises:
             CheckpointError: on all ranks, if one of them fails before the exchange.

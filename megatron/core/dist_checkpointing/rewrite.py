@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.writer import writer_for
 
 @dataclass(frozen=True)
 class Produced:
-    """A tensor to be written: what it is, and how to get it."""
+    """A tensor to be written: its description, and a function that returns its data."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -121,7 +121,7 @@ class SaveInProgress:
             self._problem = as_checkpoint_error(error, f"preparing {self.final}")
 
     def take_snapshot(self, buffer: SnapshotBuffer) -> None:
-        """Copy what this rank writes into `buffer`, so that training may continue."""
+        """Copy the tensors that this rank writes into `buffer`, so that training may continue."""
         copies = buffer.copy_of([piece.tensor for piece in self.pieces])
         for piece, copied in zip(self.pieces, copies, strict=True):
             piece.tensor = copied

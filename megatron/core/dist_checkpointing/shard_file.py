@@ -4,10 +4,10 @@
     header: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     data, without holes, from a multiple of 4096 on
 
-Any safetensors reader opens such a file; this module needs none to write or read it. Hashes are
-taken block by block from the memory that is handed to the system: re-reading would bless a
-corruption that came before it. A block is the unit of verification, so reading a slice of a large
-shard hashes little more than the slice.
+Any safetensors reader opens such a file; this module needs no library to write or read it. Hashes
+are computed block by block from the memory that is passed to the system: hashing a file after
+reading it back would accept an earlier corruption. A block is the unit of verification, so reading
+a slice of a large shard hashes little more than the slice.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron.core.foundation.errors import CheckpointError
 BLOCK_BYTES = 4 << 20
 """Unit of hashing within a shard; a multiple of every element size."""
 PAGE_BYTES = 4096
-"""Data begins at a multiple of it, and whole pages come first: aligned writes cost less."""
+"""Data begins at a multiple of it, tensors of whole pages are first: aligned writes are fast."""
 HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
-others write or read. Of what every Python has it is also the fastest, before BLAKE2 and CRC-32's
-equal; and the hash of the manifest alone pins a whole checkpoint against substitution."""
+others write or read. It is also the fastest hash in every Python: faster than BLAKE2 and as fast as
+CRC-32. And the hash of the manifest alone protects a whole checkpoint against substitution."""
 _INLINE_BYTES = 64 << 10
 """A smaller block is hashed at once: handing it to a thread would take as long."""
 
@@ -84,7 +84,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One tensor of a file: where its bytes are and what they must hash to."""
+    """One tensor of a file: the position of its bytes and their hashes."""
 
     name: str
     begin: int
@@ -257,8 +257,8 @@ def read_block(
     file.read_into(into, position)
     if hash_of(into) != expected:
         raise DamagedCheckpointError(
-            f"{path} is corrupt: bytes {position} to {position + len(into) - 1} are not those "
-            "that were written.",
+            f"{path} is corrupt: bytes {position} to {position + len(into) - 1} differ from the "
+            "bytes that were written.",
             rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",
             fix="use another checkpoint; check the storage",
         )

@@ -39,7 +39,7 @@ def build_factories(state: ShardedStateDict) -> Any:
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """The declaration of a shard, without data: what a rank tells the coordinator."""
+    """The declaration of a shard without data, which a rank sends to the coordinator."""
 
     key: str
     dtype: str

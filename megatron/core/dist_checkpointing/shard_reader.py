@@ -103,7 +103,7 @@ class ShardReader:
         if file.size != listed.size:
             raise DamagedCheckpointError(
                 f"{path} has {file.size} bytes instead of {listed.size}.",
-                rule="a checkpoint file has exactly the size its manifest says",
+                rule="a checkpoint file has exactly the size that its manifest records",
                 fix="use another checkpoint",
             )
         file.read_into(memoryview(header), 0)
@@ -130,7 +130,7 @@ class ShardReader:
         item = dtype.itemsize
         offset, shape = box
         strides = [math.prod(shard.shape[d + 1 :]) for d in range(len(shard.shape))]
-        # Rows are counted along the first axis on which the box has more than one.
+        # Rows are counted along the first axis along which the box has several elements.
         axis = next((d for d, n in enumerate(shape) if n > 1), max(len(shape) - 1, 0))
         row_bytes = (strides[axis] if strides else 1) * item
         begin, count = (offset[axis], shape[axis]) if shape else (0, 1)
@@ -158,7 +158,7 @@ class ShardReader:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 
         Returns:
-            the bytes, and how many of them come before `first`.
+            the bytes, and how many of them precede `first`.
         """
         low, high = first // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         begin, stop = low * BLOCK_BYTES, min(high * BLOCK_BYTES, num_bytes)

@@ -264,5 +264,5 @@ def _refused(value: Any, path: Path, why: str) -> CheckpointError:
 def _malformed(tree: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"a stored value has a form that is not ours: {shown(tree, 120)}",
-        rule="typed JSON knows a fixed set of types",
+        rule="typed JSON has a fixed set of types",
     )

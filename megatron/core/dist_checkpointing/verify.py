@@ -45,7 +45,7 @@ class Verification:
 def verify_checkpoint(
     directory: str | os.PathLike[str] | ObjectDirectory, *, names: Iterable[str] | None = None
 ) -> Verification:
-    """Verify all files of a checkpoint, or those of `names`: this process alone.
+    """Verify all files of a checkpoint, or the files in `names`, in this process alone.
 
     Every problem is collected; nothing is raised for a damaged checkpoint.
     """

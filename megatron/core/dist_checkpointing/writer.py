@@ -205,15 +205,15 @@ _Part = tuple[memoryview, "Future[str]"]
 
 
 class DurableFile:
-    """See `shard_file.Sink`; what was put is on the disk when `finish` returns.
+    """See `shard_file.Sink`; when `finish` returns, all bytes passed to `put` are on the disk.
 
     Use as a context manager: creates the file, and closes it.
 
     Args:
         path: must not exist.
-        num_bytes: about how many will come.
-        in_background: one thread, which disturbs training least. Otherwise two at least: while the
-            disk lets one wait, the other hashes.
+        num_bytes: expected size of the file.
+        in_background: one thread, which disturbs training least. Otherwise at least two threads:
+            while one waits for the disk, the other hashes.
     Raises:
         OSError: the system refused.
     """

@@ -1,6 +1,6 @@
 """Compressed reductions of a bucket of gradients: bf16, int8, low rank (PowerSGD), or top-k.
 
-Each rank packs what it sends to an owner, and the owner adds in fp32 and rank order. If all ranks
+Each rank packs its messages to an owner, and the owner adds in fp32 and rank order. If all ranks
 need the sum, the owner packs the sum and all ranks, the owner included, unpack it: all ranks get
 the same bits.
 
@@ -196,7 +196,7 @@ class CompressedReduction:
 
 
 def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:
-    """Return what a rank sends for a bucket without compression."""
+    """Return the bytes that a rank sends for a bucket without compression."""
     length, sent = bucket.numel(), 0
     if mesh.shard_size > 1:
         length //= mesh.shard_size
@@ -359,8 +359,8 @@ def take_largest(values: Tensor, count: int) -> Tensor:
     Y. Lin et al., "Deep Gradient Compression", section 3, arXiv 1712.01887. Momentum belongs to the
     optimizer, which reads the sums: it is not corrected.
 
-    First come all int32 indices, then the fp32 values. NaN is larger than infinity, and both are
-    larger than all others: non-finite values are sent.
+    All int32 indices precede the fp32 values. NaN counts as larger than infinity, and both are
+    larger than all other values: non-finite values are sent.
     """
     indices = values.abs().topk(count, sorted=False).indices
     message = torch.empty(2, count, dtype=torch.int32, device=values.device)

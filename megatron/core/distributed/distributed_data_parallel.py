@@ -238,7 +238,7 @@ class DistributedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix.
 
-        Communication: as `summon_full_params`; what was sharded is copied.
+        Communication: as `summon_full_params`; sharded parameters are copied.
         """
         with self.summon_full_params():
             state = self.module.state_dict(*args, **kwargs)
@@ -322,9 +322,9 @@ class DistributedDataParallel(nn.Module):
             parameter.grad = None
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Start the reduction of all gradients that are not on their way yet.
+        """Start the reduction of all gradients whose reduction has not started; return at once.
 
-        For schedules, which know when the last backward of a chunk is done; returns at once.
+        Schedules call it after the last backward of a chunk.
         """
         if self.ddp_config.shards_gradients:
             return
@@ -344,8 +344,8 @@ class DistributedDataParallel(nn.Module):
     def nonfinite_problem(self) -> NumericsError | None:
         """Describe the first local gradient of this step that was not finite before reduction.
 
-        Known after `finish_grad_sync` with `check_for_nan_in_grad`. Only this rank knows: agree
-        before raising.
+        Valid after `finish_grad_sync` with `check_for_nan_in_grad`. Ranks differ: agree before
+        raising.
         """
         for buffer in self.gradient_buffers:
             if buffer.nonfinite is not None:
@@ -368,11 +368,11 @@ class DistributedDataParallel(nn.Module):
                 owned.mul_(scaling_factor)
 
     def spans(self) -> list[ShardSpan]:
-        """Return what this rank updates, with reduced gradients, buffer by buffer."""
+        """Return the spans that this rank updates, with reduced gradients, buffer by buffer."""
         return self._spans
 
     def unbucketed_shards(self) -> list[ParameterShard]:
-        """Return what this rank updates outside of buffers: nothing."""
+        """Return the shards that this rank updates outside of buffers: an empty list."""
         return []
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
@@ -391,11 +391,15 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
-        """Let gathers end in the next forward pass again, if overlap_param_gather asks for it."""
+        """With `overlap_param_gather`, wait for gathers in the next forward pass again."""
         self._gathers_in_forward = self.ddp_config.overlap_param_gather and self._units is None
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Let gathers end where they start until `enable_forward_pre_hook`; `param_sync`: now."""
+        """Until `enable_forward_pre_hook`, wait for gathers where they start.
+
+        Args:
+            param_sync: also wait for the current gathers now.
+        """
         self._gathers_in_forward = False
         self.finish_param_sync()
         if param_sync:

@@ -1,4 +1,4 @@
-"""Settings of data parallelism: what is reduced when, in which precision, and what is sharded."""
+"""Settings of data parallelism: time and precision of gradient reduction, and sharded state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.settings.inert_flags import (
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd", "topk")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""What is sharded: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+"""No sharding, ZeRO-1, ZeRO-2, ZeRO-3."""
 
 TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
 BUCKET_NUMEL_ON_CPU = 4_000_000
@@ -28,7 +28,7 @@ BUCKET_NUMEL_ON_CPU = 4_000_000
 
 @dataclass
 class ShardedOptimizerFlags:
-    """What the data-parallel wrapper and the optimizer must agree on."""
+    """Flags that the data-parallel wrapper and the optimizer share."""
 
     use_distributed_optimizer: bool = False
     """Shard optimizer state and main weights over the data-parallel ranks (ZeRO-1, arXiv
@@ -106,10 +106,10 @@ class DataParallelFlags:
 @dataclass
 @with_inert_fields("ddp")
 class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
-    """What the flags say, and what only a caller of the library can."""
+    """All flags of data parallelism, and settings that only callers of the library have."""
 
     align_param_gather: bool = False
-    """Let the schedule start parameter gathers of all pipeline stages at the same time."""
+    """Make the schedule start parameter gathers of all pipeline stages at the same time."""
     check_for_nan_in_grad: bool = False
     """Look for NaN and infinity in the local gradients before they are reduced, so that the
     error names the rank and the parameter. One more read of the gradients."""

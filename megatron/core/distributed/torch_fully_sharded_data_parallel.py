@@ -61,11 +61,11 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     ) -> None:
         """
         Args:
-            ddp_config: `grad_reduce_in_fp32` decides in which dtype gradients travel.
+            ddp_config: `grad_reduce_in_fp32` decides the dtype of gradients in messages.
             sub_modules_to_wrap: classes of the units, instead of the layers.
             disable_bucketing: accepted; a unit is one message.
         Raises:
-            ConfigError: the layout or the settings are not torch's.
+            ConfigError: torch's FSDP2 does not support the layout or the settings.
         """
         nn.Module.__init__(self)
         self.config, self.ddp_config, self.module = config, ddp_config, module
@@ -169,7 +169,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return self._shards_of.get(parameter) or self._frozen.get(parameter, [])
 
     def unbucketed_shards(self) -> list[ParameterShard]:
-        """Return what this rank updates: every shard has its gradient in `.grad`."""
+        """Return the shards that this rank updates, each with its gradient in `.grad`."""
         return [shard for shards in self._shards_of.values() for shard in shards]
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
@@ -214,9 +214,10 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Turn torch's average over the ranks of a parameter (a sum, where a backend cannot
-        average) into that over all replicas, or into a sum where tokens are counted.
+        average) into the average over all replicas, or into a sum where tokens are counted.
 
-        An expert has met the tokens of all replicas, whose sum its few holders have.
+        The gradient of an expert covers the tokens of all replicas: the few ranks that hold the
+        expert already have the sum over all replicas.
         """
         for parameter in self._shards_of:
             if parameter.grad is None and parameter.requires_grad:
@@ -316,7 +317,7 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 def _problems(
     config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> list[ConfigError]:
-    """Return what this layout or these settings ask of torch that it does not do."""
+    """Return the errors for a layout or settings that torch does not support."""
     problems = []
     if groups.pp.size() > 1:
         problems.append(

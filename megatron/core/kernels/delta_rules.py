@@ -105,7 +105,7 @@ def delta_chunks(
     *,
     chunk: int = CHUNK,
 ) -> DeltaChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], as they enter the rule (normed, scaled).
@@ -143,7 +143,7 @@ def kimi_delta_chunks(
     *,
     chunk: int = CHUNK,
 ) -> DeltaChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], as they enter the rule (normed, scaled).

@@ -1,7 +1,7 @@
 """Attention by flash-attention, by Transformer Engine, and by torch's compiled flex attention.
 
 Written from the documented interfaces and **not run on a GPU**: the tests replace flash-attention 2
-and Transformer Engine by stand-ins with the same signatures, and run flex attention uncompiled.
+and Transformer Engine by substitutes with the same signatures, and run flex attention uncompiled.
 (T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", arXiv
 2307.08691. J. Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
 Kernels", arXiv 2412.05496.)
@@ -46,7 +46,7 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpti
     width, ids = value.shape[-1], options.mask.document_ids
     # Its heads have one width: narrow values get columns of zeros, whose result is cut off.
     value = value if width == d else F.pad(value, (0, d - width))
-    # It takes any strides but that of the last dimension.
+    # It accepts any strides except along the last dimension, which must be contiguous.
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     how: dict[str, Any] = {
         "dropout_p": options.dropout,
@@ -135,7 +135,7 @@ def _document_borders(document_ids: Tensor) -> tuple[Tensor, int]:
     """Return where the documents of ids [b, s] begin and end among t tokens, and the longest.
 
     int32 [documents + 1]; a sample ends a document. Waits for the device, once for all layers that
-    share the ids: the cache knows them by identity.
+    share the ids: the cache compares ids by identity.
     """
     b, s = document_ids.shape
     begins = torch.ones(b, s, dtype=torch.bool, device=document_ids.device)
@@ -197,7 +197,7 @@ def flex_attention_with(
 
 
 def _asking_for_lse() -> dict[str, Any]:
-    """Return the argument with which torch returns the log of the softmax's denominator too."""
+    """Return the argument that makes torch also return the log of the softmax's denominator."""
     from torch.nn.attention import flex_attention
 
     newer = getattr(flex_attention, "AuxRequest", None)  # torch 2.9
@@ -220,7 +220,7 @@ def _block_mask(
 ) -> Any:
     """Return torch's BlockMask, once for all layers that share it; None where all is seen.
 
-    document_ids: [b, s], never falling along s. The cache knows them by identity.
+    document_ids: [b, s], never falling along s. The cache compares them by identity.
     """
     left, right = window
     if left < 0 and right < 0 and document_ids is None:
@@ -243,11 +243,11 @@ def _block_mask(
 def _block_mask_of_corners(
     is_seen: Callable[..., Tensor], batch: int, s: int, device: torch.device
 ) -> Any:
-    """Return the BlockMask of a mask [batch, 1, s, s] from what is seen at corners of its blocks.
+    """Return the BlockMask of a mask [batch, 1, s, s] from the elements at its blocks' corners.
 
-    What a query sees is one run of keys around it. So a block of the mask has something where its
-    pair of the nearest positions is seen, and is full where both pairs of the farthest are.
-    torch's `create_block_mask` computes all elements of the mask.
+    A query sees one run of keys around it. So a block of the mask is not empty if its nearest
+    (query, key) pair is visible, and full if both of its farthest pairs are visible. torch's
+    `create_block_mask` computes all elements of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

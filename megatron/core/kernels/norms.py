@@ -60,9 +60,9 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm that keeps only its input and one number a row, with a three-pass gradient.
 
     With xhat = x * rstd and g = grad * weight, the input gradient of RMSNorm is
-    rstd * (g - xhat * mean(g * xhat)); that of LayerNorm at mean 0 is the same minus
-    rstd * mean(g). So torch's fused LayerNorm gradient, called with mean 0, plus that last term
-    (one matrix-vector product) is the gradient of RMSNorm.
+    rstd * (g - xhat * mean(g * xhat)); the input gradient of LayerNorm at mean 0 is smaller by
+    rstd * mean(g). So torch's fused LayerNorm gradient, called with mean 0, plus this term (one
+    matrix-vector product) is the gradient of RMSNorm.
     """
 
     @staticmethod
@@ -214,7 +214,7 @@ ADDED_NORM: KernelTable[AddedNorm] = KernelTable(
 
 
 def norm_request(x: Tensor, weight_dtype: torch.dtype, training: bool) -> Request:
-    """Return what the norm of x [..., h] by a weight of a dtype needs."""
+    """Return the request for a norm of x [..., h] with a weight of a dtype."""
     needs = set()
     if training or torch.is_grad_enabled():
         needs.add(TRAINING)

@@ -27,14 +27,14 @@ from megatron.core.step_context.random_scope import SequenceShard
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
 MIN_TILE_KEYS = 256
-"""Keys of a tile: the cost of merging what tiles found is spread over them."""
+"""Keys of a tile: the cost of merging the results of tiles is spread over them."""
 MAX_TILE_ELEMENTS = 2**20
 """Scores that exist at a time, whatever the length of the sequence."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What does not change between the pieces of one attention.
+    """Options that are the same for all tiles of one attention.
 
     Attributes:
         mask: which keys a query sees.
@@ -42,7 +42,7 @@ class AttentionSpec:
         batch, groups, heads_per_group: b, g and r of the tensors.
         softcap: bound c of the scaled scores, which become c * tanh(score / c), or None.
         dropout: keep mask of the probabilities, or None; first_head: the first local query head's
-            index in the whole model, by which the mask is keyed.
+            index in the whole model, a key of the mask.
         max_logits: fp32 [g*r], raised to the largest score of each head; see `AttentionOptions`.
     """
 
@@ -59,7 +59,7 @@ class AttentionSpec:
     def tile_size(self, num_keys: int) -> tuple[int, int]:
         """Return how many query positions and keys to take at a time.
 
-        A draw of dropout is of whole rows, and made once: then fewer rows meet all keys.
+        Dropout is drawn once for whole rows: with dropout a tile has fewer queries and all keys.
         """
         heads = self.batch * self.groups * self.heads_per_group
         keys = max(num_keys, 1) if self.dropout else MIN_TILE_KEYS
@@ -87,7 +87,7 @@ class PartialAttention:
         return PartialAttention(out, lse)
 
     def add(self, query_slice: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what the queries `query_slice` found among other keys.
+        """Merge the attention of the queries `query_slice` to other keys.
 
         out: [z, rows, e], normalised; lse: fp32 [z, rows].
         """
@@ -130,10 +130,10 @@ def attend_block(
     key_rows: SequenceShard,
     spec: AttentionSpec,
 ) -> None:
-    """Let the queries see one more set of keys.
+    """Attend to one more set of keys.
 
     Args:
-        result: what they have seen so far; updated.
+        result: attention of the queries to the earlier sets; updated.
         queries: [z, sq*r, d]; keys: [z, sk, d]; values: [z, sk, e].
         query_rows, key_rows: which positions these are.
     """

@@ -24,7 +24,7 @@ from megatron.core.step_context.random_scope import SequenceShard
 
 
 class Compared(Enum):
-    """Over which keys the indexer's distribution is compared with that of attention."""
+    """Keys over which the loss compares the distributions of the indexer and of attention."""
 
     NOTHING = 0
     CHOSEN = 1

@@ -83,7 +83,7 @@ def state_space_chunks(
     *,
     chunk: int = CHUNK,
 ) -> StateSpaceChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], C and B of the paper.

@@ -18,7 +18,7 @@ from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
 BLOCK_BYTES = {"cpu": 2 * 2**20, OTHER_DEVICES: 256 * 2**20}
-"""Fp32 bytes of a block of rows, by device type: on a CPU what a core's cache holds."""
+"""Fp32 bytes of a block of rows, by device type; on a CPU a block fits a core's cache."""
 
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
@@ -91,7 +91,7 @@ def row_softmax(
     factors: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Find the denominators of the softmax over the local columns, and write it if asked.
+    """Compute the denominators of the softmax over the local columns; with `out`, write it.
 
     Args:
         logits: [r, c] of any float dtype.
@@ -136,7 +136,7 @@ def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What a cross entropy knows of each row, [r] each, in the arithmetic dtype."""
+    """Statistics of each row for a cross entropy, [r] each, in the arithmetic dtype."""
 
     loss: Tensor
     label_probability: Tensor
@@ -146,30 +146,30 @@ class RowStatistics:
     log_sum: Tensor
     """Logarithm of the sum of all ranks' exponentials relative to it."""
     local_fraction: Tensor | None
-    """Probability mass of this rank's columns; None: it has all columns."""
+    """Probability mass of this rank's columns; None if the rank holds all columns."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What is wanted of rows of logits [r, c]: the gradient of a loss is p - target, scaled."""
+    """Targets of rows of logits [r, c]: the gradient of a loss is p - target, scaled."""
 
     columns: Tensor
-    """[r, 1] column of the label; any where it belongs to another rank."""
+    """[r, 1] column of the label; undefined where another rank holds the column."""
     is_local: Tensor
     """[r, 1] whether the label's column is here."""
     num_valid: int
-    """Columns that are ids; they come first, the others are padding."""
+    """Leading columns that are ids; the columns after them are padding."""
     on_label: float = 1.0
-    """Probability that the label is to have beyond the uniform part."""
+    """Target probability of the label in addition to the uniform part."""
     uniform: float = 0.0
-    """Probability that each id is to have (label smoothing)."""
+    """Target probability of each id (label smoothing)."""
 
 
 class LogitRows(Protocol):
     """The two passes of a cross entropy over rows of logits."""
 
     def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
-        """Compute what the loss needs, from at least one column of ids.
+        """Compute the statistics that the loss needs, from at least one column of ids.
 
         Args:
             logits: [r, c], contiguous; with `in_place` `gradient` will write into them.

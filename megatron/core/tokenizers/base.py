@@ -148,15 +148,15 @@ class TextTokenizer(ABC):
     def load_into_gigatoken(self, library: object) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
 
-        Its ids are those of `tokenize_part`, less `first_text_id`.
+        Its ids equal the ids of `tokenize_part` minus `first_text_id`.
         """
         return None
 
     def fast_form(self) -> Any | None:
         """Return the same tokenizer as a new `tokenizers.Tokenizer`, or None if it has none.
 
-        Its ids are those of `tokenize` if its `encode_special_tokens` is set; they may differ on
-        some texts, so they are to be compared.
+        Its ids equal the ids of `tokenize` if its `encode_special_tokens` is set. They may differ
+        on some texts, so the caller compares them.
         """
         return None
 

@@ -1,9 +1,9 @@
-"""The fast way from text to ids: one flat array for many texts, through gigatoken where it can.
+"""Fast conversion of many texts to one flat array of ids, with gigatoken where possible.
 
-gigatoken (MIT) cuts text with vector instructions and remembers the ids of words; it gives the ids
+gigatoken (MIT) cuts text with vector instructions and caches the ids of words; it computes the ids
 of Hugging Face's tokenizers, tiktoken and SentencePiece many times faster. It is optional and never
-trusted: an engine is used only after its ids were found equal to those of the tokenizer's own
-library on texts chosen to tell them apart, and preprocessing goes on comparing as it works.
+trusted: an engine is used only if its ids equal the ids of the tokenizer's own library on texts
+chosen to reveal differences, and preprocessing continues to compare them during the work.
 
 No torch import.
 """
@@ -145,7 +145,7 @@ PROBES = (
     " leading",
     "\u0130\u0131 \u01c5 \u02b0 \u0300 \u2160 \u2460 \u4e00a1 a\u4e001 \U0001d54f",
 )
-"""Texts on which tokenizers that are almost the same differ: white space, contractions, digits,
+"""Texts on which similar tokenizers differ: white space, contractions, digits,
 scripts, composed and joined characters, controls, spellings of special tokens, long runs."""
 
 
@@ -160,7 +160,7 @@ def make_engine(
         ConfigError: gigatoken is required and cannot be used.
     """
     if backend is TokenizerBackend.library:
-        return tokenizer, "tokenizer library, as --tokenizer-backend says"
+        return tokenizer, "tokenizer library, chosen by --tokenizer-backend"
     reason, engine = "", None
     if not has("gigatoken"):
         reason = "gigatoken is not installed (pip install 'megatron-lattice[fast]')"

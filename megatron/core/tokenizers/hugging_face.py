@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face's `tokenizers` library: GPT-2's, BERT's, and `tokenizer.json`.
 
 The data files are read directly, so nothing that a model's author wrote is executed. Only a
-folder without `tokenizer.json` goes through `transformers`.
+folder without `tokenizer.json` is read with `transformers`.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
     ):
         raise ConfigError(
             f"the tokenizer in {path} wants to run its own Python code (auto_map).",
-            rule="code that comes with a tokenizer is not run unless it is trusted",
+            rule="the code in a tokenizer's folder is not run unless it is trusted",
             flags=["--trust-remote-code"],
             fix="read the code, then pass --trust-remote-code, or use a folder with tokenizer.json",
         )

@@ -142,7 +142,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return fast
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
-        """Return the ids, after the begin piece and before the end piece if asked."""
+        """Return the ids; `bos` puts the begin piece before them, `eos` the end piece after."""
         begin = self.around_a_text[0] if bos else ()
         end = [self.eos] if eos and self.eos is not None else []
         return [*begin, *super().tokenize(text), *end]

@@ -12,7 +12,7 @@ GENERATION_NAME = "generation_config.json"
 
 
 def ends_of_generation(folder: str) -> frozenset[int] | None:
-    """Return the ids with which `generate()` of Transformers ends a text.
+    """Return the ids that end a text in `generate()` of Transformers.
 
     They are the `eos_token_id` of generation_config.json, one id or a list. Without that file
     they are the ids of config.json, or of its `text_config`.

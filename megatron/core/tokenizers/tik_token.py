@@ -2,7 +2,7 @@
 
 Three kinds of files: a list of ranks as Megatron and NVIDIA's models use it (JSON), Mistral's
 Tekken (the same list inside an object with its settings), and `.tiktoken` (one base64 token and
-its rank on each line). Also the names that tiktoken itself knows, from its cache.
+its rank on each line). Also the names in tiktoken's own list, from its cache.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class TikTokenizer(TextTokenizer):
         return ids + np.uint32(self.first_text_id), counts
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
-        """Return the same ranks as a `gigatoken.Tokenizer` if it knows the pattern."""
+        """Return the same ranks as a `gigatoken.Tokenizer` if it supports the pattern."""
         schemes = {PATTERNS[name]: scheme for name, scheme in _GIGATOKEN_SCHEMES.items()}
         scheme = schemes.get(self._model._pat_str)
         if scheme is None:
@@ -264,7 +264,7 @@ class TikTokenizer(TextTokenizer):
 
 
 def _parts_before(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return what the merges of lower rank make of a token: its two parts if it is reachable."""
+    """Apply all merges of lower rank to a token: two parts remain if the token is reachable."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
@@ -295,7 +295,7 @@ def _encoding(
 def _named_encoding(library: Any, name: str) -> Any:
     if name not in library.list_encoding_names():
         raise MissingInputError(
-            f"{name!r} is neither a file nor a name that tiktoken knows.",
+            f"{name!r} is neither a file nor a name of a tiktoken encoding.",
             rule="a rank file (.json or .tiktoken) or one of "
             + ", ".join(library.list_encoding_names()),
             flags=["--tokenizer-model"],
@@ -359,7 +359,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
 
 def _no_pattern(path: str) -> ConfigError:
     return ConfigError(
-        f"{path} does not say how text is cut before the merges.",
+        f"{path} does not contain the pattern that cuts text before the merges.",
         rule=f"one of {', '.join(PATTERNS)}, or a regular expression",
         flags=["--tiktoken-pattern"],
         fix="--tiktoken-pattern v2",

@@ -63,7 +63,7 @@ class ChangeWatch:
         self._contents = ""
 
     def look(self) -> None:
-        """Compare the files with what they were.
+        """Compare the files with their earlier state.
 
         Raises:
             DataError: a file was cut, or other contents were written into it.

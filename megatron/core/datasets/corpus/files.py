@@ -107,8 +107,8 @@ def token_files(bin_path: str) -> list[str]:
                 f"{path} names {shown(name)} as a part of the corpus.",
                 rule="a part is the token file of another corpus, *.bin, relative to the list",
                 flags=["--data-path"],
-                fix="do not use the corpus if it came from a stranger; join the shards again if "
-                "it is yours",
+                fix="join the shards again if the corpus is yours; do not use it if it is from a "
+                "stranger",
             )
         part = os.path.normpath(os.path.join(folder, name))
         found = os.path.getsize(part) if os.path.isfile(part) else None

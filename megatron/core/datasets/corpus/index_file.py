@@ -90,7 +90,7 @@ class IndexArrays:
 
 
 def disagreement(path: str, position: int, found: str, expected: str) -> DataError:
-    """Say that the bytes of `path` at `position` are not what the format or the pair demands."""
+    """Return the error for bytes of `path` at `position` that break the format or the pair."""
     return DataError(
         f"{path}: byte {position}: found {found}, expected {expected}.",
         rule="a .bin/.idx pair must follow the indexed dataset format and belong together",

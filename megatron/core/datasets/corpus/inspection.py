@@ -166,9 +166,9 @@ class Difference:
 
 
 def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
-    """Return the first difference between two corpora, or None if they hold the same.
+    """Return the first difference between the documents of two corpora, or None.
 
-    The type of the tokens is not part of what they hold.
+    Tokens are compared by value: their dtypes may differ.
     """
     sizes = [len(corpus.document_indices) - 1 for corpus in (first, second)]
     lengths = [corpus.document_lengths() for corpus in (first, second)]

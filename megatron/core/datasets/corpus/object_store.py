@@ -81,7 +81,7 @@ class StoredObject:
             raise _unreadable(self.url, error) from error
         if len(data) != end - begin:
             raise DataError(
-                f"{self.url}: {len(data)} bytes came where {end - begin} were asked for.",
+                f"{self.url}: received {len(data)} bytes instead of {end - begin}.",
                 rule="a corpus must not change while it is in use",
                 flags=["--data-path"],
                 fix="restore the object and start again",

@@ -177,7 +177,7 @@ class AtomicFile:
             os.fsync(file.fileno())
 
     def rename(self) -> None:
-        """Give the flushed file its final name, replacing what stood there."""
+        """Give the flushed file its final name, replacing an older file."""
         with self._guarded() as file:
             file.close()
             os.replace(self._partial, self.path)

@@ -1,9 +1,9 @@
-"""Where patches of images lie: in the image, in windows of attention, and among tokens.
+"""Positions of image patches: in the image, in windows of attention, and among tokens.
 
-An image (or clip) is a grid of t x h x w patches. Its patches come block by block: m x m neighbours
-of a frame, which one token of the language model stands for, are beside each other, row by row of
-blocks. This is the order of Qwen2-VL's processor: P. Wang et al., "Qwen2-VL: Enhancing
-Vision-Language Model's Perception of the World at Any Resolution", section 2.1, arXiv 2409.12191.
+An image (or clip) is a grid of t x h x w patches, ordered block by block: the m x m patches of a
+block follow each other and become one token of the language model. The blocks of a frame are
+ordered row by row, as in Qwen2-VL's processor: P. Wang et al., "Qwen2-VL: Enhancing Vision-Language
+Model's Perception of the World at Any Resolution", section 2.1, arXiv 2409.12191.
 
 Legend: p patches of all images, m patches of a side of a block, i tokens of images = p / m^2.
 """

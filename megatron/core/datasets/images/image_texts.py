@@ -2,9 +2,9 @@
 
 A line is `{"images": ["a.png"], "messages": [{"role": "user", "content": "<image>\\nWhat is it?"},
 {"role": "assistant", "content": "A cat."}]}`. `<image>` in a text, or `{"type": "image"}` in a list
-of contents, stands for the next image; an image that no text names comes before the first one. The
-spelling of LLaVA is read as well: `"image": "a.png"`, `"conversations": [{"from": "human", "value":
-...}, {"from": "gpt", ...}]`. Paths are relative to the folder of the file.
+of contents, is the place of the next image; images without a place are put before the first text.
+The spelling of LLaVA is read as well: `"image": "a.png"`, `"conversations": [{"from": "human",
+"value": ...}, {"from": "gpt", ...}]`. Paths are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ImageTexts(Protocol):
         """Return where the sample is from, for messages."""
 
     def identity(self) -> str:
-        """Return a digest of what the samples are made of."""
+        """Return a digest of the sources of the samples."""
 
 
 class JsonLines:
@@ -220,7 +220,7 @@ class JsonLines:
         return DataError(
             f"{self.place(number)}: {found}.",
             rule='a line is {"images": [paths], "messages": [{"role": ..., "content": ...}, ...]},'
-            f" and {IMAGE_MARK} in a content stands for an image",
+            f" and {IMAGE_MARK} in a content marks the place of an image",
             flags=["--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"],
             fix="correct the line, or leave it out",
         )

@@ -1,8 +1,8 @@
 """From an image to patches: resize, normalise, cut.
 
-The sizes are those of Qwen2-VL's processor ("Qwen2-VL", section 2.1, arXiv 2409.12191): an image
-keeps its proportions and as many pixels as it has, within bounds, and its sides become whole
-numbers of blocks. Images are decoded by Pillow.
+The sizes equal the sizes in Qwen2-VL's processor ("Qwen2-VL", section 2.1, arXiv 2409.12191): an
+image keeps its proportions and, within bounds, its number of pixels; its sides become whole numbers
+of blocks. Pillow decodes the images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
 
 LARGEST_RATIO = 200
-"""Of the sides of an image: a longer strip would become a single row of blocks."""
+"""Largest ratio of an image's sides: a longer strip would become a single row of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class PatchShape:
                 f"--image-mean {self.mean} and --image-std {self.std}.",
                 rule="each channel has a mean and a positive deviation",
                 flags=["--image-mean", "--image-std", "--num-channels"],
-                fix="leave them out for those of the kind of encoder",
+                fix="leave them out to use the values of the encoder",
             )
 
     @property

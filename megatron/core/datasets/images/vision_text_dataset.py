@@ -1,9 +1,9 @@
 """Samples that are packed from conversations about images while training reads them.
 
-The order of an epoch is a keyed permutation. Runs of it are packed into rows of one length by
-`packing.pack`; images are read and texts tokenised when a row is asked for. Which conversations are
-in which row follows from the lengths, the seed and the number of the row alone, so that a run
-resumes at any sample, in any layout.
+The order of an epoch is a keyed permutation. `packing.pack` packs runs of it into samples of one
+length; images are read and texts tokenised when a sample is read. The conversations in a sample
+follow from the lengths, the seed and the number of the sample alone, so that a run resumes at any
+sample, in any layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.foundation.errors import DataError
 from megatron.core.settings.field_types import check_types
 
 PACKED_AT_ONCE = 1024
-"""Conversations among which those that share a row are chosen."""
+"""Number of consecutive conversations that are packed into samples together."""
 RAGGED = ("patches", "image_grid_thw")
 """Entries of a sample whose size depends on its images."""
 
@@ -97,11 +97,11 @@ class VisionTextDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Rows of the first epoch."""
+        """Samples of the first epoch."""
         return float(len(self._epochs[0]))
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from."""
+        """Return the inputs of the samples' order."""
         config = self.config
         return {
             "sample_order": "packed images and texts",
@@ -238,7 +238,7 @@ class VisionTextDataset:
             raise DataError(
                 f"{self.texts.place(number)}: token {wrong[0]} in a text.",
                 rule=f"ids are below the vocabulary's size of {config.vocab_size}, and"
-                f" {config.image_token} stands for images alone",
+                f" {config.image_token} is reserved for images",
                 flags=["--image-token-id", "--vocab-size"],
                 fix="use the tokenizer of the model, and <image> for an image",
             )

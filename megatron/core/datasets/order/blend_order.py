@@ -197,11 +197,12 @@ class SpacedOrder:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return candidates for samples begin..end-1.
 
-        Before time t, t - D to t + D samples are due, so all samples due before `begin` minus a
-        little more than D come before it, and none due after `end` plus that comes before `end`.
+        Before time t, t - D to t + D samples are due. So all samples that are due before `begin`
+        minus a little more than D precede `begin`, and all that are due after `end` plus the same
+        follow `end`.
 
         Returns:
-            [D] samples of each dataset that come before all candidates; dataset and number of the
+            [D] samples of each dataset that precede all candidates; dataset and number of the
             candidates; their places in order of due time.
         """
         slack = len(self.weights) + 2

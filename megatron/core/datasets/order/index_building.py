@@ -4,12 +4,11 @@ Three arrays turn a corpus into samples of a fixed length:
 
 * document index: the documents of every epoch, shuffled;
 * sample index: where in that stream of documents each sample begins;
-* shuffle index: the order in which samples are handed out.
+* shuffle index: the order in which samples are read.
 
-The arrays equal those that Megatron-LM makes from the same inputs. Where the original walks
-through the documents, this file uses that sample k begins exactly k * sequence_length tokens
-into the stream, so a running sum and one sorted search replace the walk (and where the compiled
-part was built, a walk that needs neither).
+The arrays equal the arrays of Megatron-LM for the same inputs. The original walks through the
+documents. Here sample k begins exactly k * sequence_length tokens into the stream, so a running sum
+and one sorted search replace the walk; the compiled part, if it was built, walks without them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Two orders in which a corpus becomes samples, and how the tokens of a sample are fetched.
+"""Two orders of a corpus's samples, and how the tokens of a sample are fetched.
 
 `ShuffledDocuments` is Megatron-LM's order: three index arrays, one entry per document and sample
-(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split are side by side
-in the token file, an epoch cuts them into windows of `sequence_length` tokens, and a keyed
-permutation hands the windows out. It opens in microseconds at any size and reads every sample in
-one piece. What it gives up: documents that are neighbours in the file stay neighbours inside a
-window, so a corpus sorted by source should be shuffled once when it is written.
+(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split are contiguous in
+the token file, an epoch cuts them into windows of `sequence_length` tokens, and a keyed permutation
+orders the windows. It opens in microseconds at any size and reads every sample in one piece. Its
+disadvantage: documents that are neighbours in the file stay neighbours inside a window, so a corpus
+sorted by source should be shuffled once when it is written.
 
 No torch import.
 """
@@ -23,8 +23,8 @@ from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError
 
 Fetched = tuple[int, int, int, int]
-"""What `read` put into its array: the number of tokens, from the first on; the smallest id, or 0
-if that is smaller; the largest, or 0; how many equal the pad id."""
+"""Statistics of a `read`: number of tokens written, from the first element on; min(smallest id, 0);
+max(largest id, 0); number of pad ids."""
 
 
 def _seen(tokens: np.ndarray, filled: int, pad: int) -> Fetched:
@@ -116,9 +116,9 @@ class ShuffledDocuments:
 class ShuffledWindows:
     """Samples that are windows of the documents as they are in the file, in a keyed order.
 
-    Epoch e begins `shift(e)` tokens into the split and goes round, so that windows of different
-    epochs are cut at different places; epoch 0 begins at the first token. An epoch gives every
-    window of it once.
+    Epoch e begins `shift(e)` tokens into the split and wraps around, so that windows of different
+    epochs are cut at different places; epoch 0 begins at the first token. An epoch contains each of
+    its windows once.
 
     Args:
         stream: the tokens of the split.
@@ -159,7 +159,7 @@ class ShuffledWindows:
         return self._size
 
     def window(self, idx: int) -> int:
-        """Return the token of the split at which sample `idx` begins."""
+        """Return the position in the split of the first token of sample `idx`."""
         if not 0 <= idx < self._size:
             raise IndexError(f"sample {idx} of {self._size}")
         epoch, position = divmod(idx, self._per_epoch)

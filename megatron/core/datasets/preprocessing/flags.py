@@ -189,7 +189,7 @@ def rank_and_world(
     world_size: int | None,
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[int, int]:
-    """Return (rank, processes) of this process among those that share the shards.
+    """Return (rank, number of processes) of this process among the processes that share the shards.
 
     The flags are used first, then a SLURM array, SLURM's process number, and torchrun's variables.
     A task of an array is one of `world_size`, by default of `num_shards`, even if only a part of

@@ -1,6 +1,6 @@
-"""Which files are read, in which order and format; the part of them that one shard reads.
+"""The input files, their order and formats, and the part that one shard reads.
 
-A name is a file, a folder (all the documents below it), a pattern, or a URL that fsspec knows.
+A name is a file, a folder (all the documents below it), a pattern, or a URL that fsspec supports.
 No torch import.
 """
 
@@ -88,9 +88,9 @@ def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> l
 
     Args:
         inputs: files, folders, patterns or URLs.
-        format: of all files. None decides by the suffix: a named file with an unknown suffix is
-            JSON lines, and a folder stands for its JSON-lines and parquet files or, if it has
-            none, for its text files.
+        format: format of all files. None decides by the suffix: a named file with an unknown suffix
+            is JSON lines; a folder is replaced by its JSON-lines and parquet files or, if it has
+            none, by its text files.
     Raises:
         DataError: no file belongs to one of the names.
     """
@@ -171,7 +171,7 @@ def remote_file_system(url: str) -> tuple[Any, str]:
 
     Raises:
         MissingExtraError: fsspec is not installed.
-        DataError: fsspec does not know the scheme or lacks the library for it.
+        DataError: fsspec does not support the scheme or lacks the library for it.
     """
     fsspec = require("fsspec", purpose=f"reading {url}")
     try:

@@ -7,8 +7,8 @@ continues; the output equals the output of an undisturbed run to the byte. The f
 when everything is written; a kill between two renames is continued as well. The note of a finished
 run records its input, settings and counts.
 
-Units go through worker processes and come back in the order of the input. The memory held does not
-grow with the corpus. No torch import.
+Worker processes encode the units; the results are written in the order of the input. The memory
+held does not grow with the corpus. No torch import.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Job:
         )
 
     def _sizes(self) -> list[int]:
-        """Return the bytes of all outputs; -1 stands for a missing file."""
+        """Return the bytes of all outputs; -1 for a missing file."""
         names = [
             f"{prefix}{end}" for prefix, _ in self.corpora.values() for end in (".bin", ".idx")
         ]

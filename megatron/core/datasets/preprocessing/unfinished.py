@@ -40,7 +40,7 @@ class UnfinishedCorpus:
             if found < size:
                 self.close()
                 raise DataError(
-                    f"{path}: {found:,} bytes, the note of the run says {size:,}.",
+                    f"{path}: {found:,} bytes, fewer than the {size:,} bytes in the run's note.",
                     rule="the files of an unfinished run belong together",
                     flags=["--output-prefix", "--restart"],
                     fix="pass --restart to begin again",

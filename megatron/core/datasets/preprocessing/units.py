@@ -1,7 +1,7 @@
 """Read the input and cut it into units of about a megabyte: the work of one process at a time.
 
-The cut depends only on the files, so that the output does not depend on which process works on a
-unit. Plain local files are not read here: a unit names a range of bytes that ends with a line, and
+The cut depends only on the files, so that the output is the same whichever process works on a unit.
+Plain local files are not read here: a unit names a range of bytes that ends with a line, and
 the worker reads it. All other files (compressed, remote, parquet) are read here, and their lines or
 rows are passed to the worker. Damage is reported with its place.
 

@@ -1,8 +1,8 @@
 """A checkpoint of another program, under this one's names: tensors made of views into its files.
 
-A reader of a format (`torch_dist`, `legacy`, `deepspeed`) fills a `ContentsBuilder`; what comes out
-is the same description that a native checkpoint has, so that the loader needs to know no format:
-it asks for boxes of global tensors, and only the bytes around them are read.
+A reader of a format (`torch_dist`, `legacy`, `deepspeed`) fills a `ContentsBuilder`. The builder
+returns the same description that a native checkpoint has, so the loader does not depend on the
+format: it requests boxes of global tensors, and only the bytes around these boxes are read.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class ContentsBuilder:
         self._tensors[key][2].append(InteropShard.of(offset, source))
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Return what is described so far."""
+        """Return the tensors described so far."""
         return {k: StoredTensor(d, s, tuple(v)) for k, (d, s, v) in self._tensors.items()}
 
     def add_whole(self, key: str, source: StoredView) -> None:
@@ -319,7 +319,7 @@ class ContentsBuilder:
                 f"CKPT_UNSAFE file={self.directory}: it lists tensors of {claimed} bytes over "
                 f"storages of {stored} bytes.",
                 rule=f"tensors may share a storage (tied weights), but are at most {MAX_SHARING} "
-                "times as large as what is stored",
+                "times as large as all storages",
                 fix="use another checkpoint",
             )
 
@@ -327,8 +327,8 @@ class ContentsBuilder:
 def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Add stacks of layers that are stored one by one: `layers.<name>`, layer axis first.
 
-    Where all layers are equal the stacks replace the layers; otherwise both are kept,
-    since a model of different layers asks for each by its number.
+    Where all layers are equal the stacks replace the layers; otherwise both are kept, since a model
+    with different layers requests each layer by its number.
     """
     groups: dict[str, dict[int, str]] = {}
     for key in tensors:
@@ -355,7 +355,7 @@ def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return what can be kept of values of another program: numbers, text and containers of them.
+    """Reduce values of another program to numbers, text and containers of them.
 
     A tensor of one element becomes a number; other tensors are left out; an object becomes the
     name of its class.
@@ -420,9 +420,8 @@ class CheckpointFormat:
     name: str
     """Value of `tools/checkpoint export --format`."""
     recognises: Callable[[Path], bool]
-    """Says by the names in a directory whether it holds such a checkpoint."""
+    """Returns, by the names in a directory, whether it holds such a checkpoint."""
     open: Callable[[Path], Contents]
-    """Reads what is there; tensors are read later, slice by slice."""
+    """Reads the description; tensors are read later, slice by slice."""
     write: Callable[[Contents, Path, bool], None] | None = None
-    """Writes into an empty directory; the last argument is whether the optimizer state goes
-    along."""
+    """Writes into an empty directory; the last argument includes the optimizer state."""

@@ -81,7 +81,7 @@ class Record:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def parts(self) -> tuple[Any, ...]:
-        """Return class, arguments and state, by which records are compared."""
+        """Return class, arguments and state, which comparisons of records use."""
         if self.key is not None:
             return self.key
         state = self.state
@@ -97,7 +97,7 @@ class Record:
 
 @lru_cache(maxsize=1 << 12)
 def inert_class(name: str) -> type[Record] | None:
-    """Return the class of records that stands for "module name"; None if it is on no list."""
+    """Return the class of records that replaces "module name"; None if it is on no list."""
     if _INERT.fullmatch(name) is None:
         return None
     return type(name.split()[1], (Record,), {"kind": name.replace(" ", ".")})
@@ -325,7 +325,7 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def refuse(what: str, found: str, offset: int | None = None) -> NoReturn:
-    """Raise the error for a file that holds what is not on the allowlist."""
+    """Raise the error for a file with an object that is not on the allowlist."""
     where = "" if offset is None else f" offset={offset}"
     raise UnsafePickleError(
         f"CKPT_UNSAFE file={what}{where}: {found} is not on the allowlist.",

@@ -188,7 +188,7 @@ _LAYOUT = {
 def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state to keep, settings of the run) from the common state.
 
-    Counters of samples stand among Megatron's settings; loss scaler and scheduler have the same
+    Megatron's settings contain the counters of samples; loss scaler and scheduler have the same
     fields here and there. Random states belong to another generator and are left out.
     """
     args = common.get("args")
@@ -207,7 +207,7 @@ def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
 
 
 def steps_in(optimizer: object) -> int:
-    """Return how many updates an optimizer's plain state says that it has made; 0 if nothing."""
+    """Return the number of updates in an optimizer's plain state; 0 if there is none."""
     found = [value for name in ("step", "common_step") for value in _found(optimizer, name)]
     numbers = plain_values({str(i): value for i, value in enumerate(found)}).values()
     steps = [value for value in numbers if isinstance(value, (int, float))]

@@ -1,7 +1,7 @@
 """Tensors that are in a file: where their bytes are, and how to read a box of one.
 
-Nothing is read until a box is asked for; then only the bytes around that box are, in pieces of a
-bounded size.
+Nothing is read until a box is requested. Then only the bytes around that box are read, in pieces of
+a bounded size.
 """
 
 from __future__ import annotations

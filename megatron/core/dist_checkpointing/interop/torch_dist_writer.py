@@ -117,7 +117,7 @@ def _cut(key: str, tensor: StoredTensor) -> list[_Chunk]:
 
 
 class _ChunkPlanner(DefaultSavePlanner):
-    """Tells torch's writer the chunks, and reads one when its turn comes."""
+    """Passes the chunks to torch's writer, and reads each chunk when torch writes it."""
 
     def __init__(self, chunks: Mapping[str, list[_Chunk]], reader: SliceReader) -> None:
         super().__init__(flatten_state_dict=False)

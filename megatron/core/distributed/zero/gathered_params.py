@@ -91,7 +91,7 @@ class QuantizedParams(GatheredParams):
     model's dtype. The products scale and round them to the same codes again, because bf16 has more
     bits: a step computes the same as with parameters that are gathered in bf16.
 
-    The largest magnitudes are those of the unrounded weights, over all pieces; the history of
+    The largest magnitudes are taken over the unrounded weights of all pieces; the history of
     delayed scaling reads them here.
 
     Args:

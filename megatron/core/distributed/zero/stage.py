@@ -113,7 +113,7 @@ class ZeroStage(ABC):
 
     @abstractmethod
     def spans(self) -> list[ShardSpan]:
-        """Return what this rank updates; the views stay valid."""
+        """Return the spans that this rank updates; the views stay valid."""
 
     def own_shards(self) -> list[Tensor]:
         """Return the parameter shards [n] that only this rank holds, for the caller to change."""

@@ -27,7 +27,7 @@ class Zero3Buffer(Zero2Buffer):
     """This rank's shard of each unit's parameters, gradients and sums.
 
     During backward `main_grad` of a layer's parameters is a view into the bucket being filled, so
-    weight gradients are computed in the memory from which they are sent.
+    weight gradients are computed directly in the memory that is sent.
     """
 
     max_in_flight = 1

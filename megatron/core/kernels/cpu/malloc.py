@@ -16,11 +16,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def return_freed_blocks() -> None:
-    """Let the C library return blocks of 2 MiB and more to the system as they are freed.
+    """Make the C library return blocks of 2 MiB and more to the system as they are freed.
 
-    glibc does so at first, but raises the limit to the size of what it sees freed, up to 32 MiB:
-    afterwards layers, gradients and logits come from one heap, where blocks of such different
-    sizes leave holes. Of the 960 MiB of a 34-million-parameter GPT in ZeRO-3 70 were such holes.
+    glibc does so at first, but raises the limit to the largest block freed so far, up to 32 MiB.
+    Then layers, gradients and logits share one heap, where blocks of such different sizes leave
+    holes: 70 MiB of the 960 MiB of a 34-million-parameter GPT in ZeRO-3.
 
     For the whole process. Without effect where parameters are on an accelerator, on other C
     libraries, and where the user has chosen (MALLOC_MMAP_THRESHOLD_ in the environment).
@@ -48,6 +48,6 @@ def return_free_pages() -> None:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """Return glibc where it allocates what this process computes on; None elsewhere."""
+    """Return glibc if this process computes on the CPU and allocates with glibc, else None."""
     on_cpu = device_type() == "cpu"
     return ctypes.CDLL(None) if on_cpu and "glibc" in platform.libc_ver()[0] else None

@@ -125,9 +125,9 @@ def adam_kernel(
 ):  # fmt: skip
     """Update one block of a shard.
 
-    weight: the model's; without a main weight it is fp32 and updated itself. numel: of the shard's
-    part, whose last block may be partly filled. share1, share2: 1 - beta.
-    correction2: root of that of the second moment.
+    weight: the model's; without a main weight it is fp32 and updated itself. numel: elements of the
+    shard's part, whose last block may be partly filled. share1, share2: 1 - beta.
+    correction2: root of the bias correction of the second moment.
     """
     block = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 128)
@@ -182,7 +182,7 @@ def update_blocks(
         gradient: [e] of any dtype; weight: [e], the model's, both contiguous.
         columns: uint8 [blocks, bytes] of the first moment, the second (its root, if it has a scale)
             and the main weight, or None; kinds: how they are stored.
-        first_place: number of the first block by which random bits are drawn.
+        first_place: number of the first block, a key of the random bits.
         step: updates before this one. factor: on the gradient.
         settings: lr, beta1, beta2, eps, weight_decay.
     """

@@ -27,7 +27,7 @@ WIDEST_ADDED = 8192
 WIDEST_FUSED = 4096
 """Widest row whose backward also sums the gradients of weight and bias."""
 MAX_PROGRAMS = 512
-"""Programs of the fused backward, each of which leaves a row of partial sums."""
+"""Programs of the fused backward; each writes a row of partial sums."""
 SUM_ROWS, SUM_COLUMNS = 32, 64
 """Tile of the kernel that sums over rows."""
 
@@ -206,7 +206,7 @@ def _gradients(
     """Return the gradients of x [t, h], or of the sum that is normed, of weight and bias [h].
 
     Args:
-        grad_sum: [t, h], what the gradient of the sum is beside that of its norm.
+        grad_sum: [t, h], gradient of the sum through the residual, in addition to the norm's.
     """
     x, weight, bias, mean, rstd = saved
     num_rows, width = x.shape

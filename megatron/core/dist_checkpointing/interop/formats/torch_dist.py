@@ -168,8 +168,8 @@ class _Metadata:
         self._check_locations()
 
     def _check_locations(self) -> None:
-        """Refuse chunks that share bytes: the format has no checksum of its metadata, so
-        nothing else would tell a changed location from a true one."""
+        """Refuse chunks that share bytes: the format has no checksum of its metadata, so no
+        other check detects a changed location."""
         spans: dict[str, list[tuple[int, int, str]]] = {}
         for key, offset in self._locations:
             begin, length, name = self.location(key, offset)
@@ -201,7 +201,7 @@ class _Metadata:
         name, begin, length = info["relative_path"], info["offset"], info["length"]
         if type(name) is not str or name not in self._files:
             raise DamagedCheckpointError(
-                f"CKPT_UNSAFE file={self.path}: {shown(key, 120)} is said to be in "
+                f"CKPT_UNSAFE file={self.path}: the location of {shown(key, 120)} is "
                 f"{shown(name, 120)}, which is not a data file of {self.directory}.",
                 rule="chunks are in files __RANK_WRITER.distcp of the same directory",
             )
