@@ -49,8 +49,8 @@ class BlendedMegatronDatasetConfig:
     tokenizer: Any = None
     """Gives the end-of-document id, the pad id and the vocabulary size."""
     mid_level_dataset_surplus: float = 0.005
-    """Relative surplus of samples in each dataset of a blend, because the greedy rule may take a few
-    more samples from it than its weight times the size of the blend."""
+    """Relative surplus of samples in each dataset of a blend: the greedy rule may take a few more
+    samples from it than its weight times the size of the blend."""
 
     builder: tuple[int, int] = (0, 1)
     """Number of this process, and number of processes that build at once. They index a blend

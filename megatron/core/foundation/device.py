@@ -1,4 +1,4 @@
-"""The one place that asks which kind of device this process computes on."""
+"""The device that this process computes on: the only module that uses `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def set_local_device(local_rank: int, *, backend: str = "nccl") -> torch.device:
                 f"LOCAL_RANK is {local_rank} on a node with {count} GPUs",
                 rule="each rank has a GPU of its own under NCCL before 2.30",
                 flags=["--distributed-backend"],
-                fix=f"start at most {count} ranks on this node (torchrun --nproc-per-node), or let "
-                "them share: NCCL_MULTI_RANK_GPU_ENABLE=1, or --distributed-backend gloo",
+                fix=f"start at most {count} ranks on this node (torchrun --nproc-per-node), or "
+                "share GPUs with NCCL_MULTI_RANK_GPU_ENABLE=1 or --distributed-backend gloo",
             )
         torch.accelerator.set_device_index(local_rank % count)
     return current_device()
@@ -98,7 +98,7 @@ def synchronize() -> None:
 
 
 def wait_on_host(event: torch.Event) -> None:
-    """Let the host wait until the accelerator has come to an event."""
+    """Block the host until the accelerator has reached an event."""
     event.synchronize()
 
 
@@ -153,10 +153,10 @@ def value_on_host(claim: Tensor) -> bool | None:
 
 
 def check(claim: Tensor, message: str) -> bool:
-    """Return whether a claim holds, where the host can know without waiting.
+    """Return whether a claim holds, if the host can read it without waiting.
 
-    On an accelerator the host continues, True is returned, and a claim that does not hold makes the
-    device fail at its next synchronisation, with the message in its text.
+    On an accelerator the function returns True at once. If the claim does not hold, the device
+    fails at its next synchronisation, with the message in its text.
 
     Args:
         claim: bool, [].
@@ -258,7 +258,7 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes of this rank's accelerator, or those of the machine on CPU."""
+    """Return the bytes of memory of this rank's accelerator, or on CPU of the machine."""
     if device_type() != "cpu":
         module = torch.get_device_module(device_type())
         return int(module.get_device_properties(current_device()).total_memory)
@@ -266,7 +266,7 @@ def total_memory_bytes() -> int:
 
 
 def device_name() -> str:
-    """Return what the accelerator calls itself, or "cpu"."""
+    """Return the product name of the accelerator, or "cpu"."""
     if device_type() == "cpu":
         return "cpu"
     return str(torch.get_device_module(device_type()).get_device_name())

@@ -45,19 +45,20 @@ class Field(enum.IntEnum):
     NUM_RECORDS = 1
     """Operations that the rank has entered so far."""
     WAITS_IN = 2
-    """1 + the number of the operation that blocks the training thread; 0: the thread computes."""
+    """1 + the number of the operation that blocks the training thread; 0 while it computes."""
     INSTRUCTION = 3
-    """Of the schedule: 1 + the operation, chunk and micro batch in 16, 16 and 32 bits; 0: none."""
+    """Instruction of the schedule: 1 + the operation, chunk and micro batch in 16, 16 and 32 bits;
+    0 outside of the schedule."""
     ITERATION = 4
     CHECKPOINT = 5
-    """1 + the iteration of the newest good checkpoint; 0: none."""
+    """1 + the iteration of the newest good checkpoint; 0 before the first one."""
     BLOCKED_ON = 6
-    """1 + the rank that this rank waits for; 0: none, or unknown."""
+    """1 + the rank that this rank waits for; 0 if it is unknown or the rank does not wait."""
     TABLE_LENGTH = 7
     CLOSED = 8
     """1: the run has ended, and the watchdog ignores this rank."""
     VERDICT = 9
-    """Written by the watchdog: the exit code with which the rank must end; 0: continue."""
+    """Written by the watchdog: the exit code that the rank must end with; 0: continue."""
     NUM_STEPS = 10
     """Steps that this process has finished."""
     IS_TRAINING = 11
@@ -99,7 +100,7 @@ class Channel:
     tag: int
     """Negative for messages between two ranks: -1 - source * size - target."""
     occurrence: int = 0
-    """Of groups of the same ranks, the first, second ..."""
+    """Number of this group among groups of the same ranks."""
     name: str = field(default="group", compare=False)
 
     def describe(self) -> str:
@@ -119,7 +120,7 @@ DATA, PEERS = -1, -2
 
 
 class Waits:
-    """Seconds that the training thread has waited, by what it waited for: sums that only grow.
+    """Seconds that the training thread has waited, by the kind of wait: sums that only grow.
 
     A caller copies the sums before and after the part that it measures. The clock is the host's:
     where the stream of an accelerator waits and the host continues, nothing is counted.

@@ -1,4 +1,4 @@
-"""JSON of files that may come from anybody."""
+"""JSON of untrusted files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def parse_json(
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested more deeply than the parser goes (a thousand levels or
-            so), of which `json.loads` speaks by RecursionError.
+        ValueError: it is not JSON, or nested too deeply for the parser (about a thousand levels);
+            `json.loads` raises RecursionError then.
     """
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)

@@ -13,17 +13,17 @@ MPI = "mpi"
 
 
 def mpi_problems(flag: str) -> Iterator[ConfigError]:
-    """Yield what is wrong with asking for MPI: torch may be built without it.
+    """Yield a problem if torch is built without MPI.
 
     Args:
-        flag: that asks for it.
+        flag: the flag that selects MPI.
     """
     if not dist.is_mpi_available():
         yield ConfigError(
             f"{flag} {MPI}, and this torch has no MPI.",
             rule="torch has MPI only if it was built from source where MPI is installed",
             flags=[flag],
-            fix=f"drop {flag}, which then is nccl or gloo as the device asks, or build torch from "
+            fix=f"drop {flag} (the device then decides between nccl and gloo), or build torch from "
             "source on a machine with MPI",
         )
 

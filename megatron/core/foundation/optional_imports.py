@@ -53,7 +53,7 @@ BUILT_FROM_SOURCE = {
     "fused_layer_norm_cuda": "the compiled norms of NVIDIA apex",
     "flash_attn": "flash-attention (pip package flash-attn)",
     "deep_ep": "DeepEP (deep_ep, built from its repository)",
-    "triton": "Triton (comes with the CUDA builds of torch)",
+    "triton": "Triton (part of the CUDA builds of torch)",
 }
 """GPU libraries that no extra of ours installs: import name -> what to install."""
 
@@ -68,7 +68,7 @@ def has(name: str) -> bool:
 def why_missing(name: str) -> str | None:
     """Return why the library `name` (a dotted submodule is allowed) cannot be used; None if it can.
 
-    It is imported: without its compiled part a library raises what it likes.
+    The library is imported: without its compiled part it may raise any error.
     """
     top = name.partition(".")[0]
     shown = BUILT_FROM_SOURCE.get(top, top).partition(" (")[0]

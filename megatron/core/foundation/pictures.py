@@ -44,7 +44,7 @@ def new_figure(width: float, height: float, *, purpose: str) -> Any:
     """Return an empty figure of so many inches, which needs no screen.
 
     Args:
-        purpose: the flag that asks for it.
+        purpose: the flag that requires it, for the error.
     Raises:
         MissingExtraError: matplotlib is not installed.
     """

@@ -63,7 +63,7 @@ def ignore_stop_signals_except_from(parent: int) -> None:
     """
     for number in STOP_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    # Nobody but the threads of this process is told who sent a signal, and only this way.
+    # Only sigwaitinfo, in a thread of this process, returns the sender of a signal.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         threading.Thread(
@@ -78,12 +78,12 @@ def _end_on_sigterm_from(parent: int) -> None:
 
 
 def name_fatal_signals() -> None:
-    """Let a process that dies of SIGBUS, SIGSEGV or the like say so on stderr, with its stacks.
+    """Print the stacks on stderr if this process is killed by SIGBUS, SIGSEGV or the like.
 
-    A file that is mapped and becomes shorter kills whoever reads the missing part, before any
-    Python code could notice. Processes that are forked later do the same.
+    If a mapped file is truncated, reading the missing part kills the process before any Python code
+    can react. Processes that are forked later print their stacks, too.
     """
-    # Not where stderr is no file, or somebody else has turned it on.
+    # Skip it if stderr is not a file, or other code has enabled it.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         if not faulthandler.is_enabled():
             faulthandler.enable()
@@ -106,7 +106,7 @@ def describe_exit(code: int) -> str:
 def num_killed_for_memory() -> int | None:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    None where the system does not tell.
+    None if the system does not provide the number.
     """
     for path in control_group_files("memory", "memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):

@@ -18,7 +18,7 @@ MAX_DIMS = 5
 _OK, _MISSING, _WRONG_DTYPE, _TOO_MANY_DIMS = range(4)
 _PROBLEMS = {
     _MISSING: ("is missing from the batch", "the batch holds every key that is broadcast"),
-    _WRONG_DTYPE: ("has another dtype", "all keys of one broadcast have the dtype asked for"),
+    _WRONG_DTYPE: ("has another dtype", "all keys of one broadcast have the requested dtype"),
     _TOO_MANY_DIMS: ("has too many dimensions", f"a tensor has at most {MAX_DIMS} dimensions"),
 }
 

@@ -91,7 +91,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
     Returns:
         [s, b, o]; [s/tp, b, o] for REDUCE_SCATTER.
     Communication:
-        as the two modes say, on `plan.group`.
+        decided by the two modes, on `spec.group`.
     """
     communicates = spec.communicates
     if spec.quantized is not None:
@@ -113,7 +113,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 def _composed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearCommSpec
 ) -> Tensor:
-    """The same from separate operations: autocast then finds a linear map that it knows."""
+    """The same from separate operations: autocast then applies to `F.linear`."""
     if spec.input_mode is InputMode.REPLICATED:
         x = mappings.copy_to_tensor_model_parallel_region(x, spec.group)
     elif spec.input_mode is InputMode.SEQUENCE_SHARD:

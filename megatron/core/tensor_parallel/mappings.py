@@ -1,4 +1,4 @@
-"""Conjugate pairs: what a collective does forward, its transpose does backward.
+"""Conjugate pairs: a collective in forward, its transpose in backward.
 
 Tensor parallelism (Megatron-LM, section 3, arXiv 1909.08053) needs the pair copy/reduce around
 each block; sequence parallelism (Reducing Activation Recomputation, section 4.2.2, arXiv
@@ -167,8 +167,8 @@ class _A2AStart(torch.autograd.Function):
 class _A2AWait(torch.autograd.Function):
     """Forward ends the exchange, backward starts the returning one.
 
-    The engine runs ready nodes in the reverse of the order in which they were made: all that was
-    computed between the two, before the returning exchange is waited for.
+    The autograd engine runs ready nodes in the reverse order of their creation. So the backward of
+    everything computed between the two runs before the engine waits for the returning exchange.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _A2AWait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start(grad, back=True)
-        # Any tensor of the input's shape: what the other end passes on is what comes back.
+        # Any tensor of the input's shape: the other end returns the received gradient.
         return grad, None
 
 
@@ -209,7 +209,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's part.
 
-    For results that all ranks then use in the same way; where each rank goes its own way, use
+    For results that all ranks then use in the same way; if ranks use them differently, use
     `all_gather_last_dim_from_tensor_parallel_region`.
     """
     return _paired(input_, group, _gather_last_dim, _own_last_dim_piece)
@@ -283,8 +283,8 @@ def all_to_all(
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
             for equal pieces.
-        overlap_fn: called while the rows are in flight. The backward pass of what it computes runs
-            while their gradients are.
+        overlap_fn: called while the rows are in flight. The backward pass of its results runs while
+            the gradients of the rows are in flight.
     """
     if group.size() == 1:
         if overlap_fn is not None:

@@ -333,7 +333,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from stream `name` inside; the default generator goes on unchanged afterwards."""
+        """Draw from stream `name` inside; the default generator is restored afterwards."""
         if name not in self.states_:
             raise ConfigError(
                 f"there is no random stream {name!r}; there are {sorted(self.states_)}.",

@@ -22,7 +22,7 @@ DROPPED_BY = {
     "moe_act": ("moe_act", "moe"),
     "expert_fc1": ("moe",),
 }
-"""Part of a layer -> recomputed parts that leave nothing of what it saves."""
+"""Part of a layer -> recomputed parts whose recomputation frees all its saved activations."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class ActivationOffloadConfig:
     )
     """Elements: smaller tensors stay on the device."""
     cpu_offloading_num_layers: int = 0
-    """Layers of each chunk, from its first, of which all activations are offloaded; none with
-    --overlap-moe-expert-parallel-comm, where layers of two micro batches run in turns."""
+    """Number of layers at the start of each chunk whose activations are all offloaded. No effect
+    with --overlap-moe-expert-parallel-comm, where layers of two micro batches alternate."""
 
     @property
     def modules_to_offload(self) -> Collection[str]:
@@ -66,7 +66,7 @@ def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronE
     if config.fine_grained_activation_offloading and (not modules or unknown):
         yield ConfigError(
             f"fine_grained_activation_offloading with offload_modules={modules}.",
-            rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
+            rule=f"offload_modules names parts of a layer: {', '.join(OFFLOAD_MODULES)}",
             flags=["--fine-grained-activation-offloading", "--offload-modules"],
             fix="use --offload-modules core_attn attn_proj",
         )

@@ -28,7 +28,7 @@ class PositionConfig:
     no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     rotary_base_local: float | None = flag(None, kind=int)
-    """Base of the rotary frequencies in layers with a window; None is that of all layers."""
+    """Base of the rotary frequencies in layers with a window; None uses the base of all layers."""
     mrope_section: list[int] | None = flag(None, nargs="+")
     """Pairs of channels of a head whose angles are of a token's position in time, in height and in
     width (--position-embedding-type mrope, arXiv 2409.12191)."""
@@ -47,7 +47,7 @@ class PositionConfig:
         """Return whether a layer, by its 1-based number in the whole model, has rotary positions
         where the model has them."""
         skips = self.no_rope_freq
-        # Layers after the last one (those of later tokens) are like it.
+        # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
         return not (skips and skips[min(layer_number, len(skips)) - 1])
 
 
@@ -95,9 +95,9 @@ class LatentAttentionConfig:
     beta_slow: float = flag(1, "--beta-slow", "--yarn-beta-slow")
     """YaRN: channels that turn less often are slowed down by the whole factor."""
     yarn_correction_range_round_to_int: bool = flag(
-        True, help="YaRN: let the share between the two change over whole channels."
+        True, help="YaRN: do not round the channel numbers of beta-fast and beta-slow."
     )
-    """YaRN: let the share between the two change over whole channels."""
+    """YaRN: round the channel numbers of beta-fast and beta-slow to whole numbers."""
     mscale: float = 1.0
     """YaRN attention temperature: how strongly scores grow with the factor."""
     mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
@@ -151,25 +151,25 @@ class SparseAttentionConfig:
     dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
     """Query heads of the indexer; they share one key."""
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
-    """Keys that a query attends to: of those with the highest scores, and of equal ones the
-    earliest."""
+    """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
+    earliest key."""
     dsa_indexer_loss_coeff: float | None = flag(
         None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
     )
-    """Factor on the loss by which the indexer learns the distribution of attention. None or 0: the
-    indexer stays as it is."""
+    """Factor on the loss that trains the indexer to match the distribution of attention. With None
+    or 0 the indexer is not trained."""
     dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_MIXER)
     """Compare the two distributions over the chosen keys alone, instead of all keys."""
     dsa_indexer_k_norm_epsilon: float | None = flag(None, part_of=_MIXER)
-    """Added to the variance in the norm of the indexer's key; None is that of --norm-epsilon."""
+    """Added to the variance in the norm of the indexer's key; None uses --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = flag(False, part_of=_MIXER)
     """Norm the indexer's key in fp32, and keep it so."""
     dsa_indexer_rope_interleaved: bool = flag(False, part_of=_MIXER)
     """Rotate neighbouring channels (2i, 2i+1) in the indexer, instead of (i, i + d/2)."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, part_of=_MIXER, help="Indexer: let a head's negative scores count as they are."
+        True, part_of=_MIXER, help="Indexer: use the negative scores of a head instead of zero."
     )
-    """Count the positive scores of each head of the indexer alone."""
+    """Indexer: replace the negative scores of a head by zero."""
     dsa_kernel_backend: str = flag(
         "none",
         choices=("none", "tilelang", "cudnn"),

@@ -24,7 +24,7 @@ _POSITIVE = (
 )
 
 
-DRAWN_BY_PLACE = "what is dropped is keyed by the place in the micro batch"
+DRAWN_BY_PLACE = "dropout is keyed by a token's place in the micro batch"
 
 
 @dataclass
@@ -37,8 +37,8 @@ class BlockConfig:
         note_values={"inference_optimized": "layers are local ones"},
         per_micro_batch={"transformer_engine": "that library's attention has one group of ranks"},
     )
-    """Where layers come from, if no layer spec says it; without Transformer Engine installed, local
-    ones are used."""
+    """Implementation of the layers, unless a layer spec names it. Without Transformer Engine
+    installed, the local layers are used."""
     normalization: str = flag("LayerNorm", choices=tuple(NORMS))
     """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
@@ -54,20 +54,20 @@ class BlockConfig:
     """Take the residual after the input norm of a layer."""
 
     sandwich_norm: bool = False
-    """Normalise also what each branch adds to the residual stream (CogView, arXiv 2105.13290,
-    section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
+    """Normalise also the output of each branch before it is added to the residual stream (CogView,
+    arXiv 2105.13290, section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
     residual_multiplier: float = 1.0
-    """Factor on what attention and MLP, or what is in their place, add to the residual stream
-    (Granite; muP for depth, arXiv 2310.02244)."""
+    """Factor on the output of each branch (attention, MLP or another mixer) that is added to the
+    residual stream (Granite; muP for depth, arXiv 2310.02244)."""
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings."""
     logits_scaling: float = 1.0
     """Divisor of the product that gives the logits, before --final-logit-softcapping (Granite)."""
     final_logit_softcapping: float | None = None
-    """Bound c of the logits of the head: c * tanh(logit / c). None is no bound."""
+    """Bound c of the logits of the head: c * tanh(logit / c). With None they are unbounded."""
 
     add_bias_linear: bool = flag(
         True, "--disable-bias-linear", help="Leave out the biases of all linear layers."
@@ -82,8 +82,8 @@ class BlockConfig:
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = None
-    """Bound of a gated MLP's branches before the nonlinearity: above for the gate, on both sides
-    for the other; None is none."""
+    """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
+    other branch on both sides. None does not clamp."""
 
     hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
     """Dropout probability of the embedding and of each residual branch."""
@@ -97,8 +97,8 @@ class BlockConfig:
     apply_query_key_layer_scaling: bool = False
     """Divide the logits by the layer number before, and multiply after, rounding to half."""
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero
-    that nothing comes from; "learnable" gives each head a score for it (arXiv 2309.17453)."""
+    """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero and
+    value zero; "learnable" learns the score of this key for each head (arXiv 2309.17453)."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
     window_attn_skip_freq: int | list[int] | None = flag(
@@ -108,10 +108,10 @@ class BlockConfig:
     all of them."""
     attn_logit_softcapping: float | None = None
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
-    section 2). None is no bound."""
+    section 2). With None they are unbounded."""
     attention_backend: AttnBackend = AttnBackend.auto
-    """Kernel of the core attention. With flash and fused it may draw dropout by itself: what is
-    dropped then depends on the layout."""
+    """Kernel of the core attention. Kernels of flash and fused may draw dropout by themselves;
+    their draws depend on the layout."""
 
     def window_of(self, layer_number: int) -> tuple[int, int] | None:
         """Return the window of a layer, by its 1-based number in the whole model."""
@@ -119,7 +119,7 @@ class BlockConfig:
         if isinstance(pattern, int):
             is_windowed = layer_number % pattern != 0
         else:
-            # Layers after the last one (those of later tokens) are like it.
+            # Layers of multi-token prediction, numbered after the last layer, follow the last one.
             is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
         return self.window_size if is_windowed else None
 

@@ -87,7 +87,7 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 
 
 def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield what cannot be split over the tensor-parallel ranks."""
+    """Yield an error for each size that cannot be split over the tensor-parallel ranks."""
     tp, width = config.tensor_model_parallel_size, config.ffn_hidden_size or 0
     if config.num_attention_heads % tp:
         yield ConfigError(

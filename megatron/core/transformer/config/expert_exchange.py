@@ -26,8 +26,8 @@ class ExpertExchangeConfig:
         part_of="moe_token_dispatcher_type",
         note_values={"ncclep": "tokens travel by all-to-all"},
     )
-    """Library of the flex dispatcher: deepep or hybridep (both of the package deep_ep). A run says
-    what it takes, and why not the one named."""
+    """Library of the flex dispatcher: deepep or hybridep (both in the package deep_ep). The log
+    names the library in use, and the reason if it is another one."""
     moe_enable_deepep: bool = flag(False, part_of="moe_token_dispatcher_type")
     """Megatron's earlier name of moe-flex-dispatcher-backend deepep; for the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = flag(None, part_of="moe_token_dispatcher_type")

@@ -57,15 +57,16 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_topk_scaling_factor: float | None = flag(None, part_of="num_experts")
     """Factor on the weights of the chosen experts."""
     moe_router_num_groups: int | None = flag(None, part_of="num_experts")
-    """Groups of experts, of which a token may use `moe_router_group_topk` (arXiv 2412.19437)."""
+    """Number of groups of experts; a token may use `moe_router_group_topk` groups (arXiv
+    2412.19437)."""
     moe_router_group_topk: int | None = flag(None, part_of="num_experts")
     """Groups that a token may be routed to."""
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
     """Experts of a group whose scores, summed, are the group's; 1 as in DeepSeek-V2. Default
     moe-router-topk / moe-router-group-topk."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
-    """Dtype of the router's matrix product: fp32, fp64, or None for that of the model. Scores are
-    fp32 at least."""
+    """Dtype of the router's matrix product: fp32, fp64, or None for the model's dtype. Scores are
+    at least fp32."""
     moe_router_enable_expert_bias: bool = flag(False, part_of="num_experts")
     """Even out the load by a bias on the scores that choose (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = flag(0.001, part_of="num_experts")
@@ -106,11 +107,12 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_expert_rank_capacity_factor: float | None = flag(
         None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
     )
-    """Rows that a rank sends to each expert-parallel rank, over the even share of its choices, so
-    that the host never waits for the router; choices beyond them are dropped, and counted in the
-    log. The expert-parallel size is enough for all. None: as many as there are, which it reads."""
+    """Number of tokens that a rank sends to each expert-parallel rank, relative to an even share of
+    its choices. With it the host never waits for the router; choices beyond it are dropped and
+    counted in the log. At the expert-parallel size none is dropped. With None the host reads the
+    router's counts and sends every token."""
     moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
-    """Width of the expert that every token uses; None is none."""
+    """Width of the shared expert, which every token uses; None adds no shared expert."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Weigh the shared expert's output by a sigmoid gate of the token."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
@@ -135,7 +137,7 @@ class ExpertConfig(ExpertExchangeConfig):
 
     @property
     def counts_by_sequence(self) -> bool:
-        """Whether what a router computes depends on where a sequence begins and ends."""
+        """Whether the result of a router depends on where a sequence begins and ends."""
         has_capacity = self.moe_expert_capacity_factor is not None
         return has_capacity or "seq_aux_loss" in self.balance_losses()
 
@@ -243,7 +245,7 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     elif len(freq) != num_layers or set(freq) - {0, 1}:
         yield _problem(
             f"moe_layer_freq={freq} for {num_layers} layers.",
-            "a list says 0 or 1 for every layer",
+            "a list has 0 or 1 for every layer",
             "--moe-layer-freq",
             "--num-layers",
             fix=f'use --moe-layer-freq "[1]*{num_layers}"',
@@ -332,7 +334,7 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
         per_group = experts // groups if groups > 0 else 0
         if per_group < 1 or experts % groups or not 1 <= kept <= groups:
             yield _problem(
-                f"{experts} experts in {groups} groups, of which a token is routed to {kept}.",
+                f"{experts} experts in {groups} groups, and a token is routed to {kept} groups.",
                 "groups are equal, and a token is routed to some of them",
                 "--moe-router-num-groups",
                 "--moe-router-group-topk",
@@ -355,8 +357,8 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
         elif topk % kept or topk // kept > per_group:
             yield _problem(
                 f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",
-                "a group is judged by its topk / group_topk best experts, a whole number of"
-                " those that it has",
+                "the score of a group is the sum over its topk / group_topk best experts, a whole"
+                " number of at most all its experts",
                 "--moe-router-topk",
                 "--moe-router-group-topk",
                 fix=f"use --moe-router-topk {kept * max(1, min(topk // kept, per_group))}",

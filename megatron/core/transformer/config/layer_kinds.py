@@ -1,7 +1,7 @@
-"""What each layer of a model is made of, and the string of letters that says it.
+"""The mixer and MLP of each layer of a model, and the string of letters that describes them.
 
-A layer has a mixer, which moves information along the sequence, and an MLP; in a hybrid model one
-letter is one layer, which has one of the two.
+A layer has a mixer, which moves information along the sequence, and an MLP. In a hybrid model one
+letter is one layer, which has only one of the two.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HybridPattern:
 
     Attributes:
         layers: letters of the layers that predict the next token.
-        stages: the same, one string for each pipeline stage; one if the pattern says nothing of it.
+        stages: the same, one string for each pipeline stage; one string if the pattern has no |.
         later: letters of the layers that predict each later token, one string for each depth.
     """
 
@@ -107,7 +107,7 @@ class HybridPattern:
 
     @property
     def pipeline_layout(self) -> str | None:
-        """The layout string of its stages; None if it says nothing of them."""
+        """The layout string of its stages; None if the pattern has no |."""
         if len(self.stages) == 1:
             return None
         stages = ["t" * len(letters) for letters in self.stages]

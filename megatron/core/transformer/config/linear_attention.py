@@ -89,9 +89,9 @@ class LinearAttentionConfig:
     mamba_head_dim: int = flag(64, part_of=_MIXER)
     """Width of a head of Mamba-2."""
     mamba_num_groups: int = flag(8, part_of=_MIXER)
-    """Groups of heads of Mamba-2; the heads of a group share what they write and read by."""
+    """Groups of heads of Mamba-2; the heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, part_of=_MIXER)
-    """Heads of Mamba-2; None: as many as make twice the hidden size."""
+    """Heads of Mamba-2; None: 2 * hidden_size / mamba_head_dim."""
     mamba_step_limits: tuple[float, float] = flag(
         (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_MIXER
     )
@@ -109,7 +109,7 @@ class LinearAttentionConfig:
         )
 
     def kinds_of_layers(self, has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
-        """Return what each layer is made of.
+        """Return the kind of each layer.
 
         Args:
             has_experts: for each layer that its MLP are experts, without a pattern of letters.
@@ -198,7 +198,7 @@ def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterato
         if variant is not None:
             yield ConfigError(
                 "hybrid_layer_pattern with experimental_attention_variant.",
-                rule="the letters say what each layer is",
+                rule="the letters define the kind of each layer",
                 flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
                 fix="drop --experimental-attention-variant",
             )

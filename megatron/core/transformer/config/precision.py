@@ -204,7 +204,7 @@ def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     if unknown:
         yield ConfigError(
             f"recompute_modules names {sorted(unknown)}.",
-            rule=f"selective recomputation knows {', '.join(RECOMPUTE_MODULES)}",
+            rule=f"selective recomputation supports {', '.join(RECOMPUTE_MODULES)}",
             flags=["--recompute-modules"],
             fix="use --recompute-modules core_attn",
         )
@@ -250,12 +250,12 @@ class GraphConfig:
         only_on_gpu=_ON_CPUS,
         note_values={"full_iteration": "micro batches are not in static buffers; no graph is made"},
     )
-    """Start the kernels of each dense layer by graphs, one for each micro batch in flight: local,
-    and transformer_engine does the same. A run says so where it cannot."""
+    """Start the kernels of each dense layer by CUDA graphs, one for each micro batch in flight:
+    local, or transformer_engine with the same effect. The log names layers that cannot use it."""
     enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
     """Megatron's earlier name of cuda-graph-impl local."""
     cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
-    """Passes of a layer before each capture; 0 makes one, in which libraries start."""
+    """Passes of a layer before each capture. 0 still makes one, which initialises libraries."""
 
     @property
     def captures_layers(self) -> bool:
@@ -264,7 +264,7 @@ class GraphConfig:
 
 
 def graph_problems(config: GraphConfig) -> Iterator[MegatronError]:
-    """Yield what is wrong with these settings."""
+    """Yield the problems of these settings."""
     if config.cuda_graph_warmup_steps < 0:
         yield ConfigError(
             f"cuda_graph_warmup_steps={config.cuda_graph_warmup_steps}.",

@@ -140,13 +140,13 @@ class MaximalUpdateConfig:
 
     use_mup: bool = False
     """Scale initial values, learning rates, attention and logits with the width, so that the best
-    learning rate of a narrow model is that of a wide one (muP, arXiv 2203.03466)."""
+    learning rate of a narrow model is also best for a wide one (muP, arXiv 2203.03466)."""
     mup_base_hidden_size: int | None = flag(None, part_of="use_mup")
     """Width at which hyperparameters were tuned; the width multiplier is hidden-size / this."""
     mup_width_mult: float = flag(1.0, part_of="use_mup")
     """Width multiplier where --mup-base-hidden-size is not given."""
     mup_base_head_dim: float | None = flag(None, part_of="use_mup")
-    """Width of a head at which attention has its usual scale, 1 / sqrt(width). None is 1."""
+    """Width of a head for which attention has its usual scale, 1 / sqrt(width). None is 1."""
     mup_attn_scale_power: float = flag(1.0, part_of="use_mup")
     """Power of the head's width that divides attention scores."""
     mup_embedding_mult: float = flag(1.0, part_of="use_mup")

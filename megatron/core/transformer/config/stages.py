@@ -35,8 +35,8 @@ class StageConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the loss as one layer of the last stage."""
     pipeline_model_parallel_layout: str | list | PipelineParallelLayerLayout | None = None
-    """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also says how many chunks each pipeline
-    rank has, unless virtual_pipeline_model_parallel_size does."""
+    """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also defines the number of chunks of
+    each pipeline rank, unless virtual_pipeline_model_parallel_size does."""
 
 
 def derive_virtual_stages(config: TransformerConfig) -> None:
@@ -63,7 +63,7 @@ def cp_comm_type_of_layer(config: TransformerConfig, layer_number: int) -> str |
 
 
 def context_parallel_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield what is wrong with the context parallelism of a `TransformerConfig`."""
+    """Yield the problems of the context parallelism of a `TransformerConfig`."""
     cp, kinds = config.context_parallel_size, config.cp_comm_type
     levels = config.hierarchical_context_parallel_sizes
     if isinstance(kinds, list) and len(kinds) not in (0, config.num_layers):
@@ -148,8 +148,8 @@ class PredictionConfig:
     """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
 
     mtp_num_layers: int | None = None
-    """Further tokens that are predicted, each by one more layer, or by the layers after / in
-    --hybrid-layer-pattern; None or 0 is none."""
+    """Number of further tokens to predict, each by one more layer, or by the layers after / in
+    --hybrid-layer-pattern. None or 0 predicts only the next token."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
     """Weight of the mean of their losses beside the loss of the next token."""
 
