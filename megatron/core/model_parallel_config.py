@@ -1,4 +1,4 @@
-"""How one model is spread over ranks, and in which precision it computes."""
+"""The parallel layout of a model, and the precision of its arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class HalfPrecision:
-    """In which precision the model computes, as model and optimizer must know."""
+    """Precision of the model, shared by model and optimizer."""
 
     fp16: bool = False
     """Compute in fp16 with loss scaling and fp32 main weights."""
@@ -38,16 +38,17 @@ class ParallelFlags:
     """Parallel sizes, schedule, overlap choices."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks over which each weight matrix is split (Megatron-LM, section 3, arXiv 1909.08053)."""
+    """Number of ranks that split each weight matrix (Megatron-LM, section 3, arXiv 1909.08053)."""
     pipeline_model_parallel_size: int = 1
-    """Ranks over which the layers are split into stages."""
+    """Number of ranks that split the layers into stages."""
     virtual_pipeline_model_parallel_size: int | None = no_flag(None, is_arg=True)
     """Model chunks per pipeline rank (interleaved schedule, arXiv 2104.04473, section 2.2)."""
     sequence_parallel: bool = False
     """Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks (arXiv
     2205.05198, section 4.2)."""
     context_parallel_size: int = 1
-    """Ranks over which the sequence is split everywhere, attention included (arXiv 2310.01889)."""
+    """Number of ranks that split the sequence in all layers, also in attention (arXiv
+    2310.01889)."""
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, nargs="+", part_of="context_parallel_size"
     )
@@ -58,12 +59,13 @@ class ParallelFlags:
     """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
     "a2a+p2p", or one of them per layer. None means "p2p"."""
     hybrid_context_parallel: bool = flag(False, part_of="context_parallel_size")
-    """Let each row of samples be split over as few neighbouring data- and context-parallel ranks as
-    it needs, so that ranks have the same work although samples differ in length."""
+    """Dynamic context parallelism: split each sequence over as few neighbouring data- and
+    context-parallel ranks as it needs, so that ranks have equal work although lengths differ."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, part_of="context_parallel_size")
-    """Tokens of such a row that one rank holds: about --seq-length / --context-parallel-size."""
+    """Dynamic context parallelism: tokens of a sequence that one rank holds, about --seq-length /
+    --context-parallel-size."""
     expert_model_parallel_size: int = 1
-    """Ranks over which routed experts are distributed."""
+    """Number of ranks that share the routed experts."""
     expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")
     """Tensor-parallel size inside experts; None means equal to the dense one."""
 
@@ -105,14 +107,14 @@ class ParallelFlags:
     pipeline_step_durations: tuple[int, int, int] | list[int] = flag(
         (1, 1, 1), cli_default=[1, 1, 1], nargs=3
     )
-    """Relative time of a forward, an input gradient and a weight gradient, from which the order of
-    "zb-v" is made."""
+    """Relative times of a forward, an input gradient and a weight gradient; the order of "zb-v"
+    follows from them."""
     overlap_p2p_comm: bool = flag(
         True,
         "--no-overlap-p2p-communication",
         help="Finish sends and receives between stages before computing on.",
     )
-    """Post receives ahead and let sends finish in the background."""
+    """Post receives early, and complete sends in the background."""
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage"
     )
@@ -146,7 +148,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Scales the loss before backward (fp16)."""
     no_sync_func: NoSync | list[NoSync] | None = None
-    """Context in which a chunk's gradients accumulate without data-parallel reduction."""
+    """Returns a context that accumulates a chunk's gradients without data-parallel reduction."""
     grad_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
     """Starts the data-parallel reduction of a chunk's gradients."""
     param_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None

@@ -129,8 +129,8 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         """
         Args:
             start_global_batch_size: samples of the first step.
-            batch_size_increment: by which it grows, up to `global_batch_size`.
-            ramup_samples: samples over which it grows.
+            batch_size_increment: samples that each growth adds, up to `global_batch_size`.
+            ramup_samples: samples until the full size is reached.
         Raises:
             ConfigError: all contradictions together.
         """
@@ -396,7 +396,7 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 def _current() -> NumMicroBatchesCalculator:
     if _calculator is None:
         raise ConfigError(
-            "the number of micro batches was asked for before it was set.",
+            "the number of micro batches was read before it was set.",
             rule="the batch sizes of a process are set once, before its first step",
             fix="call init_num_microbatches_calculator() first",
         )

@@ -192,7 +192,7 @@ class OptimizerParamScheduler:
             require(
                 length is not None and 0 < length <= self.lr_decay_steps,
                 f"WSD with a last phase of {length} samples in {self.lr_decay_steps}.",
-                "WSD needs the length of its last phase, at most that of the decay",
+                "WSD needs the length of its last phase, at most the length of the decay",
                 ["--lr-wsd-decay-iters", "--lr-decay-iters"],
                 "set --lr-wsd-decay-iters to about a tenth of --lr-decay-iters",
             )

@@ -1,7 +1,7 @@
 """How several sequences are back to back in one row of tokens.
 
-Attention needs to know only which sequence ("document") each position belongs to. The whole row
-is split over context-parallel ranks like one sequence: lengths need not divide by anything.
+Attention needs only the number of the sequence ("document") that each position belongs to. The
+whole row is split over context-parallel ranks like one sequence, so any lengths are allowed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FALLING = "seq_idx falls: a document is in two pieces"
 class PackedSeqParams:
     """Descriptor of packed sequences for attention, as Megatron has it.
 
-    The documents alone are read. `qkv_format`, `max_seqlen_*`, `total_tokens`, `tokens_per_sample`,
-    `pad_between_seqs` and `cp_scatter_cache` prepare kernels of other libraries: what they say
-    follows from the lengths, and they are not read.
+    Only the documents are read. `qkv_format`, `max_seqlen_*`, `total_tokens`, `tokens_per_sample`,
+    `pad_between_seqs` and `cp_scatter_cache` prepare kernels of other libraries. Their values
+    follow from the lengths, and they are ignored.
 
     `cu_seqlens_*`: int32 [number of sequences + 1], running sums of the lengths, from 0 to the
     length of the whole row, before any rank takes its part.
@@ -83,7 +83,7 @@ class PackedSeqParams:
             self.cu_seqlens_kv if self.cu_seqlens_q_padded is None else self.cu_seqlens_kv_padded
         )
         if other is not None and not torch.equal(other, borders):
-            raise _problem("the lengths of keys differ from those of queries")
+            raise _problem("the lengths of keys and of queries differ")
         if batch != 1:
             raise _problem(f"cu_seqlens describe one row of tokens, the micro batch has {batch}")
         steps = borders.diff()
@@ -145,7 +145,7 @@ class Documents(PackedSeqParams):
     def attention_mask(self) -> Tensor:
         """Bool [b, 1, s, s], True where a causal attention within documents hides a key.
 
-        For libraries that know no other form; made at the first use, once for all layers.
+        For libraries that accept no other form; made at the first use, once for all layers.
         """
         ids = self.ids
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -61,8 +61,8 @@ def initialize_model_parallel(
         their own `rank_offset` and sizes.
     Raises:
         TopologyError: the sizes do not fit the world size, or groups exist already.
-        ConfigError: an axis is asked for that does not exist here (`gtp_remat_size`), or another
-            backend for pipelines.
+        ConfigError: a size is given for an axis that does not exist here (`gtp_remat_size`), or a
+            separate backend for pipelines.
     """
     if not dist.is_initialized():
         raise TopologyError(
@@ -303,7 +303,7 @@ def _data_parallel_name(with_context_parallel: bool, partial_data_parallel: bool
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Any:
-    """Return the data-parallel group (joined with context parallel if asked)."""
+    """Return the data-parallel group, `with_context_parallel` joined with context parallel."""
     return _group(_data_parallel_name(with_context_parallel, partial_data_parallel))
 
 
@@ -390,7 +390,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Declare the virtual stage for code that asks by global state instead of `vp_stage`."""
+    """Declare the virtual stage for code that reads global state instead of `vp_stage`."""
     groups = ProcessGroupCollection.current().with_groups(virtual_pipeline_rank=rank)
     ProcessGroupCollection.set_current(groups)
 

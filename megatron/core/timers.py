@@ -13,7 +13,7 @@ from megatron.core.foundation import device
 from megatron.core.transport import torch_collectives
 
 FINEST_LEVEL = 2
-"""Timers inside a micro batch; 0 are those of whole steps."""
+"""Level of timers inside a micro batch; timers of whole steps have level 0."""
 
 
 class Timer:

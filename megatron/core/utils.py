@@ -47,7 +47,7 @@ def divide(numerator: int, denominator: int) -> int:
 def get_attr_wrapped_model(
     model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False
 ) -> Any:
-    """Find attribute `attr` on `model` or on what it wraps (`.module`, repeatedly).
+    """Find attribute `attr` on `model` or on a model inside it (`.module`, repeatedly).
 
     Args:
         allow_none: a wrapper's attribute that is None counts as found.
@@ -59,7 +59,7 @@ def get_attr_wrapped_model(
     while not hasattr(owner, attr) or (not allow_none and getattr(owner, attr) is None):
         if not hasattr(owner, "module"):
             raise AttributeError(
-                f"{type(model).__name__} and what it wraps have no attribute {attr!r}"
+                f"{type(model).__name__} and the models inside it have no attribute {attr!r}"
             )
         owner = owner.module
     return owner if return_model_obj else getattr(owner, attr)

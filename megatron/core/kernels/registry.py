@@ -144,23 +144,22 @@ class KernelTable(Generic[Run]):
         """Return the kernels of a device type in order of preference."""
         return self.kernels.get(device) or self.kernels[OTHER_DEVICES]
 
-    def choose(self, request: Request, asked: tuple[str, ...] = ()) -> Choice[Run]:
+    def choose(self, request: Request, preferred: tuple[str, ...] = ()) -> Choice[Run]:
         """Return the kernel to use; a repeated request returns the cached choice.
 
         Args:
-            asked: names of preferred kernels, in this order; if none of them fits, the table's
-                order decides.
+            preferred: names of kernels to try first, in this order, before the others.
         Raises:
             ConfigError: no kernel of the device serves the request.
         """
-        found = self.chosen.get((request, asked))
+        found = self.chosen.get((request, preferred))
         if found is None:
-            found = self.chosen[request, asked] = self._choose(request, asked)
+            found = self.chosen[request, preferred] = self._choose(request, preferred)
         return found
 
-    def _choose(self, request: Request, asked: tuple[str, ...]) -> Choice[Run]:
+    def _choose(self, request: Request, preferred: tuple[str, ...]) -> Choice[Run]:
         listed = self.of_device(request.device)
-        first = [kernel for name in asked for kernel in listed if kernel.name == name]
+        first = [kernel for name in preferred for kernel in listed if kernel.name == name]
         passed_over: list[tuple[str, str]] = []
         if_installed: list[str] = []
         for kernel in (*first, *(kernel for kernel in listed if kernel not in first)):

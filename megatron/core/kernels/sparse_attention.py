@@ -24,7 +24,7 @@ from megatron.core.step_context.random_scope import SequenceShard
 
 
 class Compared(Enum):
-    """Keys over which the loss compares the distributions of the indexer and of attention."""
+    """Keys that the loss uses to compare the indexer's distribution with attention's."""
 
     NOTHING = 0
     CHOSEN = 1

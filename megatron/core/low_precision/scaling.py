@@ -87,7 +87,7 @@ class Quantized:
     Attributes:
         data: [rows, k]. With one scale per tensor: FP8. With scales per block: elements times
             scales, in fp32 (or fp64), which holds these products exactly.
-        factor: [] in fp32 (or fp64), by which the product is multiplied at its end; None is 1.
+        factor: [] in fp32 (or fp64), a factor on the finished product; None is 1.
         block_scales: [rows, blocks], or [row tiles, blocks]; None without blocks.
     """
 
@@ -96,7 +96,7 @@ class Quantized:
     block_scales: Tensor | None = None
 
     def dequantized(self) -> Tensor:
-        """Return the numbers that the operand stands for, [rows, k], in fp32 or fp64."""
+        """Return the numbers that the operand represents, [rows, k], in fp32 or fp64."""
         data = in_working_dtype(self.data)
         return data if self.factor is None else data * self.factor
 

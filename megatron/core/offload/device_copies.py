@@ -40,7 +40,7 @@ class Copy(Protocol):
 
 
 class DeviceCopies(Protocol):
-    """Makes copies of one direction, in the order in which they are started."""
+    """Makes copies of one direction, in the order of their starts."""
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """Start to copy `source` [n].

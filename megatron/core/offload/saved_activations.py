@@ -177,7 +177,7 @@ def offloader(device: torch.device) -> Offloader:
 
 
 class ThreadOffloader:
-    """Copies by a thread, in the order in which they are started."""
+    """Copies by a thread, in the order of their starts."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-tensors")

@@ -1,9 +1,9 @@
-"""What the code below the schedule may ask about the step: one object, not a global per module.
+"""State of the step for the code below the schedule: one object instead of a global per module.
 
-A layer does not know its micro batch, whether it is recomputed, or whether its weight gradient is
-deferred. The schedule and activation recomputation set that here, and the modules that need it
-(`rng`, `aux_loss`, `deferred_wgrad`, `tensor_parallel.random`, `overlap`) read and write their own
-field. Where a forward and a backward overlap, each half has a context of its own.
+A layer has no argument for its micro batch, for its recomputation, or for the deferral of its
+weight gradient. The schedule and activation recomputation set these fields here, and the modules
+that need them (`rng`, `aux_loss`, `deferred_wgrad`, `tensor_parallel.random`, `overlap`) read and
+write their own field. Where a forward and a backward overlap, each half has a context of its own.
 
 Not a `ContextVar`: autograd runs the backward of CUDA tensors on a thread of its own, which would
 see the defaults.
@@ -34,8 +34,8 @@ class AuxLossScale:
     """The weight of the auxiliary losses of one micro batch."""
 
     factor: float = 1.0
-    """1 / micro batches of the step, times the ranks over which gradients will be averaged although
-    they share a micro batch."""
+    """1 / micro batches of the step, times the number of ranks that share a micro batch if
+    gradients will be averaged over them."""
     per_token: bool = False
     """Gradients will be divided by the tokens of the loss of the whole step."""
     tokens_per_microbatch: Tensor | None = None
@@ -64,25 +64,25 @@ class AuxLossScale:
 
 @dataclass
 class StepContext:
-    """The state of what is computed now: a micro batch, a half of an overlapped pair, a model that
-    is built."""
+    """State of the current computation: a micro batch, one half of an overlapped pair, or the
+    construction of a model."""
 
     random_scope: RandomScope = RandomScope()
     """Where the next random draw belongs."""
     aux_loss_scale: AuxLossScale = AuxLossScale()
-    """Of the micro batch that is computed forward."""
+    """Weight of the auxiliary losses of the micro batch in forward."""
     defers_wgrads: bool = False
     """Layers shall be ready to compute weight gradients apart from input gradients."""
     captured_wgrads: list[WeightGradient] | None = None
-    """Takes the weight gradients that the running backward defers; None: it computes them."""
+    """Receives the weight gradients that the running backward defers; None: it computes them."""
     is_checkpointed: bool = False
-    """What runs will be recomputed, or is."""
+    """The running code will be recomputed in backward, or is being recomputed."""
     is_recomputing: bool = False
-    """What runs has run before: what is counted was counted then."""
+    """The running code is being recomputed: counters must not count it again."""
     initializes_weights: bool = True
-    """Layers that are built fill their weights."""
+    """New layers fill their weights."""
     allocates_weights: bool = True
-    """Models that initialise themselves by name get memory for the weights they draw."""
+    """New models that initialise themselves by name allocate memory for their weights."""
     cp_group: Group | None = None
     """Ranks that split the running micro batch, if they are not the `cp` group of the layout."""
     offload_region: Callable[..., AbstractContextManager[None]] | None = None
@@ -100,12 +100,12 @@ _current = StepContext()
 
 
 def current_step() -> StepContext:
-    """Return the context of what is computed now."""
+    """Return the context of the current computation."""
     return _current
 
 
 def switch_to(context: StepContext) -> None:
-    """Make another context current: where the halves of an overlapped pair take over."""
+    """Make another context current, when the other half of an overlapped pair resumes."""
     global _current
     _current = context
 

@@ -5,8 +5,8 @@ Where one has started a collective and would now wait for it, it calls `yield_to
 when the other yields or ends. Which of them runs is decided by these calls alone, never by the
 clock: ranks that run the same two computations start their collectives in the same order.
 
-Layers know nothing of it: the calls are in the collectives. Each half has a step context of its
-own, which is the current one while it runs; afterwards that of the first is.
+Layers do not take part: the calls are in the collectives. Each half has a step context of its own,
+which is current while the half runs. Afterwards the context of the first half is current.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Overlap:
             self.error = error
         finally:
             self._has_ended[me] = True
-            # The second always switches back: at the end the context is that of the first.
+            # The second always switches back: at the end the first half's context is current.
             if me == 1 or not self._has_ended[1]:
                 self._switch(me)
 
     def yield_(self) -> None:
-        """Let the other half run, and wait until it yields."""
+        """Resume the other half, and wait until it yields."""
         me = self._active
         if self._has_ended[1 - me]:
             return

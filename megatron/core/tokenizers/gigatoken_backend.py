@@ -145,8 +145,8 @@ PROBES = (
     " leading",
     "\u0130\u0131 \u01c5 \u02b0 \u0300 \u2160 \u2460 \u4e00a1 a\u4e001 \U0001d54f",
 )
-"""Texts on which similar tokenizers differ: white space, contractions, digits,
-scripts, composed and joined characters, controls, spellings of special tokens, long runs."""
+"""Texts that reveal differences of similar tokenizers: white space, contractions, digits, scripts,
+composed and joined characters, controls, spellings of special tokens, long runs."""
 
 
 def make_engine(

@@ -3,7 +3,7 @@
 | transport | for | later steps of an operation |
 |---|---|---|
 | `NativeTransport` | accelerators: the collectives of the backend (NCCL) | none |
-| `GlooTransport` | activations and weights on CPUs | in the order in which operations start |
+| `GlooTransport` | activations and weights on CPUs | in the order of the operations' starts |
 | `MessageTransport` | buckets on CPUs, several in flight | matched by a message tag |
 
 On CPUs sums over ranks are computed in rank order. The result has the same bits on all ranks, in
@@ -77,7 +77,7 @@ def select_transport(x: Tensor, group: Group) -> Transport:
 def bucket_transport(
     group: Group, tag: int, *, averages: bool = False, is_in_order: bool = False
 ) -> MessageTransport | NativeTransport:
-    """Return the transport for flat buckets, of which several are in flight.
+    """Return the transport for flat buckets; several may be in flight.
 
     Args:
         tag: separates the messages of different buckets, where the backend has tags.
@@ -272,7 +272,7 @@ def exchange_and_add(
     *,
     out: Tensor | None = None,
 ) -> Work[Tensor]:
-    """Exchange pieces of `x` [t, ...], of which this rank owns `num_own` rows; add in rank order.
+    """Exchange pieces of `x` [t, ...], and add in rank order the `num_own` rows of this rank.
 
     Args:
         sizes: rows of each rank's piece; equal if None.

@@ -87,12 +87,12 @@ class Work(Generic[Result]):
         return self._result
 
     def poll(self) -> None:
-        """Take the next step if it does not wait. Without effect if the backend cannot tell."""
+        """Take the next step if it does not wait; no effect if the backend cannot test for it."""
         if self._handles is not None and all(handle.is_completed() for handle in self._handles):
             self.advance()
 
     def advance(self) -> None:
-        """Wait for what is in flight, compute on it, and start the next step."""
+        """Wait for the operations in flight, compute on their results, and start the next step."""
         if self._handles is None:
             return
         problem = None

@@ -3,8 +3,8 @@
 Three arrays turn a corpus into samples of a fixed length:
 
 * document index: the documents of every epoch, shuffled;
-* sample index: where in that stream of documents each sample begins;
-* shuffle index: the order in which samples are read.
+* sample index: the position in this stream of documents where each sample begins;
+* shuffle index: the order of reading the samples.
 
 The arrays equal the arrays of Megatron-LM for the same inputs. The original walks through the
 documents. Here sample k begins exactly k * sequence_length tokens into the stream, so a running sum
