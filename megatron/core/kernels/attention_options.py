@@ -31,7 +31,7 @@ class AttentionOptions:
         attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
         first_query: position of the first query among the keys.
         dropout: probability of dropping a probability. `keep_mask` draws it independently of the
-            layout, `seeded_dropout` lets the kernel draw.
+            layout; under `seeded_dropout` the kernel draws.
         first_head: index in the whole model of this rank's first query head; a key of the dropout.
         sink: [n], scores of a key without value that every query sees.
         softcap: bound c of the scaled scores, c * tanh(score / c).
@@ -79,7 +79,7 @@ class AttentionOptions:
         Recomputation and a resumed run drop the same probabilities again.
 
         Args:
-            query: [sq, b, n, d], whose device draws.
+            query: [sq, b, n, d]; its device draws.
         """
         if not self.dropout:
             yield

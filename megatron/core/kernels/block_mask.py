@@ -69,7 +69,7 @@ def masked_keys(
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of queries and the run of keys that it has to look at.
+    """A block of queries and the run of keys that it attends to.
 
     Attributes:
         query: [begin, end) in local rows; key: the same of local keys.
@@ -90,7 +90,7 @@ class Tile:
 def tiles(
     queries: SequenceShard, keys: SequenceShard, mask: MaskSpec, max_rows: int, max_keys: int
 ) -> Iterator[Tile]:
-    """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
+    """Yield the tiles of a set of queries and a set of keys, without fully hidden tiles.
 
     Args:
         max_rows, max_keys: size of a tile.

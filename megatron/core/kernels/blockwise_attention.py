@@ -65,7 +65,7 @@ class KVExchange(Protocol):
     """Bring the keys of all ranks to this rank's queries, and return gradients to their owners."""
 
     def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
-        """Yield all sets of keys and which positions they are."""
+        """Yield all sets of keys with their positions."""
 
     def blocks_backward(
         self, local: KVBlock, gradient: KVBlock
@@ -107,8 +107,8 @@ def blockwise_attention(
     Args:
         query: [s, b, n, d]; key: [s, b, g, d]; value: [s, b, g, e]; query head i uses key head
             i // (n/g).
-        exchange: brings the sets of keys to attend to; None is the given keys alone.
-        rows: which positions of the sequence the s queries are; None is all.
+        exchange: yields the sets of keys to attend to; None is the given keys alone.
+        rows: positions of the s queries in the sequence; None is all.
     Returns:
         [s, b, n*e], contiguous.
     Communication:

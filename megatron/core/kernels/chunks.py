@@ -51,7 +51,7 @@ class Chunks(Protocol):
 
     @staticmethod
     def after(transition: Tensor, state: Tensor | None) -> Tensor:
-        """Return the state [b, ...] that `transition` [b, ...] makes of a state; None is zero."""
+        """Apply `transition` [b, ...] to a state [b, ...]; None is zero."""
         ...
 
 
@@ -123,9 +123,9 @@ class ChunkDecays:
     until_end: Tensor
     """[.., l, 1], from a row to the state after the chunk."""
     between: Tensor
-    """[.., l, l], from a row (last dimension) to itself and to a later one."""
+    """[.., l, l], from a row (last dimension) to itself and to each later row."""
     keep: Tensor
-    """[.., 1, 1], of a whole chunk."""
+    """[.., 1, 1], over the whole chunk."""
 
     def seen(self, sight: ChunkSight) -> ChunkDecays:
         """Return the same, 0 from one document to another."""
@@ -149,8 +149,8 @@ def chunk_decays(log_decay: Tensor, documents: DocumentRows | None, cut: Cut) ->
     length = cut.length
     since_start = log_decay.cumsum(-1)
     hidden = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)
-    # Each sum of its own, not the difference of two since the start: those grow with the chunk, and
-    # neighbours would differ by what rounding leaves of two large numbers, gradients too.
+    # Compute each sum separately, not as a difference of two sums since the start of the chunk:
+    # these sums grow with the chunk, and rounding would dominate their differences and gradients.
     between = log_decay.unsqueeze(-1).masked_fill(hidden.mT.logical_not(), 0).cumsum(-2)
     until_end = between[..., -1, :].exp().unsqueeze(-1)
     keep = since_start[..., -1, None, None].exp()

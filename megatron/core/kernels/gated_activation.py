@@ -154,7 +154,7 @@ def gated(
     Args:
         bias: [2f], added to `packed` first.
         weights: [...], multiplied with the rows of the result, which keeps its dtype.
-        fuses: False puts the plain formula first.
+        fuses: False prefers the plain formula.
     """
     request = Request.of(packed, gate.needs())
     kernel = GATED.choose(request, () if fuses else ("plain",)).kernel

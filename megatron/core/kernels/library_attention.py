@@ -7,8 +7,8 @@ and Transformer Engine by substitutes with the same signatures, and run flex att
 Kernels", arXiv 2412.05496.)
 
 flash-attention and Transformer Engine draw dropout inside their kernels, by position within the
-heads and samples of this rank, so the mask depends on the layout. The generator is seeded by the
-place of the draw: the same layout has the same mask after a resume and in a recomputed layer.
+heads and samples of this rank, so the mask depends on the layout. The seed follows from layer, draw
+and first sample: the same layout has the same mask after a resume and in a recomputed layer.
 
 Legend: s sequence, b micro batch, t = b*s tokens sample by sample, n query heads and g key/value
 heads of this rank, d and e widths of key and value heads.
@@ -28,7 +28,7 @@ from megatron.core.foundation.optional_imports import has, require
 from megatron.core.kernels.attention_options import AttentionOptions
 
 KEPT_DOCUMENT_BORDERS = 4
-"""One for each micro batch whose layers are in the middle of their work."""
+"""One for each micro batch in flight."""
 KEPT_MODULES = 64
 """Modules of Transformer Engine: one for each combination of sizes, windows and scales."""
 
@@ -44,7 +44,7 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpti
     library = require("flash_attn", purpose="the attention kernel flash-attn")
     s, b, n, d = query.shape
     width, ids = value.shape[-1], options.mask.document_ids
-    # Its heads have one width: narrow values get columns of zeros, whose result is cut off.
+    # The library supports one head width: pad narrow values with zeros and cut the result.
     value = value if width == d else F.pad(value, (0, d - width))
     # It accepts any strides except along the last dimension, which must be contiguous.
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
@@ -114,7 +114,7 @@ def _attention_module(
     dropout: float,
 ) -> Any:
     n, g, d, e = sizes
-    # The heads of this rank and no tensor-parallel size: fewer groups than ranks would become 0.
+    # Pass this rank's heads and no tensor-parallel size: fewer groups than ranks would become 0.
     return _transformer_engine().DotProductAttention(
         n,
         d if d == e else (d, e),
@@ -147,7 +147,7 @@ def _document_borders(document_ids: Tensor) -> tuple[Tensor, int]:
 MASK_BLOCK = 128
 """Rows and columns of a block of torch's BlockMask, by its default."""
 KEPT_BLOCK_MASKS = 4
-"""One for each window and each micro batch whose layers are in the middle of their work."""
+"""One for each window and each micro batch in flight."""
 
 
 def why_no_flex() -> str | None:
@@ -190,7 +190,7 @@ def flex_attention_with(
     if options.sink is not None:
         out, rest = found
         lse = getattr(rest, "lse", rest)
-        # One more key of score `sink`: exp(lse) of exp(lse) + exp(sink) is left to the others.
+        # One more key of score `sink`: the others keep exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(lse - options.sink.float().view(1, n, 1))
         out = out * share.unsqueeze(-1).to(out.dtype)
     return out.permute(2, 0, 1, 3).reshape(s, b, -1)
@@ -218,7 +218,7 @@ def _softcap(bound: float | None) -> Callable[..., Tensor] | None:
 def _block_mask(
     window: tuple[int, int], document_ids: Tensor | None, s: int, device: torch.device
 ) -> Any:
-    """Return torch's BlockMask, once for all layers that share it; None where all is seen.
+    """Return torch's BlockMask, once for all layers that share it; None if every key is visible.
 
     document_ids: [b, s], never falling along s. The cache compares them by identity.
     """

@@ -46,10 +46,10 @@ def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
 
 
 def _rms_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x [..., h] and what its rows were multiplied by, [..., 1]."""
+    """Return the norm of x [..., h] and the factor of each of its rows, [..., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    # A mean adds in pairs. vector_norm, which would keep no squares, adds a row in few partial
-    # sums: of 4,096 elements in bf16 its rstd is off by 4.9e-7, this one by 5e-8.
+    # A mean adds in pairs. vector_norm would store no squares, but it adds a row in few partial
+    # sums: for 4,096 elements in bf16 its rstd has an error of 4.9e-7, this rstd 5e-8.
     out = x.to(wide).square()
     rstd = out.mean(-1, keepdim=True).add_(eps).rsqrt_()
     # One rounding to the activations' dtype, at the end.
@@ -151,8 +151,8 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
     "RMSNorm",
     {
         "cpu": (
-            # Half the time for a row. Not in training: a layer that is computed again there must
-            # give the same bits with and without gradients.
+            # Half the time for one row. Not in training: there a recomputed layer must return the
+            # same bits with and without gradients.
             Kernel("torch", torch_rms_norm, dtypes=frozenset({"float32"})),
             Kernel("cpu-three-pass", cpu_rms_norm, ALL_NEEDS),
         ),
@@ -190,7 +190,7 @@ AddedNorm: TypeAlias = Callable[
     [NormFunction, Tensor, Tensor | None, Tensor, tuple[Tensor, ...], float], tuple[Tensor, Tensor]
 ]
 """(norm, x [..., h], bias [h] or None, residual [..., h], parameters of the norm, eps) ->
-residual + x + bias, and the norm of it. All dtypes are one."""
+residual + x + bias, and its norm. All tensors have the same dtype."""
 
 
 def added_norm_apart(

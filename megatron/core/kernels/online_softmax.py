@@ -1,6 +1,6 @@
 """Attention by blocks, in plain PyTorch, from pieces that can be added up.
 
-A block of queries looks at a run of keys: scores, softmax, product, and the logarithm of the
+A block of queries attends to a run of keys: scores, softmax, product, and the logarithm of the
 softmax's denominator ("lse"). Results over several runs of keys are merged by their lse (online
 softmax: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", section 3, arXiv
 1805.02867; T. Dao et al., "FlashAttention", section 3.1, arXiv 2205.14135). Backward computes the
@@ -72,7 +72,7 @@ class AttentionSpec:
 class PartialAttention:
     """Attention over the keys seen so far.
 
-    out: fp32 [z, sq*r, e]; lse: fp32 [z, sq*r], minus infinity where nothing was seen.
+    out: fp32 [z, sq*r, e]; lse: fp32 [z, sq*r], minus infinity where no key was visible.
     """
 
     out: Tensor
@@ -93,7 +93,7 @@ class PartialAttention:
         """
         before = self.lse[:, query_slice]
         joined = torch.logaddexp(before, lse)
-        # Where nothing was seen on either side both weights are zero, not exp(inf - inf).
+        # If no key was visible on either side, both weights are zero, not exp(inf - inf).
         base = joined.clamp_min(_LOWEST)
         held = self.out[:, query_slice]
         held.mul_((before - base).exp_().unsqueeze(-1))
@@ -135,7 +135,7 @@ def attend_block(
     Args:
         result: attention of the queries to the earlier sets; updated.
         queries: [z, sq*r, d]; keys: [z, sk, d]; values: [z, sk, e].
-        query_rows, key_rows: which positions these are.
+        query_rows, key_rows: the positions of these queries and keys.
     """
     r = spec.heads_per_group
     positions = key_rows.positions(keys.device)
@@ -183,7 +183,7 @@ def attend_block_backward(
         p = _scores(block, seen, tile, positions, spec)
         slope = None
         if spec.softcap is not None:
-            # tanh' = 1 - tanh^2; hidden scores are minus infinity, and pass no gradient anyway.
+            # tanh' = 1 - tanh^2; hidden scores are minus infinity and have no gradient anyway.
             slope = p.div(spec.softcap).square_().neg_().add_(1).clamp_min_(0)
         p = p.sub_(lse[:, query_slice].unsqueeze(-1)).exp_()
         block_grad = grad_out[:, query_slice]
@@ -202,7 +202,7 @@ def attend_block_backward(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to an fp32 total: half-precision products are rounded once, sums not at all."""
+    """Add a @ b to an fp32 total: only half-precision products are rounded, not their sums."""
     if a.dtype == total.dtype:
         total.baddbmm_(a, b)
     else:

@@ -64,15 +64,14 @@ def group_of_row(counts: Tensor, num_rows: int) -> Tensor:
     """Return the group of each row, int64 [n].
 
     Args:
-        counts: int64 [l], rows of each group; there may be rows of none after the last one, which
-            are given the number l.
+        counts: int64 [l], rows of each group; further rows after the last group get the number l.
     """
     rows = torch.arange(num_rows, device=counts.device)
     return torch.searchsorted(counts.cumsum(0), rows, right=True)
 
 
 def split_rows(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-    """Return the rows [n, ...] of each group; those after the last one are left out."""
+    """Return the rows [n, ...] of each group, without the rows after the last group."""
     sizes = list(counts)
     return x[: sum(sizes)].split(sizes)
 

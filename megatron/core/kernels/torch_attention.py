@@ -274,7 +274,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _not_read(batch: Tensor, columns: int) -> Tensor:
-    """Return what `baddbmm` with beta=0 is given to add: of the product's shape, of one element."""
+    """Return an unread addend for `baddbmm` with beta=0: one element in the product's shape."""
     return batch.new_empty(1).expand(batch.shape[0], batch.shape[1], columns)
 
 

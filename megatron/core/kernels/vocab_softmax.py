@@ -189,16 +189,16 @@ class LogitRows(Protocol):
         """Write the gradient of the logits, zeros at padding.
 
         Args:
-            rows: [r, c], the logits; what `measure` has made of them if it was `in_place`.
+            rows: [r, c], the logits; if `measure` was `in_place`, its result.
             out: [r, c]; `rows` itself if it was `in_place`.
             scale: [r] in the arithmetic dtype, the gradient of each row's loss; None is 1.
         """
 
 
 class KeptSoftmax:
-    """In place, `measure` leaves the softmax over the columns here, rounded to their dtype.
+    """With `in_place`, `measure` replaces the logits by their softmax, rounded to their dtype.
 
-    No exponential is computed twice, which a processor would wait for; see `LogitRows`.
+    So no exponential is computed twice, which dominates the time on a CPU; see `LogitRows`.
     """
 
     def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
@@ -260,5 +260,5 @@ CROSS_ENTROPY: KernelTable[Callable[[], LogitRows]] = KernelTable(
 
 
 def logit_rows(logits: Tensor) -> LogitRows:
-    """Return what computes the cross entropy of logits [r, c]."""
+    """Return the implementation for the cross entropy of logits [r, c]."""
     return CROSS_ENTROPY.choose(Request.of(logits)).kernel.run()

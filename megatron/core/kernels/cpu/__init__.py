@@ -1,4 +1,4 @@
-"""What exists because the CPU computes differently from an accelerator."""
+"""Memory allocation and weight layouts that only help on a CPU."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A row may be a sum, residual + x + bias, that is computed, stored and normalised in one pass.
 
 A program holds one row in registers, so forward reads each element once. Backward keeps a sum of
-the weight's gradient over the rows of a program; from `WIDEST_FUSED` on that takes more registers
-than there are, and the sums are computed by a second kernel, which reads the rows again.
+the weight's gradient over the rows of a program. Rows wider than `WIDEST_FUSED` leave too few
+registers for it: a second kernel reads the rows again and computes the sums.
 
 Sums are fp32. Shapes: `t` rows, `h` width.
 """

@@ -1,4 +1,4 @@
-"""What one layer is made of: norms, activation, biases, attention variants, dropout."""
+"""The components of one layer: norms, activation, biases, attention variants, dropout."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class BlockConfig:
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
     attention_output_gate: bool = False
-    """Multiply the output of attention by a sigmoid gate, which the query projection gives for each
-    channel of a head (arXiv 2505.06708, as in Qwen3-Next)."""
+    """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
+    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
@@ -65,7 +65,7 @@ class BlockConfig:
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings."""
     logits_scaling: float = 1.0
-    """Divisor of the product that gives the logits, before --final-logit-softcapping (Granite)."""
+    """Divisor of the logits, applied before --final-logit-softcapping (Granite)."""
     final_logit_softcapping: float | None = None
     """Bound c of the logits of the head: c * tanh(logit / c). With None they are unbounded."""
 
@@ -160,7 +160,8 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
     if config.use_parallel_residual and config.apply_residual_connection_post_layernorm:
         yield ConfigError(
             "use_parallel_residual with apply_residual_connection_post_layernorm.",
-            rule="with two norms of one input there is no single residual after the norm",
+            rule="parallel branches norm one input twice, so there is no single residual after the"
+            " norm",
             flags=[
                 "--use-parallel-residual",
                 "--apply-residual-connection-post-layernorm",

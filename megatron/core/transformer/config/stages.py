@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageConfig:
-    """Uneven stages. `pipeline_parallel.layout` turns these into layers per stage, and checks."""
+    """Uneven stages. `pipeline_parallel.layout` checks them and derives the layers per stage."""
 
     num_layers_in_first_pipeline_stage: int | None = flag(
         None, name="decoder_first_pipeline_num_layers"
@@ -86,7 +86,7 @@ def context_parallel_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if "a2a+p2p" in used and (levels is None or len(levels) != 2):
         yield ConfigError(
             "a2a+p2p without the sizes of its two levels.",
-            rule="heads are exchanged inside the first level, keys go round a ring in the second",
+            rule="ranks exchange heads in the first level, and keys around a ring in the second",
             flags=["--cp-comm-type", "--hierarchical-context-parallel-sizes"],
             fix="add --hierarchical-context-parallel-sizes"
             f" {best_divisor(cp, max(1, math.isqrt(cp)))} {cp // best_divisor(cp, math.isqrt(cp))}",
@@ -118,7 +118,7 @@ _FLAG = "--overlap-moe-expert-parallel-comm"
 
 
 def overlap_f_b_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield why forwards and backwards of a `TransformerConfig` cannot overlap."""
+    """Yield the reasons against overlapping forwards and backwards of a `TransformerConfig`."""
     if not config.overlap_moe_expert_parallel_comm:
         return
     ranks, dispatcher = config.expert_model_parallel_size, config.moe_token_dispatcher_type
@@ -151,14 +151,14 @@ class PredictionConfig:
     """Number of further tokens to predict, each by one more layer, or by the layers after / in
     --hybrid-layer-pattern. None or 0 predicts only the next token."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
-    """Weight of the mean of their losses beside the loss of the next token."""
+    """Weight of the mean of their losses, relative to the loss of the next token."""
 
     mtp_use_repeated_layer: bool = flag(False, part_of="mtp_num_layers")
-    """Predict all of them by one layer, which is passed once for each."""
+    """Predict all further tokens with one layer, which runs once for each."""
 
     @property
     def num_built_prediction_layers(self) -> int:
-        """Layers that predict later tokens, as they are held."""
+        """Number of built layers that predict later tokens: one if the layer is repeated."""
         depths = self.mtp_num_layers or 0
         return min(depths, 1) if self.mtp_use_repeated_layer else depths
 
