@@ -39,7 +39,7 @@ def abandon() -> None:
 
 
 def lower_priority() -> None:
-    """Let this thread, and those it starts, have only what training leaves of the cores."""
+    """Give this thread, and the threads it starts, only cores that training leaves idle."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()
@@ -53,7 +53,7 @@ class AsyncSave:
     def __init__(self, saving: SaveInProgress) -> None:
         self._saving = saving
         self._after_commit: list[Callable[[], None]] = []
-        # Not a daemon: the interpreter waits for the bytes instead of cutting them off.
+        # Not a daemon: the interpreter waits for the write instead of interrupting it.
         self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
         self._is_finished = False
 
@@ -71,7 +71,7 @@ class AsyncSave:
         problem = None
         try:
             saving.take_snapshot(_BUFFER)
-        except Exception as error:  # out of memory on one rank must not strand the others
+        except Exception as error:  # if one rank is out of memory, the others must not hang
             problem = as_checkpoint_error(error, "copying the state for an asynchronous save")
         saving.cancel_if(problem)
         handle = _IN_FLIGHT = cls(saving)

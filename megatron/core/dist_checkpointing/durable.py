@@ -36,7 +36,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 def describe_os_error(
     error: OSError, *, path: Path | str, doing: str, needed_bytes: int | None = None
 ) -> CheckpointError:
-    """Turn a failed system call into the message a user needs: path, bytes, what to do."""
+    """Turn a failed system call into a message for the user: path, bytes, advice."""
     name = errno.errorcode.get(error.errno or 0, "OSError")
     amount = "" if needed_bytes is None else f"{needed_bytes} bytes to "
     found = f"{name} while {doing} {amount}{path}: {error.strerror or error}."
@@ -71,7 +71,7 @@ def free_bytes(path: Path | str) -> int:
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:
-    """Write every byte: one write call may take less than it was given."""
+    """Write every byte: one system call may write only a part."""
     view = memoryview(data)
     while len(view):
         view = view[os.write(descriptor, view) :]
@@ -89,7 +89,7 @@ _START_WRITING = 2
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return a call of Linux that Python does not have; None elsewhere."""
+    """Return Linux's `sync_file_range`, which Python lacks; None on other systems."""
     if sys.platform != "linux":
         return None
     try:
@@ -138,7 +138,7 @@ def sync_directory(path: Path) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename atomically within one directory, and return when that is on the disk."""
+    """Rename atomically within one directory, and return when the rename is on the disk."""
     os.rename(source, target)
     sync_directory(target.parent)
 
@@ -150,14 +150,14 @@ def replace_durably(path: Path, data: bytes) -> None:
     """
     scratch = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(scratch)  # left by a process that died here
+        os.unlink(scratch)  # left by a process that was killed here
     write_durably(scratch, data)
     rename_durably(scratch, path)
 
 
 def remove_tree(path: Path, *, retired_as: Path | None = None) -> None:
-    """Delete a directory; with `retired_as` rename it first, so that no half-deleted one is left
-    under a name that a loader would look at."""
+    """Delete a directory; with `retired_as` rename it first, so that no half-deleted directory has
+    a name that loaders read."""
     if retired_as is not None:
         rename_durably(path, retired_as)
         path = retired_as
@@ -210,7 +210,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
             rule="a checkpoint refers only to files of its own directory",
         )
     path = directory / name
-    # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
+    # O_NONBLOCK: opening a pipe without a writer must not hang.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags)
@@ -231,7 +231,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def open_file(directory: StoragePath, name: str) -> Iterator[OpenFile]:
-    """Open a file of a checkpoint: of a directory as `open_inside` does, or an object."""
+    """Open a file of a checkpoint in a directory (see `open_inside`) or in an object store."""
     if isinstance(directory, ObjectDirectory):
         try:
             with directory.open(name) as stored:
@@ -260,7 +260,7 @@ def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
 
 
 def read_inside(directory: StoragePath, name: str, *, limit_bytes: int) -> bytes:
-    """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
+    """Read a whole small file of a checkpoint; a file above `limit_bytes` is refused unread."""
     with open_file(directory, name) as file:
         if file.size > limit_bytes:
             raise DamagedCheckpointError(

@@ -1,4 +1,4 @@
-"""Load a sharded state dict: every rank reads the slices it needs, whatever layout wrote them."""
+"""Load a sharded state dict: each rank reads its slices from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Contents:
     """unique key -> JSON form."""
 
     reads_rows: ClassVar[bool] = False
-    """Whether a few rows of a tensor cost no more than they are; files are read by blocks."""
+    """Whether reading a few rows of a tensor reads only these rows; files are read in blocks."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are read to."""
+        """The device that tensors are read to."""
         return torch.device("cpu")
 
     def common_state(self) -> dict[str, Any]:
@@ -92,13 +92,13 @@ class Contents:
         return typed_json.decode(self.common)
 
     def open_reader(self) -> SliceReader:
-        """Return what reads boxes of the stored tensors; a context manager."""
+        """Return a reader of boxes of the stored tensors; a context manager."""
         return ShardReader(self.directory, self.manifest)
 
 
 @dataclass
 class Loaded:
-    """What a load gives."""
+    """The result of a load."""
 
     state: dict[str, Any]
     missing: set[str]
@@ -345,7 +345,7 @@ def _assemble(built: Any, contents: Contents) -> dict[str, Any]:
             return ABSENT if form is ABSENT else typed_json.decode(form)
         if isinstance(leaf, LocalNonpersistentObject):
             return leaf.unwrap()
-        return ABSENT  # a plain value: the stored one is laid under
+        return ABSENT  # a plain value: the stored value replaces it
 
     state = prune(merge(map_leaves(value, built), contents.common_state()))
     # Every rank returns the same parts, also a rank that holds nothing of one of them.

@@ -58,7 +58,7 @@ _CHUNK_BYTES = 256 << 20
 """Largest message."""
 
 Key = tuple[int, int]
-"""(iteration, how often copies were begun anew): the greater one is newer."""
+"""(iteration, number of restarts of the copies): the greater one is newer."""
 NamedBox = tuple[str, Box]
 
 
@@ -81,7 +81,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who sends what to its neighbour; made once for a set of declarations."""
+    """The shards that each rank sends to its neighbour; made once for a set of declarations."""
 
     tensors: dict[str, StoredTensor]
     to_send: list[int]
@@ -92,7 +92,7 @@ class _Plan:
 
 
 class MemoryCopies:
-    """What this process keeps from one set of process groups to the next."""
+    """Copies in this process, which remain when process groups are replaced."""
 
     def __init__(self) -> None:
         self.copies = [_Copy(), _Copy()]
@@ -107,7 +107,7 @@ class MemoryCopies:
         """Return the copies shared with the ranks of a group, to make and to read: collective.
 
         Args:
-            group: all ranks; tensors of the host travel on it.
+            group: all ranks; it sends tensors in host memory.
             place: number of this rank's node.
         """
         begun: list[int] = all_gather_object(self.num_begun, group)
@@ -129,7 +129,7 @@ class CopiesOfGroup:
     def save(
         self, state: Callable[[], ShardedStateDict], iteration: int, info: Mapping[str, object]
     ) -> None:
-        """Copy the state as it is now, and send the neighbour the shards that no other place has.
+        """Copy the current state, and send the neighbour the shards that no other place holds.
 
         Args:
             state: declares this rank's state.
@@ -210,7 +210,7 @@ class CopiesOfGroup:
         return plan
 
     def _exchange(self, plan: _Plan, coming: Tensor, leaving: Tensor) -> None:
-        """Send [bytes] that only this place has, and receive the neighbour's."""
+        """Send the bytes [bytes] that only this place holds, and receive a neighbour's bytes."""
         size, rank = self._peers.size, self._peers.rank
         handles: list[Handle] = []
         for begin in range(0, len(coming), _CHUNK_BYTES):
@@ -245,8 +245,8 @@ class CopiesOfGroup:
         return found
 
     def contents(self, key: Key) -> MemoryContents:
-        """Open the copy that `newest` found. After its all-gather a failure is this rank's alone,
-        so callers agree on it."""
+        """Open the copy that `newest` found. After its all-gather one rank may fail alone, so
+        callers agree on errors."""
         copy = next((copy for copy in self._copies.copies if copy.key == key), None)
         mine = None if copy is None else (copy.tensors, copy.info, copy.common)
         objects = {} if copy is None else copy.objects
@@ -293,7 +293,7 @@ def _choose(
 
 
 def _in_order(shards: Sequence[ShardedTensor]) -> tuple[list[NamedBox], list[Tensor]]:
-    """Return names and tensors of all boxes, as a snapshot wants them."""
+    """Return names and tensors of all boxes, in the order of a snapshot."""
     pieces = [((s.key, box), view) for s in shards for box, view in s.pieces() if view is not None]
     order = _order([ShardMetadata.of(s) for s in shards])
     return [pieces[i][0] for i in order], [pieces[i][1] for i in order]
@@ -320,7 +320,7 @@ def _carve(memory: Tensor, declared: Sequence[ShardMetadata]) -> dict[NamedBox, 
 
 @dataclass
 class MemoryContents(Contents):
-    """Copies of all ranks, opened. The file of a shard is the list of ranks that hold it."""
+    """Opened copies of all ranks. The file of a shard is the list of ranks that hold it."""
 
     held: Mapping[NamedBox, Tensor]
     group: Group
@@ -331,7 +331,7 @@ class MemoryContents(Contents):
         return state
 
     def open_reader(self) -> MemoryReader:
-        """Return what reads boxes; a context manager. `finish` is a collective."""
+        """Return a reader of boxes, a context manager. Its `finish` is a collective."""
         return MemoryReader(self)
 
 
@@ -368,7 +368,7 @@ class MemoryReader:
 
     @torch.no_grad()
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` from this rank's own memory; see `start` for what others hold."""
+        """Fill `into` from this rank's own memory; `start` also reads boxes of other ranks."""
         name = (self._keys[id(tensor)], read.shard.box)
         into.copy_(narrow_to(self.contents.held[name], read.in_shard))
         self.bytes_read += into.numel() * element_bytes(tensor.dtype)

@@ -1,6 +1,6 @@
-"""Write a checkpoint from full tensors that are produced one after another, without a run.
+"""Write a checkpoint from full tensors that are produced one after another, outside of a run.
 
-One process, and as much memory as the largest file: for tools that change files and not state.
+It needs one process, and as much memory as the largest file. Tools that rewrite checkpoints use it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def write_full_tensors(
         plain: see `plain_state`.
         num_files: the tensors are balanced over so many files.
     Raises:
-        CheckpointError: the storage refused; nothing is left behind.
+        CheckpointError: the storage failed; all files are removed.
     """
     run, common = secrets.token_hex(6), dump_bytes(plain)
     files = {COMMON_NAME: ManifestFile(len(common), hash_of(common))}

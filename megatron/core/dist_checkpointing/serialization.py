@@ -98,7 +98,7 @@ def load(
     """Fill a sharded state dict from a checkpoint of any layout: collective.
 
     Returns:
-        the state dict with tensors and values in place of declarations, laid over the stored
+        the state dict with tensors and values in place of declarations, merged into the stored
         plain values; with a `RETURN_*` policy (state dict, missing keys, unexpected keys).
 
     Tensors given in the declarations are filled in place. Every block read is verified against its

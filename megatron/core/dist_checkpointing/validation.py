@@ -30,12 +30,12 @@ class StrictHandling(Enum):
 
     @property
     def compares_all_ranks(self) -> bool:
-        """Whether missing keys matter, which takes one more gather."""
+        """Whether the policy handles missing keys, which takes one more gather."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
 
     @property
     def tolerates_unexpected(self) -> bool:
-        """Whether a key that is not stored is left out of the result instead of refused."""
+        """Whether the result omits keys that are not stored, instead of raising."""
         return self not in (self.ASSUME_OK_UNEXPECTED, self.RAISE_UNEXPECTED, self.RAISE_ALL)
 
     @property

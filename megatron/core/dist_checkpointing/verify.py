@@ -32,7 +32,7 @@ from megatron.core.foundation.errors import CheckpointError
 
 @dataclass
 class Verification:
-    """What a full check found."""
+    """Result of a full check."""
 
     path: StoragePath
     num_files: int = 0
@@ -119,7 +119,7 @@ def _check_blocks(file: OpenFile, path: StoragePath, blocks: list[tuple[int, int
 
 
 def _check_header(path: StoragePath, header: bytes, manifest: Manifest, name: str) -> None:
-    """The file's own header must place the same tensors at the same bytes as the manifest."""
+    """Check that the file's own header lists the same tensors and bytes as the manifest."""
     expected: dict[str, Any] = {}
     for key, tensor in manifest.tensors.items():
         for shard in tensor.shards:

@@ -1,8 +1,8 @@
 """Files of `torch.save`, read by `torch.load(weights_only=True)`: nothing in them is executed.
 
 Tensors stay in the file: torch loads them without data (`map_location="meta"`) and returns the
-position of every storage in the archive, so a checkpoint is described without reading it. Files
-that torch cannot describe so (the form before torch 1.6, the other byte order) are loaded whole.
+position of every storage in the archive, so a checkpoint is described without reading it. Other
+files (written before torch 1.6, or in the other byte order) are loaded whole.
 Classes of the programs that wrote the file become inert `Record`s; any other name is refused.
 """
 

@@ -52,11 +52,11 @@ def derive_virtual_stages(config: TransformerConfig) -> None:
 
 
 def cp_comm_type_of_layer(config: TransformerConfig, layer_number: int) -> str | None:
-    """Return how a layer, by its 1-based number, sees the keys of other ranks; None on one rank."""
+    """Return how a layer, by its 1-based number, reads keys of other ranks; None on one rank."""
     kinds = config.cp_comm_type
     if config.context_parallel_size == 1:
         return None
-    # Layers that predict later tokens count on after the last one, and do as it does.
+    # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
     if isinstance(kinds, list):
         return kinds[min(layer_number, len(kinds)) - 1] if kinds else "p2p"
     return kinds or "p2p"
