@@ -47,7 +47,7 @@ class BlendedMegatronDatasetConfig:
     mock: bool = field(init=False, default=False)
     """Derived: no data was named."""
     tokenizer: Any = None
-    """Gives the end-of-document id, the pad id and the vocabulary size."""
+    """Has the end-of-document id, the pad id and the vocabulary size."""
     mid_level_dataset_surplus: float = 0.005
     """Relative surplus of samples in each dataset of a blend: the greedy rule may take a few more
     samples from it than its weight times the size of the blend."""

@@ -22,7 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.foundation.errors import ConfigError
 
 _OF_TOKENIZER = {"pad": "pad", "eod": "eod"}
-"""Tokens that are the tokenizer's own, if its vocabulary has none of the given name."""
+"""Tokens for which the tokenizer's own are used if its vocabulary has none of the given name."""
 
 
 @dataclass(kw_only=True)
@@ -57,10 +57,10 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
 
 
 class GPTFIMDataset(GPTDataset):
-    """`GPTDataset` whose documents are cut in three, with a probability.
+    """`GPTDataset` that cuts documents into three parts, with a probability.
 
-    A part that is too long with the three new tokens loses the end of its suffix; one without so
-    much suffix is left as it was. Padding at the end of a suffix has no loss as a label.
+    If a document is too long with the three new tokens, the end of its suffix is cut off; if the
+    suffix is too short for that, the document is not changed. Padding after a suffix has no loss.
 
     Raises:
         ConfigError: the tokenizer lacks one of the tokens.
@@ -124,7 +124,7 @@ class GPTFIMDataset(GPTDataset):
         return False
 
     def _cut(self, ids: np.ndarray, random: np.random.Generator) -> None:
-        """Put the parts of a text [n] in another order, in place."""
+        """Reorder the parts of a text [n] in place."""
         tokenizer, config = self.config.tokenizer, self.config
         before, _ = tokenizer.around_a_text
         if before and tuple(ids[: len(before)]) == before:

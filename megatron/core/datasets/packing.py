@@ -68,7 +68,7 @@ class BalancedBatch:
 
     Attributes:
         microbatches: for each micro batch the sequence of each rank.
-        work: of each rank, in the unit of `WorkOf`.
+        work: work of each rank, in the unit of `WorkOf`.
     """
 
     microbatches: tuple[tuple[PackedSequence, ...], ...]
@@ -87,7 +87,7 @@ def balance(
     work_of: WorkOf,
     multiple: int = 1,
 ) -> BalancedBatch:
-    """Deal the samples of a global batch to ranks.
+    """Distribute the samples of a global batch over ranks.
 
     Args:
         lengths: tokens of each sample.
@@ -130,7 +130,7 @@ def balance(
 
 
 def _size(sizes: Sequence[int], at_least: int, work: float, limit: float) -> int:
-    """Return over how many ranks a sample is split, so that none has more than `limit` of it."""
+    """Return the number of ranks that split a sample, so that none has more than `limit` of it."""
     fitting = (g for g in sizes if g >= at_least and work <= limit * g)
     return next(fitting, sizes[-1])
 
@@ -144,7 +144,7 @@ class _Dealt:
 
 
 def _deal(split: Sequence[int], work: Sequence[float], num_ranks: int) -> _Dealt:
-    """Give each sample to the group of its size that has least to do, the largest first."""
+    """Give each sample to the least loaded group of its size, the largest sample first."""
     loads = [0.0] * num_ranks
     of_groups: dict[tuple[int, int], list[int]] = {}
     for sample in sorted(range(len(work)), key=lambda i: (-split[i], -work[i], i)):

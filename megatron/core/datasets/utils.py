@@ -1,4 +1,4 @@
-"""Names that callers of Megatron's `datasets.utils` expect."""
+"""Names that callers import from Megatron's `datasets.utils`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Blend = tuple[list[str], list[float] | None]
 
 
 class Split(Enum):
-    """The three parts of a corpus; the value is the place in every list of three."""
+    """The three parts of a corpus; the value is the position in every list of three."""
 
     train = 0
     valid = 1

@@ -29,8 +29,8 @@ class PatchShape:
         patch_size: pixels of a side of a patch.
         merge_size: patches of a side of a block.
         temporal_size: frames of a patch.
-        min_pixels, max_pixels: of a resized image.
-        mean, std: of red, green and blue in 0 ... 1.
+        min_pixels, max_pixels: bounds of the pixels of a resized image.
+        mean, std: mean and deviation of red, green and blue in 0 ... 1.
     """
 
     patch_size: int
@@ -42,7 +42,7 @@ class PatchShape:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse bounds within which no image is."""
+        """Raise for bounds that no image fits."""
         if not self.block**2 <= self.max_pixels or self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"images between {self.min_pixels} and {self.max_pixels} pixels, of blocks of"
@@ -70,10 +70,10 @@ class PatchShape:
         return len(self.mean)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the sides that an image gets.
+        """Return the sides of a resized image.
 
         Raises:
-            ValueError: it is a strip.
+            ValueError: the image is a strip.
         """
         if max(height, width) > LARGEST_RATIO * min(height, width):
             raise ValueError(f"sides of {height} and {width} pixels")

@@ -32,7 +32,7 @@ _SEARCH_BLOCK = 1 << 22
 _NUMBER = re.compile(r"[.0-9]+")
 
 _SEPARATE_BELOW = 0.80
-"""A last epoch that is used to less than this share is shuffled by itself."""
+"""If less than this share of the last epoch is used, it is shuffled by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class EpochPlan:
         tokens = self.num_epochs * self.tokens_per_epoch - self.extra_token
         if drop_last:
             return tokens // self.sequence_length
-        # Single precision on purpose: the recipe rounds here, and the array must be equal.
+        # Single precision on purpose: Megatron-LM rounds here, and the arrays must be equal.
         return int(np.ceil(np.float32(tokens) / np.float32(self.sequence_length)))
 
 
@@ -70,7 +70,7 @@ def plan_epochs(
         tokens_per_epoch: sum of the lengths of the documents of this split.
         sequence_length: tokens per sample, without the extra one.
         extra_token: 0 or 1, see `EpochPlan`.
-        num_samples: wanted; None or 0 means one epoch.
+        num_samples: wanted number of samples; None or 0 means one epoch.
     Raises:
         DataError: there are no tokens.
     """
@@ -198,7 +198,7 @@ def build_shuffle_index(
 
 
 def _shuffle(random: np.random.RandomState, order: np.ndarray) -> None:
-    """Do what `random.shuffle(order)` does; the compiled form spends half the time."""
+    """Shuffle exactly like `random.shuffle(order)`; the compiled form takes half the time."""
     if native.compiled is None or order.itemsize != 4:
         random.shuffle(order)
         return

@@ -52,9 +52,9 @@ class InputFile:
     path: str
     format: InputFormat
     size: int
-    """Bytes as stored, 0 where that is not known (pipes, some URLs)."""
+    """Bytes as stored, 0 if unknown (pipes, some URLs)."""
     modified_ns: int
-    """Time of the last change, 0 where that is not known."""
+    """Time of the last change, 0 if unknown."""
     first_byte: int = 0
     """Lines that begin before it belong to another shard."""
     end_byte: int | None = None
@@ -194,10 +194,9 @@ def unreadable(path: str, error: Exception) -> DataError:
 def share_of(files: Sequence[InputFile], shard: int, num_shards: int) -> list[InputFile]:
     """Return the part of the files that one of several shards reads.
 
-    The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A file
-    that can be cut gives each shard the lines that begin in its range; any other file belongs whole
-    to the shard where it begins. So the shards, joined in their order, hold the documents of one
-    run over everything in the same order.
+    The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A shard
+    reads the lines that begin in its range; a file that cannot be cut belongs to the shard of its
+    first byte. So the joined shards contain the same documents in the same order as a single run.
 
     Raises:
         ConfigError: there is no such shard.
