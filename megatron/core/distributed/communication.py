@@ -63,7 +63,7 @@ class Mesh:
             try:
                 raise_on_all_ranks(problem, group)
             except MegatronError as error:
-                problem = error  # the ranks of the other axis get it, too
+                problem = error  # the ranks of the other axis raise it, too
         return problem
 
     def own(self, bucket: Tensor) -> Tensor:

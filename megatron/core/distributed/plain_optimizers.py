@@ -1,7 +1,7 @@
-"""Say so when a plain torch optimizer finds no gradients in a model whose gradients are elsewhere.
+"""Warn if a plain torch optimizer finds no gradients because they are in `main_grad`.
 
-`DistributedDataParallel` gathers gradients in `main_grad`; `.grad` stays None, and an optimizer of
-torch passes over a parameter without `.grad`: it would train nothing, without a word.
+`DistributedDataParallel` accumulates gradients in `main_grad`; `.grad` stays None. torch's
+optimizers skip a parameter without `.grad`: they would train nothing, without a warning.
 """
 
 from __future__ import annotations

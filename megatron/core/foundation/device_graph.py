@@ -18,12 +18,12 @@ Outputs: TypeAlias = tuple[Tensor | None, ...]
 
 
 class DeviceGraph(Protocol):
-    """One recording. What its operations read and write stays at the same addresses."""
+    """One recording. Its operations always read and write the same addresses."""
 
     def capture(self, call: Callable[[], Outputs]) -> Outputs:
-        """Record what `call` starts on the device; return where each replay leaves the results.
+        """Record the operations that `call` starts on the device; return the replays' outputs.
 
-        Nothing is computed yet, and what else `call` does on the host happens this once.
+        The operations are not computed yet. Code of `call` on the host runs only this once.
         """
         ...
 

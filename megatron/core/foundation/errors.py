@@ -1,4 +1,4 @@
-"""The one family of exceptions that users of the framework see.
+"""The exceptions that users of the framework see: subclasses of `MegatronError`.
 
 Every error has four parts: the finding, the broken rule, the flags or files that control it, and a
 fix that works. Programmer mistakes use `assert` with values instead.
@@ -79,11 +79,11 @@ class MegatronError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only fields need help to cross a process boundary.
+        # Pickling passes arguments by position, so keyword-only fields need this.
         return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix, self.problems)
 
     def named(self, who: str) -> MegatronError:
-        """Return the same error with `who` found it in front of its message."""
+        """Return the same error with the name `who` in front of its message."""
         return _rebuild(
             type(self), f"{who}: {self.found}", self.rule, self.flags, self.fix, self.problems
         )
@@ -135,7 +135,7 @@ class MissingInputError(DataError):
 
 
 class UntokenizableTextError(DataError):
-    """A text that the library of a tokenizer does not take; others it may."""
+    """A text that the library of a tokenizer refuses; it may accept other texts."""
 
 
 class CheckpointError(MegatronError):
@@ -147,7 +147,7 @@ class MissingCheckpointError(CheckpointError):
 
 
 class NumericsError(MegatronError):
-    """A loss or gradient that is not finite, found before it touched the weights."""
+    """A loss or gradient that is not finite, found before the update of the weights."""
 
 
 class ReplicaMismatchError(MegatronError):
@@ -155,11 +155,11 @@ class ReplicaMismatchError(MegatronError):
 
 
 class SpikeError(MegatronError):
-    """A gradient far above the recent ones, found before it touched the weights."""
+    """A gradient far above the recent ones, found before the update of the weights."""
 
 
 class HardwareFaultError(MegatronError):
-    """A machine that computes something else from the same numbers than others do."""
+    """A machine that computes other results from the same inputs than other machines."""
 
 
 class MissingExtraError(MegatronError):
@@ -167,7 +167,7 @@ class MissingExtraError(MegatronError):
 
 
 def refuse_given(where: str, given: Mapping[str, object], *, rule: str, fix: str) -> None:
-    """Raise `ConfigError` if any argument of a signature that is not ours alone was given.
+    """Raise `ConfigError` if an argument was given that is only accepted for compatibility.
 
     Args:
         where: the function, as its caller names it.

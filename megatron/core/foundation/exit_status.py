@@ -1,4 +1,4 @@
-"""How a tool ends, for scripts that call it.
+"""Exit codes of tools, for scripts that call them.
 
     0    done
     1    it failed, or its check found a problem
@@ -36,7 +36,7 @@ _OF_SETTINGS = (ConfigError, TopologyError, ScheduleError)
 
 
 def status_of(error: MegatronError) -> ExitStatus:
-    """Return how a tool ends with this error; a joint error has the class that its parts share."""
+    """Return the exit code for an error; a joint error has the class that its parts share."""
     parts = error.problems
     if parts and len({type(part) for part in parts}) == 1:
         error = parts[0]
@@ -44,7 +44,7 @@ def status_of(error: MegatronError) -> ExitStatus:
 
 
 def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Let the `main` of a tool end with a message and a status instead of a traceback."""
+    """Wrap the `main` of a tool: errors end it with a message and a status, not a traceback."""
 
     @functools.wraps(main)
     def reported(argv: Sequence[str] | None = None) -> int:

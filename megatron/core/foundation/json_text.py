@@ -30,13 +30,13 @@ def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
     """Return the JSON object (or list) in a file that `flags` name.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file is not JSON, or holds another type.
     """
     try:
         with open(path, encoding="utf-8") as file:
             found = parse_json(file.read())
         if not isinstance(found, kinds):
-            raise ValueError(f"no object but a {type(found).__name__}")
+            raise ValueError(f"a {type(found).__name__} instead of an object")
     except ValueError as error:
         raise DataError(
             f"{path} is not valid JSON: {error}.",

@@ -52,7 +52,7 @@ class ProcessIdentity(NamedTuple):
         return cls(*_FORM.unpack(data))
 
     def open(self) -> int:
-        """Return a process descriptor, of this process and of no other.
+        """Return a descriptor of exactly this process.
 
         Raises:
             OSError: it has ended, is not one of this PID namespace, or is this process itself.
@@ -64,7 +64,7 @@ class ProcessIdentity(NamedTuple):
             raise ProcessLookupError(f"process {self.number} is this one")
         descriptor = os.pidfd_open(self.number)
         try:
-            # After opening: the descriptor holds on to whichever process has the number now.
+            # Compare after opening: the descriptor keeps the process that has the number now.
             if stat_of(self.number).start != self.start:
                 raise ProcessLookupError(f"process {self.number} has ended")
         except OSError:
@@ -85,7 +85,7 @@ class ProcessStat(NamedTuple):
     start: int
     """As in `ProcessIdentity`."""
     wait_status: int
-    """How it ended, as long as its parent has not taken note of it."""
+    """How it ended; valid until its parent waits for it."""
 
     @property
     def has_ended(self) -> bool:
@@ -97,7 +97,7 @@ def stat_of(process: int | str) -> ProcessStat:
     """Return the state of a process of this PID namespace.
 
     Raises:
-        OSError: there is none, or it is not to be seen.
+        OSError: there is no such process, or it is hidden.
     """
     file = os.open(f"/proc/{process}/stat", os.O_RDONLY)  # a watchdog reads it four times a second
     try:

@@ -42,7 +42,7 @@ def launcher_is_store_host() -> bool:
 
 
 def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Connect to the launcher's store, and return the part of it that is this attempt's.
+    """Connect to the launcher's store, and return the part of it that belongs to this attempt.
 
     Raises:
         TopologyError: the store cannot be reached, or ranks are missing.

@@ -1,4 +1,4 @@
-"""Give all ranks of a tensor-parallel group the batch that one of them has read."""
+"""Broadcast the batch that one rank of a tensor-parallel group has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output head and its cross entropy in one function: the logits of a batch never exist.
+"""The output head and its cross entropy in one function: never all logits of a batch exist.
 
 Logits are computed for a chunk of tokens and turned into their own gradient in place. The two
 gradient GEMMs read them before the next chunk reuses their memory. All of this is possible before
@@ -38,7 +38,7 @@ MAX_CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class _Head:
-    """What does not change between the chunks of one call."""
+    """Values that are the same for all chunks of one call."""
 
     weight: Tensor
     shard: VocabShard
@@ -102,7 +102,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` as a module, so that wrappers see who reads the head's weight."""
+    """`linear_cross_entropy` as a module, so that wrappers find the reader of the weight."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call `linear_cross_entropy`."""
@@ -193,7 +193,7 @@ def _pass_over_chunks(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Form losses and gradients, chunk by chunk.
+    """Compute losses and gradients, chunk by chunk.
 
     Args:
         x: [t, h].
@@ -286,7 +286,7 @@ def _common_factor(scale: Tensor, token_weights: Tensor | None) -> float | None:
 
 
 def _deliver(weight: Tensor, grad: Tensor, factor: float, fuses: bool) -> Tensor | None:
-    """Hand factor * grad to the main gradient (and return None), or return it."""
+    """Add factor * grad to the main gradient (and return None), or return it."""
     if fuses and has_main_grad(weight):
         accumulate_main_grad(weight, grad, scale=factor)
         return None

@@ -83,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
             local[3, block] = (found.probabilities * found.relative_logits).sum(-1)
         merged = merge_rows(local, shard.group)
         label, weighted = merged.others[:, 0].sum(0), merged.others[:, 1]
-        # fp64: a number of 8 that is rounded three times in fp32 would be off by 1e-6.
+        # fp64: a number near 8 that is rounded three times in fp32 has an error of 1e-6.
         log_probs = (label.double() - merged.highest - merged.log_sum).to(dtype)
         # H = log Z - sum of p * logit; each rank's part is relative to its own highest logit.
         entropy = merged.log_sum - merged.mean(weighted + merged.highest_of_ranks - merged.highest)

@@ -86,7 +86,7 @@ def _identity(x: Tensor, _group: Group) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    # The caller's tensor, and a gradient that another branch of the graph shares, stay as they are.
+    # Copy: the caller, or another branch of the graph, may still use the tensor.
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -137,7 +137,7 @@ class _AsyncAllToAll:
     work: Work[Tensor] | None = None
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """Start it, forward or `back`; return the tensor that will contain the result."""
+        """Start the exchange, forward or `back`; return the tensor that will contain the result."""
         sizes = (self.output_sizes, self.input_sizes)
         received, sent = reversed(sizes) if back else sizes
         self.work = collectives.start_all_to_all(x, self.group, received, sent)
@@ -230,9 +230,9 @@ def gather_from_sequence_parallel_region(
     """Collect the rows of all ranks: [s/tp, ...] -> [s, ...].
 
     Args:
-        tensor_parallel_output_grad: True where a tensor-parallel computation follows, whose
-            gradients are partial sums: backward reduce-scatters. False where all ranks follow
-            the same path: backward keeps this rank's rows.
+        tensor_parallel_output_grad: True if a tensor-parallel computation follows, whose gradients
+            are partial sums: backward reduce-scatters. False if all ranks compute the same
+            afterwards: backward keeps this rank's rows.
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
@@ -299,7 +299,7 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Trade split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
+    """Exchange split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
     group = resolve_group(group, "tp")
     size = group.size()
     if size == 1:
@@ -310,7 +310,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Trade a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
+    """Exchange a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
     group = resolve_group(group, "tp")
     size = group.size()
     if size == 1:

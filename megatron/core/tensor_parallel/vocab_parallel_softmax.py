@@ -27,7 +27,7 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 IGNORED_LABEL = -100
-"""A label that takes no part in the loss: its loss and its gradient are zero."""
+"""A label without a loss: its loss and its gradient are zero."""
 
 
 def check_token_ids(
@@ -90,14 +90,14 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels of t tokens, seen from one shard of the vocabulary."""
+    """Labels of t tokens, located in one shard of the vocabulary."""
 
     columns: Tensor
     """[t, 1] local column of the label; 0 where it belongs to another rank."""
     is_local: Tensor
     """[t, 1] whether the label's column is on this rank."""
     is_ignored: Tensor
-    """[t] whether the token takes no part in the loss."""
+    """[t] whether the token is excluded from the loss."""
 
     @staticmethod
     def locate(target: Tensor, shard: VocabShard) -> Labels:
@@ -126,7 +126,7 @@ def cross_entropy_statistics(
     *,
     in_place: bool,
 ) -> RowStatistics:
-    """Compute the loss of each row, and what its gradient needs.
+    """Compute the loss of each row, and the statistics that its gradient needs.
 
     Args:
         logits: [t, v/tp], contiguous. With `in_place` they are for `cross_entropy_gradient` alone.

@@ -1,4 +1,4 @@
-"""Special ids that the files of a model state, as Transformers reads them. No torch import."""
+"""Special ids in the files of a model, read like Transformers. No torch import."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ends_of_generation(folder: str) -> frozenset[int] | None:
     Returns:
         None if neither file names an end.
     Raises:
-        DataError: a file holds no JSON object, or names something else than ids.
+        DataError: a file holds no JSON object, or its value is not an id or a list of ids.
     """
     for name in (GENERATION_NAME, "config.json"):
         path = os.path.join(folder, name)

@@ -66,7 +66,7 @@ class GatheredParams:
         return gather() if fetch is None else start_after(copies, fetch.copies, mesh.shard, gather)
 
     def finish_gathers(self, indices: Collection[int] | None = None) -> None:
-        """Wait until parameters are whole again: those numbered `indices`, or all."""
+        """Wait until the parameters numbered `indices`, or all parameters, are whole again."""
         if not self._gathers:
             return
         if indices is None:

@@ -144,6 +144,6 @@ class Zero3Buffer(Zero2Buffer):
 
 
 def _show_gradient(parameter: Any, buffer: Tensor | None) -> None:
-    """Let `main_grad` be `buffer`, which the first writer overwrites."""
+    """Set `main_grad` to `buffer`, which the first writer overwrites."""
     parameter.main_grad = buffer
     parameter.main_grad_is_fresh = True
