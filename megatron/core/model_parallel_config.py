@@ -52,11 +52,11 @@ class ParallelFlags:
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, nargs="+", part_of="context_parallel_size"
     )
-    """Sizes of the two levels of a2a+p2p: near ranks that exchange heads, then the ring."""
+    """Sizes of the two levels of a2a+p2p: neighbouring ranks that exchange heads, then the ring."""
     cp_comm_type: str | list[str] | None = flag(
         None, cli_default=["p2p"], nargs="+", part_of="context_parallel_size"
     )
-    """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
+    """Exchange of keys between ranks that share a sequence: "p2p", "all_gather", "a2a" or
     "a2a+p2p", or one of them per layer. None means "p2p"."""
     hybrid_context_parallel: bool = flag(False, part_of="context_parallel_size")
     """Dynamic context parallelism: split each sequence over as few neighbouring data- and
@@ -72,22 +72,22 @@ class ParallelFlags:
     perform_initialization: bool = flag(
         True,
         "--no-initialization",
-        help="Leave weights unfilled: for runs that load a checkpoint anyway.",
+        help="Do not initialise weights, for runs that load a checkpoint.",
     )
-    """Fill weights when layers are constructed; off when a checkpoint will be loaded anyway."""
+    """Initialise weights when layers are built; not needed if a checkpoint is loaded."""
     use_cpu_initialization: bool = False
     """Create and fill weights in host memory first."""
 
     gradient_accumulation_fusion: bool = flag(
         True,
         "--no-gradient-accumulation-fusion",
-        help="Compute weight gradients by themselves and add them, instead of letting the product"
-        " accumulate.",
+        help="Compute a weight gradient as a separate tensor and add it, instead of accumulating in"
+        " the GEMM.",
     )
-    """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel wrapper
+    """Make weight-gradient GEMMs write into the main gradient buffer if the data-parallel wrapper
     provides one, so no separate gradient tensor is allocated."""
     async_tensor_model_parallel_allreduce: bool = flag(
-        True, help="Compute the weight gradient only after the input gradient was reduced."
+        True, help="Compute the weight gradient only after the reduction of the input gradient."
     )
     """Reduce the input gradient of a column-parallel layer while its weight gradient is
     computed."""
@@ -99,8 +99,8 @@ class ParallelFlags:
         part_of="num_experts",
         per_micro_batch="micro batches that are computed at once are split over the same ranks",
     )
-    """Let a rank compute one micro batch's backward while the tokens of another's forward travel to
-    their experts, and the other way round. Keeps more micro batches alive."""
+    """Compute one micro batch's backward while tokens of another micro batch's forward are sent to
+    their experts, and vice versa. Keeps more micro batches in memory."""
     pipeline_schedule: str = "1f1b"
     """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages), "gpipe",
     "zb-h1", "zb-v" or "dualpipe-v"; the last two hold the model in a V of two chunks per rank."""
@@ -112,13 +112,13 @@ class ParallelFlags:
     overlap_p2p_comm: bool = flag(
         True,
         "--no-overlap-p2p-communication",
-        help="Finish sends and receives between stages before computing on.",
+        help="Finish sends and receives between stages before the computation continues.",
     )
     """Post receives early, and complete sends in the background."""
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage"
     )
-    """Micro batches that run through one chunk before the next chunk's turn; None means the
+    """Number of micro batches that a chunk computes before the next chunk runs; None means the
     pipeline size."""
 
     calculate_per_token_loss: bool = False
@@ -129,7 +129,7 @@ class ParallelFlags:
 @dataclass
 @with_inert_fields("parallel")
 class ModelParallelConfig(ParallelFlags, HalfPrecision):
-    """How the model is spread over ranks, dtypes, and the callbacks that the training loop sets."""
+    """Parallel layout of the model, dtypes, and the callbacks that the training loop sets."""
 
     enable_autocast: bool = False
     """Run the forward pass under torch.autocast."""
@@ -140,7 +140,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     variable_seq_lengths: bool = False
     """Sequence length changes between micro batches: shapes are exchanged before tensors."""
     batch_p2p_comm: bool = False
-    """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
+    """Pass sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
     deallocate_pipeline_outputs: bool = True
     """Free the data of a stage's output once it was sent; autograd needs only its graph."""
     timers: Any = None
@@ -158,7 +158,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
 
     @property
     def sends_both_stacks(self) -> bool:
-        """Whether what crosses a stage boundary has the rows of an encoder and of a decoder."""
+        """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return False
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""How many micro batches make up the present global batch; constant, or ramped up.
+"""Number of micro batches of the current global batch; constant, or ramped up.
 
-Megatron keeps the calculator of a run in a global slot with free functions around it; the classes
-below can be used without it.
+As in Megatron, functions use the calculator of the process, a global variable; the classes below
+can be used without it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NumMicroBatchesCalculator(ABC):
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
         self.num_micro_batches = 0
         self.current_global_batch_size = 0
-        """As planned."""
+        """Planned samples of a step."""
         self.current_running_global_batch_size = 0
-        """As trained: smaller where the plan was rounded down."""
+        """Trained samples of a step: smaller if the plan was rounded down."""
 
     @property
     def samples_at_once(self) -> int:
@@ -109,7 +109,7 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             )
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Nothing changes."""
+        """Do nothing: the batch is constant."""
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -215,7 +215,7 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     ) -> None:
         """
         Args:
-            phases: of `parse_phases`.
+            phases: result of `parse_phases`.
         Raises:
             ConfigError: the replicas cannot share one of the batches.
         """
@@ -385,7 +385,7 @@ def reconfigure_num_microbatches_calculator(
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Forget the calculator of this process."""
+    """Remove the calculator of this process."""
     global _calculator
     _calculator = None
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FAILURE_FILE = "failure.json"
-"""The last failure of the run; the next attempt removes it."""
+"""The last failure of the run; the next attempt renames it."""
 UNFINISHED = f"{FAILURE_FILE}.tmp-"
 """Prefix of the files of processes that were killed while they wrote."""
 FAILURE_HISTORY_FILE = "failures.jsonl"

@@ -42,7 +42,7 @@ from megatron.core.transport import collectives, torch_collectives
 
 Product: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
 """(left [m, k], right [n, k], dtype, fast) -> left times the transpose of right, [m, n] in dtype;
-`fast` allows sums of lower precision, which a forward pass can bear (`use_fast_accum`)."""
+`fast` allows sums of lower precision, which suffice in forward (`use_fast_accum`)."""
 
 BLOCK_SCALES = "scales per block"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.core.foundation.errors import ConfigError
 
 RESERVE = 0.05
-"""Share of the available memory that is left alone."""
+"""Share of the available memory that is not used."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:

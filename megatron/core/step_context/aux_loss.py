@@ -43,5 +43,5 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         if isinstance(ctx.weight, Tensor):
             return grad, ctx.weight.to(ctx.device, ctx.dtype), None
-        # Filled there: a number would be copied to an accelerator.
+        # Filled on the device: a number would be copied to an accelerator.
         return grad, torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None

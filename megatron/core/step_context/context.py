@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.topology.group import Group
 
 WeightGradient = Callable[[], None]
-"""Computes one weight gradient and adds it to the parameter's."""
+"""Computes one weight gradient and adds it to the gradient of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class AuxLossScale:
     per_token: bool = False
     """Gradients will be divided by the tokens of the loss of the whole step."""
     tokens_per_microbatch: Tensor | None = None
-    """Those tokens, [], divided by the micro batches of all replicas, where they are known before
-    the step: then an auxiliary loss is a mean over micro batches too. Unknown, a micro batch counts
-    by its own tokens, as in Megatron-LM."""
+    """These tokens, [], divided by the micro batches of all replicas, if they are known before the
+    step: then an auxiliary loss is a mean over micro batches too. If they are unknown, a micro
+    batch counts by its own tokens, as in Megatron-LM."""
     scale: Callable[[Tensor], Tensor] | None = None
     """The loss scale of fp16."""
 
@@ -49,7 +49,7 @@ class AuxLossScale:
         """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, [].
 
         Args:
-            device: where it is wanted; a number is written there, not copied.
+            device: device of the result; a number is written there, not copied.
         """
         weight: Tensor | float = self.factor
         if self.per_token:
@@ -68,11 +68,11 @@ class StepContext:
     construction of a model."""
 
     random_scope: RandomScope = RandomScope()
-    """Where the next random draw belongs."""
+    """Scope of the next random draw."""
     aux_loss_scale: AuxLossScale = AuxLossScale()
     """Weight of the auxiliary losses of the micro batch in forward."""
     defers_wgrads: bool = False
-    """Layers shall be ready to compute weight gradients apart from input gradients."""
+    """Layers must be able to compute weight gradients separately from input gradients."""
     captured_wgrads: list[WeightGradient] | None = None
     """Receives the weight gradients that the running backward defers; None: it computes them."""
     is_checkpointed: bool = False
@@ -90,8 +90,8 @@ class StepContext:
     expert_loads: Sequence[ref[Any]] = ()
     """The `ExpertLoad` of each router of this stage, after the last step."""
     mtp_losses: dict[str, Tensor] | None = None
-    """Takes further losses for the report, name -> (sum, count) as fp32 [2], which backward fills;
-    None where nobody reports them."""
+    """Receives further losses for the report, name -> (sum, count) as fp32 [2], which backward
+    fills; None if they are not reported."""
     yield_to_peer: Callable[[], None] | None = None
     """Runs the other half of an overlapped pair until it yields; None outside of a pair."""
 
@@ -111,7 +111,7 @@ def switch_to(context: StepContext) -> None:
 
 
 def values_for_recomputation() -> dict[str, object]:
-    """Return the fields, for `within_step`, that a second computation of what runs now needs."""
+    """Return the fields, for `within_step`, that a recomputation of the running code needs."""
     context = current_step()
     return {"random_scope": context.random_scope, "cp_group": context.cp_group}
 

@@ -1,4 +1,4 @@
-"""The ranks of one axis: a process group, or `SINGLE_RANK` where the axis does not exist."""
+"""The ranks of one axis: a process group, or `SINGLE_RANK` if the axis does not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SingleRank:
-    """The group of an axis that does not exist: this rank alone, with nobody to talk to."""
+    """The group of an axis that does not exist: this rank alone, without communication."""
 
     def rank(self) -> int:
         """Return this rank's position in the group."""

@@ -1,4 +1,4 @@
-"""Topology as arithmetic: which ranks form which group. Pure integers, no torch.
+"""Topology as arithmetic: the ranks of each group. Pure integers, no torch.
 
 A grid is an n-dimensional arrangement of consecutive ranks. The first axis varies fastest: with
 the order "tp-cp-ep-dp-pp", tensor-parallel neighbours have adjacent ranks and pipeline stages
@@ -82,7 +82,7 @@ class RankGrid:
         ]
 
     def _distances(self, axes: Sequence[str]) -> list[int]:
-        """Return how far the ranks along `axes` are from the first of them, ascending."""
+        """Return the distances of the ranks along `axes` from the first of them, ascending."""
         steps = accumulate(self.sizes, mul, initial=1)
         found = [0]
         for axis, size, step in zip(self.axes, self.sizes, steps, strict=False):

@@ -84,8 +84,8 @@ class LatentAttentionConfig:
     rotary_base: float = flag(10000, kind=int)
     """Base of the rotary frequencies (arXiv 2104.09864, section 3.2.2)."""
     rotary_scaling_factor: float = flag(40, cli_default=1.0)
-    """YaRN: factor by which the context is extended (arXiv 2309.00071). The flags of YaRN apply to
-    multi-latent attention and to --position-embedding-type yarn."""
+    """YaRN: new context length / original context length (arXiv 2309.00071). The flags of YaRN
+    apply to multi-latent attention and to --position-embedding-type yarn."""
     original_max_position_embeddings: int = flag(
         4096, "--original-max-position-embeddings", "--yarn-original-max-position-embeddings"
     )
