@@ -199,7 +199,8 @@ def load_state(
     everywhere = peers.gather(asked) if compares else None
 
     def plan() -> tuple[list[_Job], set[str], SliceReader]:
-        stored = set(contents.manifest.tensors) | _object_keys(contents)
+        objects = (unique.rsplit("/shard_", 1)[0] for unique in contents.objects)
+        stored = {*contents.manifest.tensors, *objects}
         missing = stored.difference(*everywhere) if everywhere is not None else set()
         apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
         return list(_plan(built, contents)), missing, contents.open_reader()
@@ -276,10 +277,6 @@ def _declared(built: Any) -> Iterator[ShardedTensor | ShardedObject]:
             yield from _declared(leaf.parts)
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
             yield leaf
-
-
-def _object_keys(contents: Contents) -> set[str]:
-    return {unique.rsplit("/shard_", 1)[0] for unique in contents.objects}
 
 
 def _is_stored(leaf: ShardedTensor | ShardedObject, contents: Contents) -> bool:

@@ -57,7 +57,8 @@ def verify_checkpoint(
         result.problems.append(error)
         return result
     listed = set(manifest.files) | {MANIFEST_NAME, METADATA_NAME}
-    result.unlisted = sorted(name for name in _names(path) if name not in listed)
+    present = os.listdir(path) if isinstance(path, Path) else path.names()
+    result.unlisted = sorted(set(present) - listed)
     for name in sorted(manifest.files) if names is None else names:
         try:
             if name == COMMON_NAME:
@@ -68,10 +69,6 @@ def verify_checkpoint(
         except CheckpointError as error:
             result.problems.append(error)
     return result
-
-
-def _names(directory: StoragePath) -> list[str]:
-    return os.listdir(directory) if isinstance(directory, Path) else directory.names()
 
 
 def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> int:

@@ -111,7 +111,7 @@ def tiles(
             local = query.stop
             left_masked_end = num_below(keys, last - 1 - left) if left >= 0 else key.start
             right_masked_begin = num_below(keys, first + right + 1) if right >= 0 else key.stop
-            are_here = _covers(keys, first, last)
+            are_here = any(begin <= first and last <= end for begin, end in keys.ranges)
             own = slice(num_below(keys, first), num_below(keys, last))
             for start in range(key.start, key.stop, max_keys):
                 stop = min(start + max_keys, key.stop)
@@ -126,10 +126,6 @@ def tiles(
 def num_below(rows: SequenceShard, position: int) -> int:
     """Return how many of the rows are before `position`."""
     return sum(min(max(position - begin, 0), end - begin) for begin, end in rows.ranges)
-
-
-def _covers(rows: SequenceShard, first: int, last: int) -> bool:
-    return any(begin <= first and last <= end for begin, end in rows.ranges)
 
 
 def masks_in_tile(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -115,7 +115,8 @@ def _attention_module(
 ) -> Any:
     n, g, d, e = sizes
     # Pass this rank's heads and no tensor-parallel size: fewer groups than ranks would become 0.
-    return _transformer_engine().DotProductAttention(
+    te = require("transformer_engine.pytorch", purpose="the attention kernel transformer-engine")
+    return te.DotProductAttention(
         n,
         d if d == e else (d, e),
         num_gqa_groups=g,
@@ -124,10 +125,6 @@ def _attention_module(
         window_size=window,
         softmax_scale=scale,
     )
-
-
-def _transformer_engine() -> Any:
-    return require("transformer_engine.pytorch", purpose="the attention kernel transformer-engine")
 
 
 @functools.lru_cache(maxsize=KEPT_DOCUMENT_BORDERS)
