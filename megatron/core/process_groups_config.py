@@ -74,7 +74,7 @@ class ProcessGroupCollection:
     _current: ClassVar[RunProcessGroups | None] = None
 
     def __post_init__(self) -> None:
-        """Replace None, with which third parties mark absent axes, by `SINGLE_RANK`."""
+        """Replace None, the mark of third parties for absent axes, by `SINGLE_RANK`."""
         for known in fields(self):
             if known.default is SINGLE_RANK and getattr(self, known.name) is None:
                 setattr(self, known.name, SINGLE_RANK)

@@ -39,7 +39,7 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     """Corpora opened and indexed at the same time."""
     path_to_cache: str | None = None
-    """Directory of the index arrays; None: beside each corpus, in `<prefix>/cache`."""
+    """Directory of the index arrays; None: `<prefix>/cache` next to each corpus."""
     mmap_bin_files: bool = True
     """Map the token files; False reads them with positioned reads."""
     object_storage_cache_path: str | None = None

@@ -144,7 +144,7 @@ class _Dealt:
 
 
 def _deal(split: Sequence[int], work: Sequence[float], num_ranks: int) -> _Dealt:
-    """Give each sample to the least loaded group of its size, the largest sample first."""
+    """Assign each sample to the least loaded group of its size, the largest sample first."""
     loads = [0.0] * num_ranks
     of_groups: dict[tuple[int, int], list[int]] = {}
     for sample in sorted(range(len(work)), key=lambda i: (-split[i], -work[i], i)):

@@ -39,7 +39,7 @@ def abandon() -> None:
 
 
 def lower_priority() -> None:
-    """Give this thread, and the threads it starts, only cores that training leaves idle."""
+    """Lower the priority of this thread, and of threads that it starts, below training's."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()

@@ -144,7 +144,7 @@ def rename_durably(source: Path, target: Path) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Give `path` new content in one step: readers see the old bytes or the new ones.
+    """Replace the content of `path` in one step: readers get the old bytes or the new ones.
 
     One process at a time may do this to a path.
     """

@@ -125,7 +125,7 @@ def _whole(tensor: Produced) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _balanced(tensors: Mapping[str, Produced], num_files: int) -> list[list[str]]:
-    """Give each file about the same bytes; return the keys of each in storage order."""
+    """Distribute the bytes evenly over files; return the keys of each in storage order."""
     loads, parts = [0] * num_files, [list[str]() for _ in range(num_files)]
     for key in sorted(tensors, key=lambda k: (-tensors[k].num_bytes, k)):
         lightest = loads.index(min(loads))

@@ -99,7 +99,7 @@ class SavePlan:
 def plan_save(
     declared: Sequence[Sequence[ShardMetadata]], *, spread_over_replicas: bool
 ) -> SavePlan:
-    """Give every distinct shard to one of its holders.
+    """Assign every distinct shard to one of its holders.
 
     Args:
         declared: per rank, its declarations.

@@ -76,7 +76,7 @@ class DataParallelFlags:
     )
     """Pad buckets to sizes that NCCL sends fastest."""
     average_in_collective: bool = flag(False, name="ddp_average_in_collective")
-    """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
+    """Average over the ranks in the collective, instead of scaling gradients by 1/ranks before.
     Pairwise sums on gloo always scale the sum, which is the more accurate order."""
     grad_compression: str = flag("none", choices=COMPRESSIONS)
     """Compression of gradients sent between replicas: "none", "bf16", "int8" (blocks of 128 with a

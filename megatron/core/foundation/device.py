@@ -73,7 +73,7 @@ def communication_backend() -> str:
 
 @functools.cache
 def wait_for_backends_at_exit() -> None:
-    """Let a backend's threads finish before the interpreter of this process ends.
+    """Wait for a backend's threads before the interpreter of this process ends.
 
     gloo wakes the waiting thread before it releases its tensors. If it holds the last reference to
     a tensor, it needs the interpreter to release it. Without an interpreter the process is aborted
@@ -83,7 +83,7 @@ def wait_for_backends_at_exit() -> None:
 
 
 def settle_backends() -> None:
-    """Let a backend's threads finish before groups are destroyed while the process continues.
+    """Wait for a backend's threads before groups are destroyed while the process continues.
 
     torch 2.7 holds the interpreter while the destructor of a group joins the thread that waits
     for the interpreter to drop its last tensor: a deadlock.

@@ -73,7 +73,7 @@ class DeltaChunks:
         """Return the effect of all chunks on a state: after = factor @ before + term.
 
         Returns:
-            [b, g, r, d, d + e], the factor beside the term.
+            [b, g, r, d, d + e], the factor and then the term.
         """
         width = self.values.shape[-1]
         eye = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)

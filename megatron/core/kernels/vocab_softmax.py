@@ -77,7 +77,7 @@ def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         out: [r, c] in the arithmetic dtype, contiguous.
     Returns:
         the highest logit of each row, and the log of the sum of exponentials relative to it: two
-        [r], since adding them up would lose the small one beside a large logit.
+        [r], since their sum would lose the bits of a small log next to a large logit.
     """
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)

@@ -118,7 +118,7 @@ def values_for_recomputation() -> dict[str, object]:
 
 @contextmanager
 def within_step(**values: object) -> Iterator[None]:
-    """Give fields of the current context other values inside."""
+    """Inside, fields of the current context have other values."""
     context = _current
     before = {name: getattr(context, name) for name in values}
     for name, value in values.items():

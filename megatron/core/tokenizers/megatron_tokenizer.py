@@ -230,7 +230,7 @@ _OUR_NAMES = {
 """Megatron's name of a setting of a library -> the name in `make_tokenizer`."""
 
 _INSTEAD = {
-    "chat_template": "write it beside the tokenizer as chat_template.jinja, for"
+    "chat_template": "write it next to the tokenizer as chat_template.jinja, for"
     " tools/preprocess_data.py and the server",
     "additional_special_tokens": "add them to the files of the tokenizer",
 }

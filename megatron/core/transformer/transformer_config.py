@@ -128,7 +128,7 @@ class TransformerConfig(
         self._derive_layers()
         self._derive_parallel()
         if self.fp32_residual_connection and self.pipeline_dtype is None:
-            self.pipeline_dtype = torch.float32  # stages hand on the residual stream
+            self.pipeline_dtype = torch.float32  # stages send the residual stream
         for derive in _DERIVATIONS:
             derive(self)
         problems = [*self.check_parallel(), *refused_settings(self)]

@@ -137,7 +137,7 @@ class QuantizedParams(GatheredParams):
             found[-1] = torch.maximum(found[-1], same.logical_not().float())
         for group in (self._flat.mesh.shard, self._quantized[0].tp):
             torch_collectives.all_reduce(found, group, ReduceOp.MAX)
-        # Rounded weights that nobody has changed keep the amaxes of the unrounded weights.
+        # Unchanged rounded weights keep the amaxes of the unrounded weights.
         self._amaxes = torch.where(found[-1] > 0, found, self._amaxes)
         amaxes = zip(self._quantized, self._amaxes[:-1], strict=True)
         scale = torch.stack([quantized.scale_of_weight(amax) for quantized, amax in amaxes])

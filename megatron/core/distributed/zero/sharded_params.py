@@ -198,7 +198,7 @@ class ShardedParams:
         """Free a unit's values, if `user` has gathered them and is the last pass to release them.
 
         Args:
-            keep: keep the values all the same, until another pass has used and released them.
+            keep: keep the values nevertheless, until another pass has used and released them.
         """
         unit = self.units[number]
         if user in unit.users:

@@ -62,7 +62,7 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
 
 
 def prepack(weight: Tensor, *, is_for_one_row: bool = False) -> bool:
-    """Give a weight a rearranged copy; return whether this machine and torch can.
+    """Attach a rearranged copy to a weight; return False if torch cannot make one here.
 
     Args:
         is_for_one_row: products will have one row instead of many.

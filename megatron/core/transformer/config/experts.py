@@ -104,7 +104,7 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_pad_expert_input_to_capacity: bool = flag(
         False, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
     )
-    """Give every expert an input of the same length: its capacity in each sequence."""
+    """Pad the input of every expert to the same length: its capacity in each sequence."""
     moe_expert_rank_capacity_factor: float | None = flag(
         None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
     )

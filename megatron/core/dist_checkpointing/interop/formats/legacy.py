@@ -150,7 +150,7 @@ def _add_optimizer(
 def _moments(
     state: Mapping[str, Any], chunks: Sequence[Tensors]
 ) -> list[dict[str, dict[str, StoredView]]] | None:
-    """Give the numbered states of an optimizer back to the parameters, by chunk and kind.
+    """Assign the numbered states of an optimizer to the parameters, by chunk and kind.
 
     Groups contain parameters in the order of the model; parameters without weight decay are exactly
     the biases and other tensors of one dimension. Returns None if the shapes do not fit.
