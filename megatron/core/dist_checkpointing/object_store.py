@@ -170,7 +170,7 @@ class StoredObject:
 
 
 StoragePath = Path | ObjectDirectory
-"""Where a checkpoint or a save directory is."""
+"""Location of a checkpoint or a save directory."""
 
 
 def storage_path(where: str | os.PathLike[str] | ObjectDirectory) -> StoragePath:

@@ -83,7 +83,7 @@ class ProcessStat(NamedTuple):
     """State: R, S, D, T and t (stopped), Z and X (ended)."""
     parent: int
     start: int
-    """As in `ProcessIdentity`."""
+    """Start time, see `ProcessIdentity`."""
     wait_status: int
     """How it ended; valid until its parent waits for it."""
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.core.foundation.errors import TopologyError
 
 START_TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other before the flags, also the timeout's flag, are read."""
+"""Timeout of ranks that wait for each other before any flags, also the timeout's, are read."""
 POLL_S = 0.01
-"""How often rank 0 checks for requests of other ranks."""
+"""Interval of rank 0's checks for requests of other ranks."""
 
 
 def restart_count() -> int:

@@ -23,7 +23,7 @@ LARGEST_RATIO = 200
 
 @dataclass(frozen=True, kw_only=True)
 class PatchShape:
-    """How images become patches.
+    """Settings that convert images to patches.
 
     Attributes:
         patch_size: pixels of a side of a patch.

@@ -32,7 +32,7 @@ RAGGED = ("patches", "image_grid_thw")
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTextConfig:
-    """How conversations become samples.
+    """Settings that convert conversations to samples.
 
     Attributes:
         sequence_length: tokens of a sample.

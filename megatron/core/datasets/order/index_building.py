@@ -37,7 +37,7 @@ _SEPARATE_BELOW = 0.80
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How often the documents are repeated, and whether the last epoch is shuffled by itself.
+    """The number of epochs, and whether the last epoch is shuffled by itself.
 
     If only a small part of the last epoch is needed, it is shuffled by itself. Otherwise its
     documents would be seen more often than the others during the first epochs.

@@ -20,7 +20,7 @@ COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 
 
 class InputFormat(Enum):
-    """How documents are in a file."""
+    """Format of the documents in a file."""
 
     jsonl = "jsonl"
     """A JSON object on each line."""

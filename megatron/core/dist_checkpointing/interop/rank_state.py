@@ -26,7 +26,7 @@ MAX_NAME = 1 << 12
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor-parallel ranks share a parameter."""
+    """Split of a parameter over tensor-parallel ranks."""
 
     dim: int | None
     """The split dimension; None: every rank has the whole parameter."""

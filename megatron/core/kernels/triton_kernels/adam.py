@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 FP32, BF16, FP16, FP8, REMAINDER = range(5)
-"""How a column is stored; `REMAINDER`: the bits of fp32 weights that bf16 weights lack."""
+"""Formats of a column; `REMAINDER`: the bits of fp32 weights that bf16 weights lack."""
 _FP32, _BF16, _FP16, _REMAINDER = (tl.constexpr(k) for k in (FP32, BF16, FP16, REMAINDER))
 BLOCK = 128
 NUM_WARPS = 1

@@ -27,7 +27,7 @@ DROPPED_BY = {
 
 @dataclass
 class ActivationOffloadConfig:
-    """Which activations are copied to host memory after forward and back before backward."""
+    """Activations that are copied to host memory after forward and back before backward."""
 
     fine_grained_activation_offloading: bool = False
     """Keep the saved activations of --offload-modules in host memory until backward needs them;

@@ -104,8 +104,8 @@ class BlockConfig:
     window_attn_skip_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr"
     )
-    """Which layers have the window: N for all but every N-th, or per layer 1 (window) or 0. None is
-    all of them."""
+    """Layers with the window: N for all but every N-th layer, or 1 (window) or 0 for each layer.
+    None is all layers."""
     attn_logit_softcapping: float | None = None
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). With None they are unbounded."""

@@ -34,7 +34,7 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_layer_freq: int | list[int] = flag(
         1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
     )
-    """Which layers have experts: every N-th, beginning with the first, or 0/1 for each layer."""
+    """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
     moe_latent_size: int | None = flag(None, part_of="num_experts")

@@ -20,7 +20,7 @@ _SHARED_SCALES = "the ranks that share a scale are the same for all micro batche
 
 @dataclass
 class PrecisionConfig:
-    """Where fp32 is kept, and which elementwise chains are fused."""
+    """Formats of activations and products, and fused elementwise operations."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
@@ -137,10 +137,10 @@ RECOMPUTE_MODULES = (
 
 @dataclass
 class RecomputeConfig:
-    """Which activations are dropped after forward and recomputed in backward."""
+    """Activations that are dropped after forward and recomputed in backward."""
 
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Which activations are recomputed in backward: whole layers, or parts of each."""
+    """Recompute activations in backward: of whole layers ("full"), or of parts ("selective")."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
     recompute_num_layers: int | None = None
