@@ -60,8 +60,8 @@ class BlockConfig:
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
     residual_multiplier: float = 1.0
-    """Factor on the output of each branch (attention, MLP or another mixer) that is added to the
-    residual stream (Granite; muP for depth, arXiv 2310.02244)."""
+    """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
+    (Granite; muP for depth, arXiv 2310.02244)."""
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings."""
     logits_scaling: float = 1.0
