@@ -1,6 +1,6 @@
 """Model-parallel training of transformers: topology, layers, schedules, checkpoints, optimizers.
 
-Names are loaded when first asked for: importing one part does not import the others.
+A name is imported at its first use: importing one part does not import the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Activation functions that torch does not name."""
+"""Activation functions that torch lacks."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """Kind of model that the training loop is given."""
+    """Kind of a model that is passed to the training loop."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
-    """Code compares with it; models here are decoders, and none is of this kind."""
+    """Third-party code compares with it; no model here has this type."""
 
 
 class Fp8Recipe(enum.StrEnum):

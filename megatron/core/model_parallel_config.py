@@ -1,4 +1,4 @@
-"""How one model is spread over ranks, and in which precision it computes."""
+"""The parallel layout of a model, and the precision of its arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class HalfPrecision:
-    """In which precision the model computes, as model and optimizer must know."""
+    """Precision of the model, shared by model and optimizer."""
 
     fp16: bool = False
     """Compute in fp16 with loss scaling and fp32 main weights."""
@@ -38,54 +38,56 @@ class ParallelFlags:
     """Parallel sizes, schedule, overlap choices."""
 
     tensor_model_parallel_size: int = 1
-    """Ranks over which each weight matrix is split (Megatron-LM, section 3, arXiv 1909.08053)."""
+    """Number of ranks that split each weight matrix (Megatron-LM, section 3, arXiv 1909.08053)."""
     pipeline_model_parallel_size: int = 1
-    """Ranks over which the layers are split into stages."""
+    """Number of ranks that split the layers into stages."""
     virtual_pipeline_model_parallel_size: int | None = no_flag(None, is_arg=True)
     """Model chunks per pipeline rank (interleaved schedule, arXiv 2104.04473, section 2.2)."""
     sequence_parallel: bool = False
     """Split norms, dropouts and residuals along the sequence over the tensor-parallel ranks (arXiv
     2205.05198, section 4.2)."""
     context_parallel_size: int = 1
-    """Ranks over which the sequence is split everywhere, attention included (arXiv 2310.01889)."""
+    """Number of ranks that split the sequence in all layers, also in attention (arXiv
+    2310.01889)."""
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None, nargs="+", part_of="context_parallel_size"
     )
-    """Sizes of the two levels of a2a+p2p: near ranks that exchange heads, then the ring."""
+    """Sizes of the two levels of a2a+p2p: neighbouring ranks that exchange heads, then the ring."""
     cp_comm_type: str | list[str] | None = flag(
         None, cli_default=["p2p"], nargs="+", part_of="context_parallel_size"
     )
-    """How ranks that share a sequence see each other's keys: "p2p", "all_gather", "a2a" or
+    """Exchange of keys between ranks that share a sequence: "p2p", "all_gather", "a2a" or
     "a2a+p2p", or one of them per layer. None means "p2p"."""
     hybrid_context_parallel: bool = flag(False, part_of="context_parallel_size")
-    """Let each row of samples be split over as few neighbouring data- and context-parallel ranks as
-    it needs, so that ranks have the same work although samples differ in length."""
+    """Dynamic context parallelism: split each sequence over as few neighbouring data- and
+    context-parallel ranks as it needs, so that ranks have equal work although lengths differ."""
     max_seqlen_per_dp_cp_rank: int | None = flag(None, part_of="context_parallel_size")
-    """Tokens of such a row that one rank holds: about --seq-length / --context-parallel-size."""
+    """Dynamic context parallelism: tokens of a sequence that one rank holds, about --seq-length /
+    --context-parallel-size."""
     expert_model_parallel_size: int = 1
-    """Ranks over which routed experts are distributed."""
+    """Number of ranks that share the routed experts."""
     expert_tensor_parallel_size: int | None = flag(None, part_of="num_experts")
     """Tensor-parallel size inside experts; None means equal to the dense one."""
 
     perform_initialization: bool = flag(
         True,
         "--no-initialization",
-        help="Leave weights unfilled: for runs that load a checkpoint anyway.",
+        help="Do not initialise weights, for runs that load a checkpoint.",
     )
-    """Fill weights when layers are constructed; off when a checkpoint will be loaded anyway."""
+    """Initialise weights when layers are built; not needed if a checkpoint is loaded."""
     use_cpu_initialization: bool = False
     """Create and fill weights in host memory first."""
 
     gradient_accumulation_fusion: bool = flag(
         True,
         "--no-gradient-accumulation-fusion",
-        help="Compute weight gradients by themselves and add them, instead of letting the product"
-        " accumulate.",
+        help="Compute a weight gradient as a separate tensor and add it, instead of accumulating in"
+        " the GEMM.",
     )
-    """Let weight-gradient GEMMs write into the main gradient buffer where the data-parallel wrapper
+    """Make weight-gradient GEMMs write into the main gradient buffer if the data-parallel wrapper
     provides one, so no separate gradient tensor is allocated."""
     async_tensor_model_parallel_allreduce: bool = flag(
-        True, help="Compute the weight gradient only after the input gradient was reduced."
+        True, help="Compute the weight gradient only after the reduction of the input gradient."
     )
     """Reduce the input gradient of a column-parallel layer while its weight gradient is
     computed."""
@@ -97,26 +99,26 @@ class ParallelFlags:
         part_of="num_experts",
         per_micro_batch="micro batches that are computed at once are split over the same ranks",
     )
-    """Let a rank compute one micro batch's backward while the tokens of another's forward travel to
-    their experts, and the other way round. Keeps more micro batches alive."""
+    """Compute one micro batch's backward while tokens of another micro batch's forward are sent to
+    their experts, and vice versa. Keeps more micro batches in memory."""
     pipeline_schedule: str = "1f1b"
     """Order of the pipeline's steps: "1f1b" (interleaved when there are virtual stages), "gpipe",
     "zb-h1", "zb-v" or "dualpipe-v"; the last two hold the model in a V of two chunks per rank."""
     pipeline_step_durations: tuple[int, int, int] | list[int] = flag(
         (1, 1, 1), cli_default=[1, 1, 1], nargs=3
     )
-    """Relative time of a forward, an input gradient and a weight gradient, from which the order of
-    "zb-v" is made."""
+    """Relative times of a forward, an input gradient and a weight gradient; the order of "zb-v"
+    follows from them."""
     overlap_p2p_comm: bool = flag(
         True,
         "--no-overlap-p2p-communication",
-        help="Finish sends and receives between stages before computing on.",
+        help="Finish sends and receives between stages before the computation continues.",
     )
-    """Post receives ahead and let sends finish in the background."""
+    """Post receives early, and complete sends in the background."""
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage"
     )
-    """Micro batches that run through one chunk before the next chunk's turn; None means the
+    """Number of micro batches that a chunk computes before the next chunk runs; None means the
     pipeline size."""
 
     calculate_per_token_loss: bool = False
@@ -127,7 +129,7 @@ class ParallelFlags:
 @dataclass
 @with_inert_fields("parallel")
 class ModelParallelConfig(ParallelFlags, HalfPrecision):
-    """How the model is spread over ranks, dtypes, and the callbacks that the training loop sets."""
+    """Parallel layout of the model, dtypes, and the callbacks that the training loop sets."""
 
     enable_autocast: bool = False
     """Run the forward pass under torch.autocast."""
@@ -138,7 +140,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     variable_seq_lengths: bool = False
     """Sequence length changes between micro batches: shapes are exchanged before tensors."""
     batch_p2p_comm: bool = False
-    """Hand sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
+    """Pass sends and receives to the backend in one batch (excludes overlap_p2p_comm)."""
     deallocate_pipeline_outputs: bool = True
     """Free the data of a stage's output once it was sent; autograd needs only its graph."""
     timers: Any = None
@@ -146,7 +148,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
     grad_scale_func: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Scales the loss before backward (fp16)."""
     no_sync_func: NoSync | list[NoSync] | None = None
-    """Context in which a chunk's gradients accumulate without data-parallel reduction."""
+    """Returns a context that accumulates a chunk's gradients without data-parallel reduction."""
     grad_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
     """Starts the data-parallel reduction of a chunk's gradients."""
     param_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = None
@@ -156,7 +158,7 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
 
     @property
     def sends_both_stacks(self) -> bool:
-        """Whether what crosses a stage boundary has the rows of an encoder and of a decoder."""
+        """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return False
 
     def __post_init__(self) -> None:

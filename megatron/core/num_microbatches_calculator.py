@@ -1,7 +1,7 @@
-"""How many micro batches make up the present global batch; constant, or ramped up.
+"""Number of micro batches of the current global batch; constant, or ramped up.
 
-Megatron keeps the calculator of a run in a global slot with free functions around it; the classes
-below can be used without it.
+As in Megatron, functions use the calculator of the process, a global variable; the classes below
+can be used without it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class NumMicroBatchesCalculator(ABC):
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
         self.num_micro_batches = 0
         self.current_global_batch_size = 0
-        """As planned."""
+        """Planned samples of a step."""
         self.current_running_global_batch_size = 0
-        """As trained: smaller where the plan was rounded down."""
+        """Trained samples of a step: smaller if the plan was rounded down."""
 
     @property
     def samples_at_once(self) -> int:
@@ -109,7 +109,7 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             )
 
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Nothing changes."""
+        """Do nothing: the batch is constant."""
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -129,8 +129,8 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         """
         Args:
             start_global_batch_size: samples of the first step.
-            batch_size_increment: by which it grows, up to `global_batch_size`.
-            ramup_samples: samples over which it grows.
+            batch_size_increment: samples that each growth adds, up to `global_batch_size`.
+            ramup_samples: samples until the full size is reached.
         Raises:
             ConfigError: all contradictions together.
         """
@@ -215,7 +215,7 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
     ) -> None:
         """
         Args:
-            phases: of `parse_phases`.
+            phases: result of `parse_phases`.
         Raises:
             ConfigError: the replicas cannot share one of the batches.
         """
@@ -385,7 +385,7 @@ def reconfigure_num_microbatches_calculator(
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Forget the calculator of this process."""
+    """Remove the calculator of this process."""
     global _calculator
     _calculator = None
 
@@ -396,7 +396,7 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 def _current() -> NumMicroBatchesCalculator:
     if _calculator is None:
         raise ConfigError(
-            "the number of micro batches was asked for before it was set.",
+            "the number of micro batches was read before it was set.",
             rule="the batch sizes of a process are set once, before its first step",
             fix="call init_num_microbatches_calculator() first",
         )

@@ -22,7 +22,7 @@ from megatron.core.settings.resumed_schedule import (
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
-# Each maps the part of the decay that is done, 0 to 1, to the part of the range that is left.
+# Each maps the completed part of the decay, 0 to 1, to the remaining part of the range.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1.0),
@@ -46,7 +46,7 @@ class LearningRateCurve:
     min_lr: float
     num_warmup: int
     num_decay: int
-    """Where the decay ends, warm-up included."""
+    """End of the decay, warm-up included."""
     style: str
     num_wsd_decay: int = 0
     """Length of the last phase of WSD."""
@@ -94,7 +94,7 @@ class WeightDecayCurve:
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer: ours, one of torch's, or a third party's."""
+    """The part of an optimizer (ours, torch's or a third party's) that a schedule needs."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -105,8 +105,8 @@ class HasParamGroups(Protocol):
 class OptimizerParamScheduler:
     """Sets learning rate and weight decay of an optimizer's parameter groups.
 
-    A group may carry `max_lr`, `min_lr`, `start_wd`, `end_wd` of its own, and factors `lr_mult`
-    and `wd_mult`.
+    A group may have its own `max_lr`, `min_lr`, `start_wd` and `end_wd`, and factors `lr_mult` and
+    `wd_mult`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class OptimizerParamScheduler:
             use_checkpoint_opt_param_scheduler: a loaded checkpoint's curves replace these.
             override_opt_param_scheduler: these curves replace a loaded checkpoint's. With
                 neither, the two must agree.
-            samples_per_iteration: where the flags of lengths count iterations; None where they
+            samples_per_iteration: given if the flags of lengths count iterations, None if they
                 count samples. For messages only.
         Raises:
             ConfigError: all contradictions together.
@@ -183,7 +183,7 @@ class OptimizerParamScheduler:
         require(
             self.lr_decay_steps > 0 and 0 <= self.lr_warmup_steps < self.lr_decay_steps,
             f"warm-up over {self.lr_warmup_steps} and decay over {self.lr_decay_steps} samples.",
-            "the warm-up ends before the decay does",
+            "the warm-up ends before the end of the decay",
             ["--lr-warmup-iters", "--lr-decay-iters"],
             "shorten --lr-warmup-iters or lengthen --lr-decay-iters",
         )
@@ -192,7 +192,7 @@ class OptimizerParamScheduler:
             require(
                 length is not None and 0 < length <= self.lr_decay_steps,
                 f"WSD with a last phase of {length} samples in {self.lr_decay_steps}.",
-                "WSD needs the length of its last phase, at most that of the decay",
+                "WSD needs the length of its last phase, at most the length of the decay",
                 ["--lr-wsd-decay-iters", "--lr-decay-iters"],
                 "set --lr-wsd-decay-iters to about a tenth of --lr-decay-iters",
             )
@@ -227,7 +227,7 @@ class OptimizerParamScheduler:
         return problems
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Return the present learning rate of a group, before its `lr_mult`."""
+        """Return the current learning rate of a group, before its `lr_mult`."""
         curve = LearningRateCurve(
             init_lr=self.init_lr,
             max_lr=param_group.get("max_lr", self.max_lr),
@@ -241,7 +241,7 @@ class OptimizerParamScheduler:
         return curve.at(self.num_steps)
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """Return the present weight decay of a group, before its `wd_mult`."""
+        """Return the current weight decay of a group, before its `wd_mult`."""
         group = param_group or {}
         curve = WeightDecayCurve(
             start=group.get("start_wd", self.start_wd),
@@ -252,14 +252,14 @@ class OptimizerParamScheduler:
         return curve.at(self.num_steps)
 
     def step(self, increment: int) -> None:
-        """Go on by `increment` samples and set all groups."""
+        """Advance by `increment` samples and set all groups."""
         self.num_steps += increment
         for group in self.optimizer.param_groups:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the curves and the position on them."""
+        """Return the curves and the number of samples."""
         return {name: getattr(self, name) for name in (*FLAGS, "num_steps")}
 
     def load_state_dict(
@@ -267,14 +267,14 @@ class OptimizerParamScheduler:
         state_dict: Mapping[str, Any],
         own_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Continue at a checkpoint's position; on its curves or on these, as configured.
+        """Continue from a checkpoint's number of samples, on its curves or on these.
 
         Args:
-            own_groups: the settings of this run's parameter groups, where those of a checkpoint
-                have replaced them in the optimizer. Their rates, decays and factors belong to the
+            own_groups: the settings of this run's parameter groups, if a checkpoint's settings have
+                replaced them in the optimizer. Their rates, decays and factors belong to the
                 curves.
         Raises:
-            ConfigError: the curves differ and neither side was chosen.
+            ConfigError: the curves differ, and no argument chooses between them.
         """
         # `init_lr` and names of old versions may be absent.
         stored = {name: state_dict.get(name, getattr(self, name)) for name in FLAGS}
@@ -300,7 +300,7 @@ class OptimizerParamScheduler:
 
 
 def get_canonical_lr_for_logging(param_groups: list[dict[str, Any]]) -> float | None:
-    """Return the learning rate to be shown: of the first group without a rate of its own."""
+    """Return the learning rate to log: the rate of the first group without its own rate."""
     for group in param_groups:
         if not group.get("is_decoupled_lr", False) and group.get("lr_mult", 1.0) == 1.0:
             return group["lr"]

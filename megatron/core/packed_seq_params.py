@@ -1,7 +1,7 @@
-"""How several sequences are back to back in one row of tokens.
+"""Several sequences packed one after another into one row of tokens.
 
-Attention needs to know only which sequence ("document") each position belongs to. The whole row
-is split over context-parallel ranks like one sequence: lengths need not divide by anything.
+Attention needs only the number of the sequence ("document") that each position belongs to. The
+whole row is split over context-parallel ranks like one sequence, so any lengths are allowed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FALLING = "seq_idx falls: a document is in two pieces"
 
 @dataclass
 class PackedSeqParams:
-    """Descriptor of packed sequences for attention, as Megatron has it.
+    """Megatron's descriptor of packed sequences for attention.
 
-    The documents alone are read. `qkv_format`, `max_seqlen_*`, `total_tokens`, `tokens_per_sample`,
-    `pad_between_seqs` and `cp_scatter_cache` prepare kernels of other libraries: what they say
-    follows from the lengths, and they are not read.
+    Only the documents are read. `qkv_format`, `max_seqlen_*`, `total_tokens`, `tokens_per_sample`,
+    `pad_between_seqs` and `cp_scatter_cache` prepare kernels of other libraries. Their values
+    follow from the lengths, and they are ignored.
 
     `cu_seqlens_*`: int32 [number of sequences + 1], running sums of the lengths, from 0 to the
-    length of the whole row, before any rank takes its part.
+    length of the whole row, before it is split over ranks.
     """
 
     qkv_format: str | None = None
@@ -42,25 +42,25 @@ class PackedSeqParams:
     max_seqlen_kv: int | None = None
     local_cp_size: int | None = None
     cp_group: Any = None
-    """A micro batch is split over the model's own context-parallel ranks: another number of them
-    (`local_cp_size`) is refused, and without one Megatron does not read `cp_group` either."""
+    """Ignored: a micro batch is split over the model's own context-parallel ranks. Another number
+    of ranks (`local_cp_size`) is refused; without it Megatron ignores `cp_group`, too."""
     total_tokens: int | None = None
     seq_idx: Tensor | None = None
-    """int32 [1, t] or [b, s]: which sequence each token belongs to, never falling along a row.
-    Alone it describes the packing; `cu_seqlens_*` are then not needed."""
+    """int32 [1, t] or [b, s]: number of each token's sequence, never falling along a row. With it
+    `cu_seqlens_*` are not needed."""
     tokens_per_sample: Any = None
     pad_between_seqs: bool | None = None
     cp_scatter_cache: Any = None
 
     def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
-        """Return the one form that attention reads, checked; the model does so once for all layers.
+        """Return the checked form that attention reads; the model calls it once for all layers.
 
         Args:
             batch, total: b and s of the micro batch, s before context parallelism.
-            device: where the model computes.
+            device: device of the model.
         Raises:
-            DataError: the lengths do not add up to s, or do not describe this batch. They are
-                the same on all ranks that share the micro batch, which all raise.
+            DataError: the lengths do not add up to s, or do not describe this batch. All ranks that
+                share the micro batch have the same lengths, so all of them raise.
         """
         return Documents(seq_idx=self._document_ids(batch, total, device))
 
@@ -83,7 +83,7 @@ class PackedSeqParams:
             self.cu_seqlens_kv if self.cu_seqlens_q_padded is None else self.cu_seqlens_kv_padded
         )
         if other is not None and not torch.equal(other, borders):
-            raise _problem("the lengths of keys differ from those of queries")
+            raise _problem("the lengths of keys and of queries differ")
         if batch != 1:
             raise _problem(f"cu_seqlens describe one row of tokens, the micro batch has {batch}")
         steps = borders.diff()
@@ -107,16 +107,16 @@ class PackedSeqParams:
 
 @dataclass
 class Documents(PackedSeqParams):
-    """Packing as layers read it: `seq_idx` is [b, s] on the model's device, and was checked."""
+    """Packing in the form that layers read: `seq_idx` is checked, [b, s] on the model's device."""
 
     padding_mask: Tensor | None = None
-    """Bool [b, s/cp], True where this rank has no token. None: there is no padding."""
+    """Bool [b, s/cp], True for padding; None without padding."""
 
     def resolve(self, batch: int, total: int, device: torch.device) -> Documents:
-        """Return self, if it is of this micro batch.
+        """Return self, if it describes this micro batch.
 
         Raises:
-            DataError: it is of another one.
+            DataError: it describes another micro batch.
         """
         if self.ids.shape != (batch, total) or self.ids.device.type != device.type:
             raise _problem(
@@ -133,9 +133,9 @@ class Documents(PackedSeqParams):
 
     @functools.cached_property
     def numbered(self) -> tuple[Tensor, int]:
-        """(The number of each position's document in the micro batch, int64 [b, s]; how many.)
+        """(Number of each position's document in the micro batch, int64 [b, s]; their count.)
 
-        The host reads how many from the device, once for all layers.
+        The host reads the count from the device, once for all layers.
         """
         begins = torch.nn.functional.pad(self.ids.diff(dim=1) != 0, (1, 0), value=True)
         numbers = (begins.flatten().cumsum(0) - 1).view_as(self.ids)
@@ -145,7 +145,7 @@ class Documents(PackedSeqParams):
     def attention_mask(self) -> Tensor:
         """Bool [b, 1, s, s], True where a causal attention within documents hides a key.
 
-        For libraries that know no other form; made at the first use, once for all layers.
+        For libraries that accept no other form; made at the first use, once for all layers.
         """
         ids = self.ids
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -1,7 +1,7 @@
 """Megatron's function names over the current `ProcessGroupCollection`.
 
-For code written against `megatron.core.parallel_state` (also imported as `mpu`). Nothing inside
-`megatron.core` calls it: mechanisms are handed their groups.
+For code that uses `megatron.core.parallel_state` (also imported as `mpu`). `megatron.core` itself
+does not call it: its functions receive their groups.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def initialize_model_parallel(
         their own `rank_offset` and sizes.
     Raises:
         TopologyError: the sizes do not fit the world size, or groups exist already.
-        ConfigError: an axis is asked for that does not exist here (`gtp_remat_size`), or another
-            backend for pipelines.
+        ConfigError: a size is given for an axis that does not exist here (`gtp_remat_size`), or a
+            separate backend for pipelines.
     """
     if not dist.is_initialized():
         raise TopologyError(
@@ -123,7 +123,7 @@ is_unitialized = lambda: not model_parallel_is_initialized()  # noqa: E731  Mega
 
 
 def destroy_model_parallel() -> None:
-    """Destroy the groups of `initialize_model_parallel` and forget the current collection."""
+    """Destroy the groups of `initialize_model_parallel` and the current collection."""
     factory = ProcessGroupCollection.current().factory
     if factory is not None and dist.is_initialized():
         factory.destroy()
@@ -303,7 +303,7 @@ def _data_parallel_name(with_context_parallel: bool, partial_data_parallel: bool
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> Any:
-    """Return the data-parallel group (joined with context parallel if asked)."""
+    """Return the data-parallel group, `with_context_parallel` joined with context parallel."""
     return _group(_data_parallel_name(with_context_parallel, partial_data_parallel))
 
 
@@ -385,12 +385,12 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return the virtual stage that the caller declared to be in, or None without VPP."""
+    """Return the virtual stage that the caller has declared, or None without VPP."""
     return ProcessGroupCollection.current().virtual_pipeline_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Declare the virtual stage for code that asks by global state instead of `vp_stage`."""
+    """Declare the virtual stage for code that reads global state instead of `vp_stage`."""
     groups = ProcessGroupCollection.current().with_groups(virtual_pipeline_rank=rank)
     ProcessGroupCollection.set_current(groups)
 
@@ -407,7 +407,7 @@ def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Return whether this rank (and virtual stage, unless ignored) is where tokens enter."""
+    """Return whether this rank (and virtual stage, unless ignored) reads the tokens."""
     stage, _ = ProcessGroupCollection.current().virtual_stage(vp_stage)
     return _rank("pp") == 0 and (ignore_virtual or stage == 0)
 

@@ -43,7 +43,7 @@ class ProcessGroupCollection:
     dp_cp: Group = SINGLE_RANK
     """Ranks that hold the same dense weights: gradients are reduced over it."""
     embd: Group = SINGLE_RANK
-    """First and last stage (those that hold the tied embedding)."""
+    """First and last stage, which hold the tied embedding."""
     pos_embd: Group = SINGLE_RANK
     """Stages that hold position embeddings."""
     ep: Group = SINGLE_RANK
@@ -64,29 +64,29 @@ class ProcessGroupCollection:
     hcp: tuple[Group, ...] = ()
     """Levels of hierarchical context parallelism, innermost first; none without it."""
     hybrid_cp: Mapping[int, Group] = field(default_factory=dict)
-    """Neighbours of dp_cp that may split a micro batch, by their number; none where all micro
-    batches are split over `cp` (dynamic context parallelism, `megatron.core.datasets.packing`)."""
+    """Neighbours of dp_cp that may split a micro batch, by their number (dynamic context
+    parallelism, `megatron.core.datasets.packing`); empty if `cp` splits all micro batches."""
     ranks: dict[str, list[int]] = field(default_factory=dict)
     """Global ranks of each group above, for messages and point-to-point addressing."""
     layout: Layout | None = None
-    """The arithmetic these groups were built from."""
+    """The layout that these groups were built from."""
 
     _current: ClassVar[RunProcessGroups | None] = None
 
     def __post_init__(self) -> None:
-        """Take None, as third parties write it, for an axis that does not exist."""
+        """Replace None, the mark of third parties for absent axes, by `SINGLE_RANK`."""
         for known in fields(self):
             if known.default is SINGLE_RANK and getattr(self, known.name) is None:
                 setattr(self, known.name, SINGLE_RANK)
 
     @property
     def microbatch_cp(self) -> Group:
-        """The ranks that split the micro batch that is computed: `cp`, if that is true of all."""
+        """The ranks that split the running micro batch: `cp`, or its dynamic group."""
         return current_step().cp_group or self.cp
 
     @classmethod
     def current(cls) -> RunProcessGroups:
-        """Return the groups of this process: the fallback where none are passed.
+        """Return the groups of this process, which are used if no groups are passed.
 
         Without `set_current` there is one rank on every axis.
         """
@@ -94,12 +94,12 @@ class ProcessGroupCollection:
 
     @classmethod
     def set_current(cls, collection: ProcessGroupCollection | None) -> None:
-        """Make `collection`, as it is now, the fallback of this process; None forgets it."""
+        """Make a copy of `collection` the default of this process; None removes the default."""
         ProcessGroupCollection._current = None if collection is None else collection.frozen()
 
     @classmethod
     def single(cls) -> ProcessGroupCollection:
-        """A collection in which every axis has size 1."""
+        """A collection whose axes all have size 1."""
         return cls()
 
     @classmethod
@@ -124,7 +124,7 @@ class ProcessGroupCollection:
         return replace(self, **groups)
 
     def frozen(self) -> RunProcessGroups:
-        """Return these groups as the collection that a run hands on."""
+        """Return these groups as the immutable collection of a run."""
         if isinstance(self, RunProcessGroups):
             return self
         groups = RunProcessGroups()
@@ -134,31 +134,31 @@ class ProcessGroupCollection:
 
 @dataclass(kw_only=True)
 class RunProcessGroups(ProcessGroupCollection):
-    """The groups of a run: nothing changes them once they are made."""
+    """The groups of a run, immutable once they are made."""
 
     factory: GroupFactory | None = None
-    """What `initialize_model_parallel` made them with."""
+    """The factory that `initialize_model_parallel` used."""
     virtual_pipeline_size: int | None = None
-    """Model chunks of this rank as code outside has declared it; None without virtual stages."""
+    """Model chunks of this rank, declared by callers; None without virtual stages."""
     virtual_pipeline_rank: int | None = None
-    """The chunk that code outside has declared to be in."""
+    """The current chunk, declared by callers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.__dict__["_is_complete"] = True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute while the object is made, never later."""
+        """Set an attribute during construction, and raise afterwards."""
         if "_is_complete" in self.__dict__:
             raise TopologyError(
                 f"{name!r} of the process groups of a run was to be changed.",
-                rule="all parts of a run share one collection of groups, which stays as it is",
+                rule="all parts of a run share one collection of groups, which never changes",
                 fix=f"make another one: groups.with_groups({name}=...)",
             )
         super().__setattr__(name, value)
 
     def virtual_stage(self, vp_stage: int | None = None) -> tuple[int | None, int]:
-        """Return which model chunk of this rank `vp_stage` is, or the declared one, of how many."""
+        """Return the number of `vp_stage` (or of the declared chunk), and the number of chunks."""
         if self.virtual_pipeline_size is None:
             return 0, 1
         stage = self.virtual_pipeline_rank if vp_stage is None else vp_stage
@@ -169,14 +169,14 @@ _NO_GROUPS = RunProcessGroups()
 
 
 def resolve_groups(pg_collection: ProcessGroupCollection | None) -> RunProcessGroups:
-    """Return the groups that a public constructor was given, or those of this process."""
+    """Return the groups passed to a public constructor; None is the groups of this process."""
     return ProcessGroupCollection.current() if pg_collection is None else pg_collection.frozen()
 
 
 def resolve_group(
     group: Group | None, axis: str, pg_collection: ProcessGroupCollection | None = None
 ) -> Group:
-    """Return the group that a public function was given, or that of `axis` in its collection."""
+    """Return the group passed to a public function, or the group of `axis` in its collection."""
     found: Group = getattr(resolve_groups(pg_collection), axis) if group is None else group
     return found
 
@@ -184,12 +184,12 @@ def resolve_group(
 class GroupFactory:
     """Creates each distinct group once: axes of equal ranks share a communicator.
 
-    Every process of the world asks for the same groups in the same order, also for those it is no
-    member of: torch names a group by the number of those asked for before, so the names agree
-    wherever a group has its members, and never repeat, also after `destroy`. (Creation by the
-    members alone names a group by how many groups are alive; a first and a middle pipeline stage
-    count differently, and a count that falls back meets the stale rendezvous of an older group.)
-    To be no member costs some 10 us: 16,192 groups of 16,384 ranks take 0.2 s.
+    Every process of the world creates the same groups in the same order, also groups without this
+    process: torch names a group by the number of groups created before, so all members use the same
+    name, and names never repeat, also after `destroy`. (If only members create a group, torch names
+    it by the number of living groups. A first and a middle pipeline stage count differently, and
+    when the count falls, a new group finds the stale rendezvous of an older group.) A group without
+    this process costs about 10 us: 16,192 groups of 16,384 ranks take 0.2 s.
     """
 
     def __init__(self, backend: str | None = None, timeout: timedelta | None = None) -> None:
@@ -272,11 +272,11 @@ def build_process_groups(
     """Create the groups of this rank. torch.distributed must be initialised.
 
     Args:
-        embedding_ranks, position_embedding_ranks: pick, from the ranks of a pipeline group, those
-            that hold the tied word embedding or the position embedding.
+        embedding_ranks, position_embedding_ranks: return, from the ranks of a pipeline group, the
+            ranks that hold the tied word embedding or the position embedding.
         hybrid_context_parallel: also groups of neighbours of dp_cp that may split a micro batch.
-        num_distributed_optimizer_instances: into how many replicas dp_cp is cut for sharded
-            optimizer state.
+        num_distributed_optimizer_instances: number of replicas of the sharded optimizer state;
+            dp_cp is cut into as many pieces.
         virtual_pipeline_size: model chunks per pipeline rank; None without virtual stages.
     Raises:
         TopologyError: the replicas of the weights cannot be cut into that many instances.
@@ -327,7 +327,7 @@ def build_process_groups(
 def _create_plans_of_other_layouts(
     plan: Mapping[str, RankLists], layout: Layout, factory: GroupFactory
 ) -> None:
-    """Where several layouts share the world, create the groups of all in one common order."""
+    """If several layouts share the world, create the groups of all layouts in a common order."""
     if layout.world_size == dist.get_world_size():
         return
     plans: list[Mapping[str, RankLists]] = all_gather_object(plan, torch_collectives.world())

@@ -13,7 +13,7 @@ from megatron.core.foundation import device
 from megatron.core.transport import torch_collectives
 
 FINEST_LEVEL = 2
-"""Timers inside a micro batch; 0 are those of whole steps."""
+"""Level of timers inside a micro batch; timers of whole steps have level 0."""
 
 
 class Timer:
@@ -49,7 +49,7 @@ class Timer:
         self._started_at = None
 
     def reset(self) -> None:
-        """Forget the accumulated seconds; a running interval restarts now."""
+        """Discard the accumulated seconds; a running interval restarts now."""
         self._accumulated_s = 0.0
         self._num_intervals = 0
         if self._started_at is not None:
@@ -73,7 +73,7 @@ class Timer:
 
 
 class _SilentTimer(Timer):
-    """A timer above the log level: costs nothing."""
+    """A timer above the log level, which does nothing."""
 
     def start(self, barrier: bool = False) -> None:
         pass
@@ -87,7 +87,7 @@ class Timers:
 
     Args:
         log_level: timers with a higher level are silent.
-        log_option: "max", "minmax" or "all": how a report shows the ranks.
+        log_option: "max", "minmax" or "all": figures of the ranks in a report.
     """
 
     def __init__(self, log_level: int, log_option: str) -> None:
@@ -100,8 +100,8 @@ class Timers:
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """Return the timer `name`, created at `log_level`.
 
-        Without a level a timer that does not exist yet counts as one of the finest: so
-        `timers("x").stop()` is silent where `timers("x", log_level=2).start()` was.
+        Without a level a new timer gets the finest level: so `timers("x").stop()` does nothing if
+        `timers("x", log_level=2).start()` did nothing.
         """
         timer = self._timers.get(name)
         if timer is None:
@@ -186,7 +186,7 @@ class Timers:
         """Add the largest seconds / normalizer of each timer to `writer` as `NAME-time`.
 
         Args:
-            writer: of TensorBoard, or None on ranks that write nothing; all ranks call it.
+            writer: TensorBoard's writer, or None on ranks without one; all ranks call it.
         """
         extremes = self._get_global_min_max_time(names, reset, barrier, normalizer)
         if writer is not None:
@@ -198,7 +198,7 @@ class Timers:
     ) -> dict[str, tuple[float, float]]:
         """Return the least and the most seconds / normalizer of each timer over the ranks.
 
-        Writers that others add to the class call it by this name of Megatron's.
+        Writers that third parties add to the class call it by this name of Megatron's.
         """
         if barrier:
             torch_collectives.barrier(torch_collectives.world())

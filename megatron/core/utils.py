@@ -19,12 +19,12 @@ from megatron.core.topology.group import Group
 
 
 def get_pg_size(group: Group | None = None) -> int:
-    """Return the number of ranks in `group`; 1 for None, as code outside has it."""
+    """Return the number of ranks in `group`; 1 for None, which third parties pass."""
     return 1 if group is None else group.size()
 
 
 def get_pg_rank(group: Group | None = None) -> int:
-    """Return this rank's position in `group`; 0 for None, as code outside has it."""
+    """Return this rank's position in `group`; 0 for None, which third parties pass."""
     return 0 if group is None else group.rank()
 
 
@@ -47,7 +47,7 @@ def divide(numerator: int, denominator: int) -> int:
 def get_attr_wrapped_model(
     model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False
 ) -> Any:
-    """Find attribute `attr` on `model` or on what it wraps (`.module`, repeatedly).
+    """Find attribute `attr` on `model` or on a model inside it (`.module`, repeatedly).
 
     Args:
         allow_none: a wrapper's attribute that is None counts as found.
@@ -59,7 +59,7 @@ def get_attr_wrapped_model(
     while not hasattr(owner, attr) or (not allow_none and getattr(owner, attr) is None):
         if not hasattr(owner, "module"):
             raise AttributeError(
-                f"{type(model).__name__} and what it wraps have no attribute {attr!r}"
+                f"{type(model).__name__} and the models inside it have no attribute {attr!r}"
             )
         owner = owner.module
     return owner if return_model_obj else getattr(owner, attr)
@@ -87,7 +87,7 @@ def unwrap_model(model: object, module_instances: tuple[type, ...] | None = None
 
 @contextmanager
 def evaluating(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
-    """Switch a model, or each of a list of chunks, to evaluation for a while."""
+    """Inside, a model, or each of a list of chunks, is in evaluation mode."""
     chunks = as_list(model)
     was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
@@ -162,7 +162,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def best_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of `number` that is not above `at_most`: for error messages."""
+    """Return the largest divisor of `number` up to `at_most`, for error messages."""
     small = [d for d in range(1, math.isqrt(max(number, 1)) + 1) if number % d == 0]
     return max(d for d in (1, *small, *(number // d for d in small)) if d <= max(at_most, 1))
 

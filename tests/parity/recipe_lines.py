@@ -44,7 +44,7 @@ SHARED_RULES = (
     "overlap_moe_expert_parallel_comm with 8 experts",
     "moe_shared_expert_overlap with",
     "cpu_offloading_num_layers=4 with recomputation",
-    "recompute_modules names shared_experts beside moe_shared_expert_overlap",
+    "recompute_modules names shared_experts together with moe_shared_expert_overlap",
     "distribute_saved_activations is on together with sequence_parallel",
     "recompute_method='block' with recompute_granularity='selective'",
     "recompute_method='uniform' with recompute_granularity='selective'",

@@ -1,7 +1,7 @@
 """Samples of BERT: two pieces of text, in order or not, with words hidden.
 
-J. Devlin et al., "BERT", section 3.1, arXiv 1810.04805. Whether the pieces are in order takes the
-place of the next sentence: Z. Lan et al., "ALBERT", section 3.1, arXiv 1909.11942.
+J. Devlin et al., "BERT", section 3.1, arXiv 1810.04805. The model predicts whether the pieces are
+in order, instead of the next sentence: Z. Lan et al., "ALBERT", section 3.1, arXiv 1909.11942.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron.core.datasets.masked_dataset import (
 )
 
 MASKED_SHARE, KEPT_SHARE = 0.8, 0.1
-"""Of the hidden tokens: those that become [MASK], and those that stay; the others become any token
-of the vocabulary (BERT, section 3.1)."""
+"""Shares of hidden tokens that become [MASK] and that stay; the others become a random token of the
+vocabulary (BERT, section 3.1)."""
 
 
 @dataclass(kw_only=True)
@@ -29,13 +29,13 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     """Settings of `BERTMaskedWordPieceDataset`, under Megatron's names."""
 
     classification_head: bool = True
-    """Make samples of two pieces, which half of the time trade places."""
+    """Make samples of two pieces, which are swapped in half of the samples."""
 
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     """[CLS] piece [SEP] piece [SEP], or [CLS] text [SEP], with words hidden.
 
-    A text that is too long loses tokens at the beginning or the end of its longer piece.
+    A text that is too long is cut at the beginning or the end of its longer piece.
 
     Args: as of `MegatronDataset`.
     Raises:
@@ -63,9 +63,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         Args:
             idx: sample number in shuffled order; None gives one without loss, to fill a batch.
         Returns:
-            text and types, int64 [s]; labels, int64 [s], what was hidden and else 0; loss_mask,
-            int64 [s], 1 where it was; padding_mask, int64 [s], 1 where there is a token; is_random
-            and truncated, 1 if the pieces traded places, and if the text was cut.
+            text and types, int64 [s]; labels, int64 [s], the hidden tokens and 0 elsewhere;
+            loss_mask, int64 [s], 1 where a token is hidden; padding_mask, int64 [s], 1 where there
+            is a token; is_random, 1 if the pieces are swapped; truncated, 1 if the text was cut.
         """
         sentences, wanted, random = self._read(idx)
         pieces = [sentences]
@@ -99,7 +99,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return sample | {"is_random": int(is_random), "truncated": int(is_cut)}
 
     def _hide(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Return the places of the tokens of [n] to hide."""
+        """Return the positions of the tokens of [n] to hide."""
         hideable = (ids != self._cls) & (ids != self._sep)
         spans = self._choose_spans(ids, random, hideable)
         return np.concatenate([np.arange(a, b) for a, b in spans] or [np.empty(0, np.int64)])
@@ -107,7 +107,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _shown(
         self, ids: np.ndarray, hidden: np.ndarray, random: np.random.Generator
     ) -> np.ndarray:
-        """Return the tokens [n] as the model sees them."""
+        """Return the tokens [n] that the model reads."""
         draws = random.random(len(hidden))
         others = random.integers(0, self._vocab_size, len(hidden))
         shown = ids.copy()
@@ -117,12 +117,12 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 
 
 def cut_to_length(texts: list[np.ndarray], length: int, random: np.random.Generator) -> bool:
-    """Take tokens off the longer text's beginning or end until all have `length` together.
+    """Cut tokens off the longer text's beginning or end until all texts together have `length`.
 
-    Every text keeps a token.
+    Every text keeps at least one token.
 
     Returns:
-        whether any was taken.
+        whether any token was cut.
     """
     left = sum(map(len, texts)) - max(length, len(texts))
     is_cut = left > 0

@@ -1,4 +1,4 @@
-"""Several datasets handed out as one, in fixed proportions."""
+"""Several datasets mixed into one, in fixed proportions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORTH_KEEPING = 500_000
 class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
     """Samples of several datasets, mixed by an order of `order.blend_order`.
 
-    The order is computed where it is read; no array has an entry for each sample.
+    The order is computed when it is read; no array has an entry for each sample.
 
     Args:
         datasets: of one class and one split.
@@ -97,7 +97,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return self.datasets[dataset_id].without_padding(number)
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from, see `GPTDataset.order_fingerprint`."""
+        """Return the inputs of the samples' order, see `GPTDataset.order_fingerprint`."""
         identity: dict[str, Any] = {
             "weights": self.weights,
             "members": [dataset.order_fingerprint() for dataset in self.datasets],
@@ -132,7 +132,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return np.array([len(dataset) for dataset in self.datasets])
 
     def _load_or_walk(self) -> np.ndarray | None:
-        """Return the table of a greedy order, kept on disk where walking it takes a while."""
+        """Return the table of a greedy order, cached on disk if computing it takes long."""
         if self.config.sample_order == "native":
             return None
         weights, capacities = np.array(self.weights), self._capacities()
@@ -190,7 +190,7 @@ class Share:
     asked: float
     """Weight as a part of all weights; without weights, the corpus's part of all samples."""
     num_samples: int
-    """That the blend takes of it."""
+    """Samples that the blend takes from the corpus."""
     realised: float
     """Part of all samples of the blend."""
     num_epochs: float | None
@@ -198,7 +198,7 @@ class Share:
 
 
 def shares_of(dataset: Sized) -> list[Share]:
-    """Return what each corpus gives to a dataset; empty if it is made of none (mock data)."""
+    """Return each corpus's share of a dataset; empty if the dataset has no corpus (mock data)."""
     if isinstance(dataset, BlendedDataset):
         return [
             _share(member, asked, taken, len(dataset))

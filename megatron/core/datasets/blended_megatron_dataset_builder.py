@@ -38,8 +38,7 @@ class BlendedMegatronDatasetBuilder:
 
     Args:
         cls: class of the datasets.
-        sizes: samples wanted of train, valid and test; None means all there are, 0 that the
-            split is not wanted.
+        sizes: samples of train, valid and test; None means all samples, 0 skips the split.
         is_built_on_rank: whether this process needs the datasets.
         config: settings.
     """
@@ -117,13 +116,13 @@ class BlendedMegatronDatasetBuilder:
     def _sizes_of_members(
         self, weights: Sequence[float] | None, size: int | None, count: int
     ) -> list[int | None]:
-        """Return the samples each dataset is built with: None for one pass over it."""
+        """Return the number of samples of each dataset; None for one pass over its documents."""
         if size == 0:
             return [0] * count
         if weights is None or size is None:
             return [None] * count
         if self.config.sample_order == "native":
-            # A dataset that gives nothing to so short a blend is opened all the same.
+            # Datasets without a sample in a short blend are opened too.
             totals = SpacedOrder(np.array(normalize(weights)), size).totals()
             return [max(1, total) for total in totals]
         surplus = self.config.mid_level_dataset_surplus
@@ -199,6 +198,6 @@ class BlendedMegatronDatasetBuilder:
             rule="a document belongs to one part; shares are rounded to whole documents",
             flags=["--split", "--eval-iters"],
             fix=("use --eval-iters 0 to train without it, " if split is not Split.train else "")
-            + f"give {split.name} a larger share than that of --split {self.config.split}, or name"
+            + f"give {split.name} a larger share than --split {self.config.split} does, or name"
             " data for each part with --train-data-path, --valid-data-path and --test-data-path",
         )

@@ -39,7 +39,7 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     """Corpora opened and indexed at the same time."""
     path_to_cache: str | None = None
-    """Directory of the index arrays; None: beside each corpus, in `<prefix>/cache`."""
+    """Directory of the index arrays; None: `<prefix>/cache` next to each corpus."""
     mmap_bin_files: bool = True
     """Map the token files; False reads them with positioned reads."""
     object_storage_cache_path: str | None = None
@@ -47,14 +47,14 @@ class BlendedMegatronDatasetConfig:
     mock: bool = field(init=False, default=False)
     """Derived: no data was named."""
     tokenizer: Any = None
-    """Gives the end-of-document id, the pad id and the vocabulary size."""
+    """Has the end-of-document id, the pad id and the vocabulary size."""
     mid_level_dataset_surplus: float = 0.005
-    """Share by which the datasets of a blend are built larger than their part of it, because the
-    greedy rule may take a few samples more than the weight gives."""
+    """Relative surplus of samples in each dataset of a blend: the greedy rule may take a few more
+    samples from it than its weight times the size of the blend."""
 
     builder: tuple[int, int] = (0, 1)
-    """This process, and how many build at once: each begins with other corpora, so that they index
-    a blend together; what another has made is read from the cache."""
+    """Number of this process, and number of processes that build at once. They index a blend
+    together: each begins with other corpora, and reads from the cache the indices of the others."""
     sample_order: str = "megatron"
     """"megatron": documents and samples shuffled by index arrays, equal to Megatron-LM's.
     "native": windows of the corpus, and blends that are computed when a sample is read."""

@@ -1,4 +1,4 @@
-"""Where the documents of a sample begin, and the masks that follow from it.
+"""The first positions of the documents in a sample, and the masks that follow from them.
 
 Legend: s sequence, b micro-batch.
 """
@@ -33,8 +33,8 @@ def across_documents(starts: Tensor) -> Tensor:
 def attention_mask(starts: Tensor) -> Tensor:
     """Return the whole mask of samples with several documents: bool [b, 1, s, s], True = forbidden.
 
-    The one place where a square is made, on the device where it is used: the loader, its worker
-    processes and the copy to the device carry [b, s].
+    Only this function makes [s, s] masks, on the device that uses them: the loader, its worker
+    processes and the copy to the device handle [b, s].
 
     Args:
         starts: [b, s], from `document_starts`.

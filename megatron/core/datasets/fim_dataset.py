@@ -1,12 +1,12 @@
-"""Samples in which documents are cut in three and put together in another order.
+"""Samples whose documents are cut into three parts and joined in another order.
 
 M. Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", sections 3 and
-4.2, arXiv 2207.14255: the form at the level of the context, where a sample is cut after it was
-read and each part of a document in it stays as long as it was. `preprocessing.transforms` is
-the form at the level of the document, applied once when text is tokenized.
+4.2, arXiv 2207.14255: the variant at context level, which cuts a sample after it was read; each
+part of a document keeps its length. `preprocessing.transforms` is the variant at document level,
+applied once when text is tokenized.
 
 Every draw is keyed by the seed, the split and the number of the sample: it depends neither on the
-layout nor on what was read before.
+layout nor on earlier reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.foundation.errors import ConfigError
 
 _OF_TOKENIZER = {"pad": "pad", "eod": "eod"}
-"""Tokens that are the tokenizer's own, if its vocabulary has none of the given name."""
+"""Tokens for which the tokenizer's own are used if its vocabulary has none of the given name."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     fim_rate: float = 0.5
     """Probability that a document in a sample is cut."""
     fim_spm_rate: float = 0.5
-    """Share of those that begin with the suffix (SPM); the others begin with the prefix (PSM)."""
+    """Share of cut documents that begin with the suffix (SPM), not with the prefix (PSM)."""
     fim_extra_tokens: Mapping[str, str] = field(default_factory=dict)
     """Text of the tokens "prefix", "middle", "suffix", "pad" and "eod"."""
     fim_split_sample: str | None = None
@@ -57,10 +57,10 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
 
 
 class GPTFIMDataset(GPTDataset):
-    """`GPTDataset` whose documents are cut in three, with a probability.
+    """`GPTDataset` that cuts documents into three parts, with a probability.
 
-    A part that is too long with the three new tokens loses the end of its suffix; one without so
-    much suffix is left as it was. Padding at the end of a suffix has no loss as a label.
+    If a document is too long with the three new tokens, the end of its suffix is cut off; if the
+    suffix is too short for that, the document is not changed. Padding after a suffix has no loss.
 
     Raises:
         ConfigError: the tokenizer lacks one of the tokens.
@@ -76,7 +76,7 @@ class GPTFIMDataset(GPTDataset):
         self._separator = None if separator is None else self._id_of(separator, "split-sample")
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return also what the cuts follow from."""
+        """Return also the inputs of the cuts."""
         config = self.config
         return {
             **super().order_fingerprint(),
@@ -124,7 +124,7 @@ class GPTFIMDataset(GPTDataset):
         return False
 
     def _cut(self, ids: np.ndarray, random: np.random.Generator) -> None:
-        """Put the parts of a text [n] in another order, in place."""
+        """Reorder the parts of a text [n] in place."""
         tokenizer, config = self.config.tokenizer, self.config
         before, _ = tokenizer.around_a_text
         if before and tuple(ids[: len(before)]) == before:

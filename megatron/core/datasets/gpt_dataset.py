@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _WORTH_KEEPING = 100_000
 """Documents and samples below which building an index (1 ms) costs less than reading a file."""
 _NO_PAD = -1
-"""Stands for padding where the tokenizer has no pad id of its own; never a real token."""
+"""Id of padding if the tokenizer has no pad id of its own; never a real token."""
 
 
 @dataclass(kw_only=True)
@@ -53,22 +53,22 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     reset_position_ids: bool | None = None
     """Count positions from 0 again after each end-of-document token."""
     reset_attention_mask: bool | None = None
-    """Keep tokens from attending to earlier documents (makes a mask, or needs the kernel's)."""
+    """Hide earlier documents from attention (makes a mask, or needs the kernel's mask)."""
     eod_mask_loss: bool | None = None
-    """Give end-of-document tokens no loss as inputs."""
+    """Leave out the loss at input tokens that end a document."""
     create_attention_mask: bool = True
-    """Put an [1, s, s] mask into every item; False leaves the causal mask to the kernel."""
+    """Put a [1, s, s] mask into every item; False leaves the causal mask to the kernel."""
     document_starts: bool = False
-    """Put the start of each token's document into every item, int32 [s]: a kernel needs this
-    to keep documents apart, without a mask of s * s."""
+    """Put the start of each token's document into every item, int32 [s]: a kernel needs it to
+    separate documents without an [s, s] mask."""
     drop_last_partial_validation_sequence: bool = True
     """Leave out a last validation sample that is not full; False pads it."""
     add_extra_token_to_sequence: bool = True
     """Read one more token per sample, so that the last position has its label too."""
     allow_ambiguous_pad_tokens: bool = True
-    """When the tokenizer's pad id is also its end-of-document or another special id: treat only
-    real padding as padding. False takes the id at its word, as Megatron-LM does by default: every
-    end of a document then loses its loss and becomes token 0."""
+    """If the tokenizer's pad id is also its end-of-document or another special id, treat only real
+    padding as padding. False treats each such id as padding, as Megatron-LM does by default: then
+    every end of a document has no loss and becomes token 0."""
     vocab_size: int | None = None
     """Ids at or above this are refused; None takes the tokenizer's vocabulary size."""
 
@@ -83,14 +83,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         if problems:
             raise ConfigError(
                 f"GPTDatasetConfig was made without {', '.join(problems)}.",
-                rule="these decide what a sample looks like and have no default",
+                rule="these settings decide the contents of a sample and have no default",
                 fix="give a tokenizer and True or False for each of the others",
             )
         made = self.create_attention_mask or self.document_starts
         if self.reset_attention_mask and not made:
             raise ConfigError(
                 "attention is to stop at document ends, but no attention mask is made.",
-                rule="only the mask or the document starts of an item say where documents end",
+                rule="the ends of documents are passed on as a mask or as document starts",
                 flags=["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"],
                 fix="remove one of the two",
             )
@@ -152,10 +152,10 @@ class GPTDataset(MegatronDataset):
         self._order = self._make_order()
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from; equal identities, equal samples.
+        """Return the inputs of the samples' order: equal fingerprints mean equal samples.
 
-        Paths are no part of it (a corpus may be moved), nor is the number of samples as long as
-        it leaves the order of the earlier ones alone.
+        Paths are not part of it (a corpus may be moved). The number of samples is only part of it
+        if it changes the order of earlier samples.
         """
         config = self.config
         identity: dict[str, Any] = {
@@ -180,7 +180,7 @@ class GPTDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Samples, not always whole, after which documents are read again."""
+        """Number of samples, possibly fractional, in one pass over the documents."""
         return self._plan.tokens_per_epoch / self.config.sequence_length
 
     def _make_order(self) -> ShuffledDocuments | ShuffledWindows:
@@ -238,8 +238,8 @@ class GPTDataset(MegatronDataset):
         Args:
             idx: sample number in shuffled order; None gives a sample without loss, to fill a batch.
         Returns:
-            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if asked
-            for, attention_mask, bool [1, s, s], True where attention is forbidden, and
+            tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [s]; if
+            configured, attention_mask, bool [1, s, s], True where attention is forbidden, and
             document_starts, int32 [s]. Entries that are equal for all samples share one tensor: do
             not write to it.
         Raises:
@@ -264,7 +264,7 @@ class GPTDataset(MegatronDataset):
         )
         if not is_plain or self.config.eod_mask_loss:
             sample["loss_mask"] = self._loss_mask(tokens, labels, counts=idx is not None)
-            # The embedding must be able to look padding up; it carries no loss.
+            # Padding needs a valid id for the embedding; it has no loss.
             for name in ("tokens", "labels"):
                 sample[name] = sample[name].masked_fill(sample[name] == self._pad, 0)
         return sample
@@ -281,7 +281,7 @@ class GPTDataset(MegatronDataset):
         return torch.from_numpy(mask)
 
     def _masks_and_positions(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Return `_plain` with masks and positions that follow the documents."""
+        """Return `_plain` with masks and positions for the documents in the sample."""
         config = self.config
         made = dict(self._plain)
         assert self._eod is not None
@@ -315,8 +315,8 @@ class GPTDataset(MegatronDataset):
         if eod is None and wanted:
             raise ConfigError(
                 f"{type(self.config.tokenizer).__name__} has no end-of-document token, which "
-                f"{', '.join(wanted)} looks for.",
-                rule="documents in a sample are told apart by the token that ends them",
+                f"{', '.join(wanted)} needs.",
+                rule="the token that ends a document separates the documents in a sample",
                 flags=[f"--{name.replace('_', '-')}" for name in wanted],
                 fix="use a tokenizer that names its end token, or leave these flags out",
             )
@@ -375,7 +375,7 @@ class GPTDataset(MegatronDataset):
 
 
 def _without_documents(config: GPTDatasetConfig) -> dict[str, Tensor]:
-    """Return masks and positions of a sample in which the ends of documents do nothing."""
+    """Return masks and positions of a sample that is treated as one document."""
     return _shared(config.sequence_length, config.create_attention_mask, config.document_starts)
 
 

@@ -1,8 +1,8 @@
 """A corpus of token sequences on disk: the `.bin`/`.idx` pair, read and written.
 
-The format is that of Megatron-LM, byte for byte (`corpus.index_file` has the table), so corpora go
-both ways. A pair is checked when it is opened, so that a damaged file stops a run at its start.
-No torch import: the preprocessing tools and the loader workers start from here.
+The format is Megatron-LM's, byte for byte (`corpus.index_file` has the table), so either program
+reads the other's corpora. A pair is checked when it is opened, so that a damaged file stops a run
+at its start. No torch import: the preprocessing tools and the loader workers import this module.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class IndexedDataset:
         path_prefix: path of the pair without `.bin` and `.idx`.
         multimodal: whether the index holds a mode for each sequence, returned with its tokens.
         mmap: map the token file; False reads it with positioned reads.
-        object_storage_cache: folder of local copies, where the prefix is a URL.
-        check: prove that both files belong together, by one pass over the index.
+        object_storage_cache: folder of local copies, if the prefix is a URL.
+        check: check in one pass over the index that both files belong together.
     Raises:
         DataError: a file is missing or the pair is damaged.
     """
@@ -145,7 +145,7 @@ class IndexedDataset:
         return self._tokens.read(self._index.dtype, int(length), start)
 
     def num_tokens(self, sequences: range) -> int:
-        """Return the tokens of consecutive sequences, from where they begin and end in the file."""
+        """Return the number of tokens of consecutive sequences."""
         if not sequences:
             return 0
         begin, last = self.sequence_pointers[sequences.start], sequences.stop - 1
@@ -222,7 +222,7 @@ class IndexedDataset:
     def shape_digest(self) -> str:
         """Return a digest of type, sizes and up to 8,192 sequence lengths spread over the index.
 
-        Index arrays depend on nothing else, so it names their cache files. It costs microseconds.
+        Index arrays depend only on these, so it names their cache files. It costs microseconds.
         """
         stride = max(1, len(self) // 8192)
         sampled = np.ascontiguousarray(self._index.sequence_lengths[::stride])
@@ -248,7 +248,7 @@ class IndexedDataset:
 
 
 def check_same_type(corpus: IndexedDataset, dtype: type[np.number]) -> None:
-    """Refuse to put a corpus together with others of another token type.
+    """Refuse to join corpora of different token types.
 
     Raises:
         DataError: names both types.

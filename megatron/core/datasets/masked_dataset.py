@@ -1,12 +1,12 @@
-"""Runs of sentences as samples, some of whose words are hidden.
+"""Runs of sentences as samples with some hidden words.
 
 J. Devlin et al., "BERT", section 3.1 and appendix A.2, arXiv 1810.04805; runs of several words:
 M. Joshi et al., "SpanBERT", section 3.1, arXiv 1907.10529.
 
-The corpus has one sequence for each sentence (`tools/preprocess_data.py --split-sentences`). What a
-sample consists of is keyed by the seed and the split, its order by the epoch besides, and what is
-hidden in it by the number of the sample: none of it depends on the layout, or on what was read
-before.
+The corpus has one sequence for each sentence (`tools/preprocess_data.py --split-sentences`). The
+seed and the split are the key of a sample's sentences; the order of samples is also keyed by the
+epoch, and the hidden words by the number of the sample. None of it depends on the layout or on
+earlier reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.core.foundation.errors import ConfigError, DataError, refuse_given
 GEOMETRIC_SUCCESS = 0.2
 """Parameter of the geometric distribution of the lengths of runs (SpanBERT, section 3.1)."""
 _BEGIN_MARKS = ("▁", "Ġ")
-"""With which tokens begin that begin a word, in vocabularies that mark those."""
+"""First characters of tokens that begin a word, in vocabularies that mark these tokens."""
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
     masking_do_permutation: bool = False
     """Also put some words in another order: refused."""
     vocab_size: int | None = None
-    """Classes of the model, which may be fewer than the ids of the tokenizer."""
+    """Vocabulary size of the model, which may be smaller than the tokenizer's."""
     masking_use_longer_ngrams: bool = False
     """Draw a run of n words with a probability proportional to n, instead of 1/n."""
     masking_use_geometric_distribution: bool = False
@@ -96,7 +96,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     config: MaskedWordPieceDatasetConfig
     min_sentences = 1
-    """Sentences that a sample has at least."""
+    """Least number of sentences in a sample."""
     num_added = 0
     """Special tokens that are added to a sample's text."""
 
@@ -130,7 +130,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
-        """Open and check a corpus; without a path one is computed."""
+        """Open and check a corpus; without a path return a computed corpus."""
         if dataset_path is None:
             return MockSentences(config.tokenizer, config.vocab_size)
         return IndexedDataset(
@@ -153,7 +153,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @property
     def longest_text(self) -> int:
-        """Tokens of a sample without those that are added."""
+        """Tokens of a sample without the added special tokens."""
         return self.config.sequence_length - self.num_added
 
     @property
@@ -167,12 +167,12 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _build_runs(self) -> np.ndarray:
         """Return (first sentence, the one after the last, wanted tokens) of each run, int64 [n, 3].
 
-        A run ends when it has the tokens that are wanted of it; what is too little for another run
-        at the end of a document joins the last one.
+        A run ends when it has its wanted number of tokens. Sentences at the end of a document that
+        are too short for another run join the last run.
         """
         lengths = np.asarray(self.dataset.sequence_lengths, np.int64)
         ends = np.concatenate([[0], np.cumsum(lengths)])
-        # A draw for every sentence that a run could begin with: equal for equal seeds.
+        # Draw for every sentence that may begin a run: equal seeds give equal runs.
         random = np.random.default_rng((self.config.random_seed, self.index_split.value))
         is_short = random.random(len(lengths)) < self.config.short_sequence_probability
         shorter = random.integers(2, max(3, self.longest_text + 1), len(lengths))
@@ -194,7 +194,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return np.asarray(runs, np.int64).reshape(-1, 3)
 
     def _read(self, idx: int | None) -> tuple[list[np.ndarray], int, np.random.Generator]:
-        """Return the sentences of a sample, the tokens wanted of it, and where its draws come from.
+        """Return the sentences of a sample, its wanted number of tokens, and its generator.
 
         Raises:
             DataError: a token id outside the vocabulary.
@@ -234,7 +234,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         begins = np.ones(len(ids), bool)
         if config.masking_do_full_word:
             begins = ~self._continues_word[ids]
-        # A word ends before a token that cannot be hidden, and one begins after it.
+        # A token that cannot be hidden ends a word, and a new word begins after it.
         begins |= ~may | ~np.concatenate([[False], may[:-1]])
         starts = np.flatnonzero(begins)
         words = [
@@ -273,8 +273,8 @@ class MaskedWordPieceDataset(MegatronDataset):
 def continues_word(tokenizer: Any, vocab_size: int) -> np.ndarray:
     """Return bool [v], True for tokens that continue the word of the token before them.
 
-    WordPiece marks those by "##". SentencePiece and byte-level BPE mark tokens that begin a word;
-    all others continue one. A vocabulary without any mark has one token for each word.
+    WordPiece marks them with "##". SentencePiece and byte-level BPE mark tokens that begin a word;
+    all other tokens continue a word. Without any mark each token is a word.
     """
     found = np.zeros(vocab_size, bool)
     try:

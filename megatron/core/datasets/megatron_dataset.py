@@ -60,14 +60,14 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
         identifiers["index_split"] = self.index_split.name
         for name in self._key_config_attributes():
             identifiers[name] = getattr(self.config, name)
-        # A corpus that was written again under the same name must not find the old index.
+        # A corpus that was rewritten under the same name must not use the old index.
         shape_digest = getattr(self.dataset, "shape_digest", None)
         if shape_digest is not None:
             identifiers["corpus"] = shape_digest()
         return identifiers
 
     def cache_directory(self, class_name: str) -> str | None:
-        """Return where index files are kept: as configured, or beside the corpus."""
+        """Return the folder of index files: the configured one, or a folder next to the corpus."""
         if self.config.path_to_cache is not None or self.dataset_path is None:
             return self.config.path_to_cache
         beside = self.dataset_path
@@ -80,17 +80,17 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
         return {"described": self.unique_description_hash, **self.contents_identity()}
 
     def contents_identity(self) -> dict[str, str]:
-        """Return a digest of sampled contents of the corpus, where it has files."""
+        """Return a digest of sampled contents of the corpus, if it has files."""
         digest = getattr(self.dataset, "contents_digest", None)
         return {} if digest is None else {"contents": digest()}
 
     def documents_identity(self) -> list[int]:
-        """Return which documents these are, as plain values: first, last, number."""
+        """Return first, last and number of the documents, as plain values."""
         return [int(self.documents[0]), int(self.documents[-1]), len(self.documents)]
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Return the number of things that a split divides."""
+        """Return the number of documents (or sequences) that a split divides."""
         return len(low_level_dataset)
 
     @staticmethod
@@ -105,7 +105,7 @@ class MegatronDataset(Fingerprinted, Dataset[dict[str, Any]], ABC):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Samples, not always whole, after which documents are read again; None if not known."""
+        """Number of samples, possibly fractional, in one pass over the documents, or None."""
         return None
 
     def num_tokens(self, idx: int) -> int:

@@ -10,11 +10,11 @@ from megatron.core.foundation.errors import DataError
 
 
 class MockTokens:
-    """A corpus that is computed: documents of random length that count 1, 2, 3, ... and end.
+    """A computed corpus: documents of random length with tokens 1, 2, 3, ... and an end token.
 
     Args:
         tokenizer: has `vocab_size` and `eod`.
-        num_classes: of a model that may have fewer than the tokenizer has ids.
+        num_classes: vocabulary size of the model, which may be smaller than the tokenizer's.
     """
 
     num_documents = 10_000
@@ -43,7 +43,7 @@ class MockTokens:
 
 
 class MockSentences:
-    """A corpus that is computed: documents of sentences of random length and random words.
+    """A computed corpus: documents of sentences of random length and random words.
 
     The words are drawn from the upper half of the vocabulary, because special tokens are usually in
     the lower half. Arguments as of `MockTokens`.
@@ -70,7 +70,7 @@ class MockSentences:
 
 
 def _common_size(tokenizer: Any, num_classes: int | None) -> int:
-    """Return how many ids the tokenizer and the model both have."""
+    """Return the number of ids that the tokenizer and the model both have."""
     ids = int(tokenizer.vocab_size)
     return min(ids, num_classes or ids)
 

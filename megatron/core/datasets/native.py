@@ -1,6 +1,6 @@
-"""The compiled inner loops of the data path, where they were built; numpy does the same without.
+"""The compiled inner loops of the data path; without them numpy computes the same.
 
-`pip install` builds them where there is a C compiler; in a checkout `compile_helpers()` does.
+`pip install` builds them if there is a C compiler; in a checkout `compile_helpers()` builds them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "megatron.core.datasets._native"
 
 
 def source_hash() -> str | None:
-    """Return the hash of the source beside this file; None where only its library is installed."""
+    """Return the hash of the C source in this folder; None if only its library is installed."""
     try:
         return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()
     except OSError:
@@ -36,9 +36,9 @@ def source_hash() -> str | None:
 
 
 def is_current(library: Path) -> bool:
-    """Return whether a library was compiled from the source beside this file.
+    """Return whether a library was compiled from the C source in this folder.
 
-    The file is looked at, not loaded: a process cannot load another one of the same name later.
+    The library is not loaded: a process cannot load another library of the same name later.
     """
     wanted = source_hash()
     return wanted is None or f"source-hash:{wanted}".encode() in library.read_bytes()
@@ -66,7 +66,7 @@ compiled: Any = _found()
 
 
 def compiler() -> str:
-    """Return the C compiler that Python was made with, as a command."""
+    """Return the command of the C compiler that built Python."""
     return sysconfig.get_config_var("CC") or "cc"
 
 
@@ -98,7 +98,7 @@ def build(directory: Path, *, flags: Sequence[str] = ()) -> Path:
 
 
 def compile_helpers() -> None:
-    """Build the compiled part beside its source, unless it exists; log a warning if that fails.
+    """Build the compiled part next to its source, unless it exists; log a warning on failure.
 
     Launch scripts written for Megatron-LM call this before training.
     """

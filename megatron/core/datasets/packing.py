@@ -68,7 +68,7 @@ class BalancedBatch:
 
     Attributes:
         microbatches: for each micro batch the sequence of each rank.
-        work: of each rank, in the unit of `WorkOf`.
+        work: work of each rank, in the unit of `WorkOf`.
     """
 
     microbatches: tuple[tuple[PackedSequence, ...], ...]
@@ -87,14 +87,14 @@ def balance(
     work_of: WorkOf,
     multiple: int = 1,
 ) -> BalancedBatch:
-    """Deal the samples of a global batch to ranks.
+    """Distribute the samples of a global batch over ranks.
 
     Args:
         lengths: tokens of each sample.
-        num_ranks: that may share samples.
+        num_ranks: number of ranks that may share samples.
         max_tokens: tokens of a sequence that one rank can hold.
-        work_of: of a sample by its tokens.
-        multiple: what the number of micro batches is a multiple of; the last ones may be empty.
+        work_of: returns the work of a sample with so many tokens.
+        multiple: the number of micro batches is a multiple of it; the last ones may be empty.
     Returns:
         sequences that hold each sample once. Every rank has the same number of micro batches.
     Raises:
@@ -130,7 +130,7 @@ def balance(
 
 
 def _size(sizes: Sequence[int], at_least: int, work: float, limit: float) -> int:
-    """Return over how many ranks a sample is split, so that none has more than `limit` of it."""
+    """Return the number of ranks that split a sample, so that none has more than `limit` of it."""
     fitting = (g for g in sizes if g >= at_least and work <= limit * g)
     return next(fitting, sizes[-1])
 
@@ -144,7 +144,7 @@ class _Dealt:
 
 
 def _deal(split: Sequence[int], work: Sequence[float], num_ranks: int) -> _Dealt:
-    """Give each sample to the group of its size that has least to do, the largest first."""
+    """Assign each sample to the least loaded group of its size, the largest sample first."""
     loads = [0.0] * num_ranks
     of_groups: dict[tuple[int, int], list[int]] = {}
     for sample in sorted(range(len(work)), key=lambda i: (-split[i], -work[i], i)):

@@ -1,8 +1,8 @@
 """Packs of conversations as samples, with the loss on the tokens of their mask (--sft).
 
-`tools/preprocess_data.py --sft` writes two corpora of one shape: the tokens, and under the same
-prefix with `_mask` a 1 for every token to be learned. A document is a pack of conversations, each
-a sequence, and becomes one sample.
+`tools/preprocess_data.py --sft` writes two corpora of the same shape: the tokens, and with the
+suffix `_mask` a 1 for every token to be learned. A document is a pack of conversations and becomes
+one sample; each conversation is a sequence.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Conversations:
     """The tokens and the mask of packed conversations.
 
     Args:
-        path_prefix: of the tokens.
-        options: of `IndexedDataset`, for both corpora.
+        path_prefix: prefix of the corpus of tokens.
+        options: arguments of `IndexedDataset`, for both corpora.
     Raises:
-        DataError: a corpus is missing, or they are not of one shape.
+        DataError: a corpus is missing, or their shapes differ.
     """
 
     def __init__(self, path_prefix: str, **options: Any) -> None:
@@ -117,13 +117,13 @@ class SFTDataset(MegatronDataset):
         return self.num_samples or len(self.documents)
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
-        """Return one sample; None gives one without loss.
+        """Return one sample; None returns a sample without loss.
 
         Returns:
             tokens and labels, int64 [s]; loss_mask, float32 [s], 1 where the label is learned and
             belongs to the conversation of its token; position_ids, int64 [s], from 0 in each
             conversation; document_starts, int32 [s]; padding_mask, bool [s], True after the pack;
-            attention_mask, bool [1, s, s], if asked for.
+            attention_mask, bool [1, s, s], if configured.
         Raises:
             DataError: a token id outside the vocabulary.
         """

@@ -1,8 +1,8 @@
-"""Samples of T5: a text whose spans are hidden, and the spans that were.
+"""Samples of T5: a text with hidden spans, and the hidden spans.
 
 C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer", section 3.1.4, arXiv 1910.10683: each hidden span becomes one sentinel; the decoder
-writes every sentinel and after it what it stands for. Lengths of spans are geometric, as in
+writes every sentinel, followed by the hidden span. Lengths of spans are geometric, as in
 Megatron-LM: M. Joshi et al., "SpanBERT", section 3.1, arXiv 1907.10529.
 """
 
@@ -53,8 +53,8 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     """A text with sentinels for its hidden spans, and the spans after their sentinels.
 
-    Spans beside each other share a sentinel. There are at most as many as sentinels, and as fit
-    into the decoder's length.
+    Adjacent spans share a sentinel. The number of spans is limited by the number of sentinels and
+    by the decoder's length.
 
     Args: as of `MegatronDataset`.
     Raises:
@@ -72,7 +72,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         if not self._sentinels:
             raise DataError(
                 f"{type(config.tokenizer).__name__} has no sentinels.",
-                rule="a sentinel stands for each hidden span",
+                rule="a sentinel replaces each hidden span",
                 flags=["--vocab-extra-ids"],
                 fix="use --vocab-extra-ids 100",
             )
@@ -134,7 +134,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans [first, last) with those that touch made one."""
+    """Return spans [first, last), with adjacent spans joined."""
     made: list[tuple[int, int]] = []
     for first, last in spans:
         if made and made[-1][1] == first:

@@ -1,4 +1,4 @@
-"""Names that callers of Megatron's `datasets.utils` expect."""
+"""Names that callers import from Megatron's `datasets.utils`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Blend = tuple[list[str], list[float] | None]
 
 
 class Split(Enum):
-    """The three parts of a corpus; the value is the place in every list of three."""
+    """The three parts of a corpus; the value is the position in every list of three."""
 
     train = 0
     valid = 1
@@ -46,8 +46,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
     """Read the value of `--data-path`.
 
-    An even number of entries in which every first one is a number are weights and prefixes in
-    turn; anything else are prefixes only.
+    If the number of entries is even and every second one, from the first on, is a number, the
+    entries are alternating weights and prefixes. Otherwise all of them are prefixes.
 
     Returns:
         (prefixes, weights or None), or None for None.

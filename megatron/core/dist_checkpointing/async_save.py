@@ -1,7 +1,7 @@
 """Saving while training continues: a snapshot, a thread that writes, a commit at a step boundary.
 
 Hashing and writing release the interpreter lock, so a thread is enough. At most one save is in
-flight. "Saved" is said only after the commit; a writer's error surfaces at the next step.
+flight. "Saved" is logged only after the commit; a writer's error is raised at the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.snapshot import SnapshotBuffer
 from megatron.core.foundation.errors import CheckpointError
 
 NICENESS = 12
-"""If cores are scarce, training comes first: on Linux a thread of this niceness gets 6 % of a core
+"""Training has priority if cores are scarce: on Linux a thread of this niceness gets 6 % of a core
 that another thread keeps busy."""
 
 _BUFFER = SnapshotBuffer()
@@ -30,7 +30,7 @@ def in_flight() -> AsyncSave | None:
 
 
 def abandon() -> None:
-    """Give up the save in flight without the other ranks; what it has written is left over."""
+    """Give up the save in flight without the other ranks; its files remain."""
     global _IN_FLIGHT
     if _IN_FLIGHT is not None:
         _IN_FLIGHT._thread.join()
@@ -39,7 +39,7 @@ def abandon() -> None:
 
 
 def lower_priority() -> None:
-    """Let this thread, and those it starts, have only what training leaves of the cores."""
+    """Lower the priority of this thread, and of threads that it starts, below training's."""
     # Linux gives each thread a priority of its own, which the threads it starts inherit.
     with contextlib.suppress(OSError, AttributeError):
         thread = threading.get_native_id()
@@ -53,7 +53,7 @@ class AsyncSave:
     def __init__(self, saving: SaveInProgress) -> None:
         self._saving = saving
         self._after_commit: list[Callable[[], None]] = []
-        # Not a daemon: the interpreter waits for the bytes instead of cutting them off.
+        # Not a daemon: the interpreter waits for the write instead of interrupting it.
         self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
         self._is_finished = False
 
@@ -71,7 +71,7 @@ class AsyncSave:
         problem = None
         try:
             saving.take_snapshot(_BUFFER)
-        except Exception as error:  # out of memory on one rank must not strand the others
+        except Exception as error:  # if one rank is out of memory, the others must not hang
             problem = as_checkpoint_error(error, "copying the state for an asynchronous save")
         saving.cancel_if(problem)
         handle = _IN_FLIGHT = cls(saving)

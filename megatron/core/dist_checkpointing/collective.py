@@ -33,11 +33,11 @@ def run_collectively(peers: ControlGroup, doing: str, function: Callable[[], Res
 
 
 class AgreeingGroup:
-    """A control group whose ranks hear of an exception on any of them at their next collective.
+    """A control group: an exception on one rank is raised on all ranks at their next collective.
 
-    `run` calls a function that may contain collectives on this group. A rank that raises between
-    two of them offers its error where the others agree on errors: before their next collective, or
-    at the end of the function. Collectives on other groups are not covered.
+    `run` calls a function that may contain collectives on this group. Ranks agree on errors before
+    each of these collectives and at the end of the function, so an error of one rank ends all of
+    them at the next of these points. Collectives on other groups are not covered.
     """
 
     def __init__(self, peers: ControlGroup) -> None:
@@ -105,7 +105,7 @@ def print_once(peers: ControlGroup, text: str) -> None:
 
 
 def as_checkpoint_error(error: Exception, doing: str) -> MegatronError:
-    """Return `error` in the family that ranks can agree on; the original stays its cause."""
+    """Return `error` as a `MegatronError`, so that ranks can agree; the original is its cause."""
     if isinstance(error, MegatronError):
         return error
     made = CheckpointError(f"{doing} failed: {type(error).__name__}: {error}")

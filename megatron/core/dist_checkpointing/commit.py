@@ -2,8 +2,8 @@
 
 A save writes into `iter_N.tmp-<run>`; when every byte is on the disk and listed in the manifest,
 one rename makes it `iter_N`, and the tracker is replaced by another rename. A crash at any moment
-leaves the earlier checkpoints as they were. The tracker is only a hint: what exists is what has
-a matching manifest.
+leaves the earlier checkpoints as they were. The tracker is only a hint: a checkpoint exists if its
+directory has a matching manifest.
 
 Names in a save directory:
     iter_0000010                    a checkpoint
@@ -68,7 +68,7 @@ def begin(final: Path, run: str) -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, durably; one that exists is kept."""
+    """Create a directory and its parents, durably; existing directories are kept."""
     missing = []
     while not path.exists():
         missing.append(path)
@@ -82,8 +82,8 @@ def make_directory(path: Path) -> None:
 def publish(staging: Path, final: Path, run: str) -> None:
     """Turn a complete staging directory into the checkpoint `final`.
 
-    All files are written and synced already. The order matters: the names inside, then the rename
-    that makes it exist.
+    All files are already written and synced. The order matters: first sync the names inside, then
+    rename the directory, which makes the checkpoint exist.
     """
     sync_directory(staging)
     if not final.exists() or _is_empty(final):
@@ -94,8 +94,8 @@ def publish(staging: Path, final: Path, run: str) -> None:
     try:
         rename_durably(staging, final)
     except OSError:
-        # The sync after the rename may have failed; then the new one is in place. If the old one
-        # cannot get its name back, loaders still read it, and the first error is raised.
+        # If the sync after the rename failed, the new checkpoint is in place. If the old one cannot
+        # be renamed back, loaders still find it, and the first error is raised.
         if not final.exists():
             with contextlib.suppress(OSError):
                 rename_durably(replaced, final)
@@ -104,7 +104,7 @@ def publish(staging: Path, final: Path, run: str) -> None:
 
 
 def abort(staging: Path) -> None:
-    """Remove a staging directory after a failed save; what cannot be removed is left."""
+    """Remove a staging directory after a failed save, and ignore errors of the removal."""
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -117,10 +117,10 @@ def write_tracker(directory: StoragePath, iteration: int | str) -> None:
 
 
 def read_tracker(directory: StoragePath, notes: list[str] | None = None) -> int | str | None:
-    """Return what the tracker names, or None if there is none or it is unreadable.
+    """Return the iteration in the tracker, or None if the tracker is missing or unreadable.
 
     Args:
-        notes: gets a line with the reason if it is unreadable.
+        notes: receives a line with the reason if the tracker is unreadable.
     """
     notes = [] if notes is None else notes
     try:
@@ -146,7 +146,7 @@ class FoundCheckpoint:
     path: StoragePath
     iteration: int | str
     is_replaced: bool = False
-    """A former save of the same iteration, seen because the replacing was interrupted."""
+    """An older save of the same iteration, left because its replacement was interrupted."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ class CheckpointListing:
 
 
 def list_checkpoints(directory: StoragePath) -> CheckpointListing:
-    """Look at the names in a save directory; no checkpoint is opened."""
+    """List a save directory by its file names; no checkpoint is opened."""
     listing = CheckpointListing()
     if isinstance(directory, ObjectDirectory):
         for name in directory.names():
@@ -214,7 +214,7 @@ def _is_empty(directory: Path) -> bool:
 
 
 def open_checkpoint(directory: StoragePath) -> Manifest:
-    """Read and check the manifest of a checkpoint, and the presence and size of its files.
+    """Read and check the manifest of a checkpoint; check that its files exist with their sizes.
 
     Contents are verified as they are read; `verify.verify_checkpoint` reads all of them.
     """
@@ -230,7 +230,7 @@ def open_checkpoint(directory: StoragePath) -> Manifest:
 
 
 def check_name(directory: StoragePath, manifest: Manifest) -> None:
-    """Refuse the checkpoint of one iteration under the name of another."""
+    """Raise if a checkpoint of one iteration is in a directory named after another."""
     here, made_for = _NAME.fullmatch(directory.name), _NAME.fullmatch(manifest.name)
     if here and made_for and (here[1] and int(here[1])) != (made_for[1] and int(made_for[1])):
         raise DamagedCheckpointError(
@@ -241,17 +241,17 @@ def check_name(directory: StoragePath, manifest: Manifest) -> None:
 
 
 def remove_leftovers(directory: StoragePath) -> list[StoragePath]:
-    """Delete what interrupted saves and deletions left; call only while holding the lock.
+    """Delete the remains of interrupted saves and deletions; call only while holding the lock.
 
-    In an object store, where there is no lock, they stay: another run may be writing them. A
-    save of the same iteration clears them away.
+    An object store has no lock, so another run may be writing these files: they stay there until
+    the same iteration is saved again.
     """
     if isinstance(directory, ObjectDirectory):
         return []
     listing = list_checkpoints(directory)
     present = {f.iteration for f in listing.checkpoints if not f.is_replaced}
     superseded = [f.path for f in listing.checkpoints if f.is_replaced and f.iteration in present]
-    unfinished = [p for p in listing.leftovers if "." in p.name]  # an empty one may be anybody's
+    unfinished = [p for p in listing.leftovers if "." in p.name]  # an empty one may be foreign
     leftovers = unfinished + superseded
     for path in leftovers:
         assert isinstance(path, Path)
@@ -260,7 +260,7 @@ def remove_leftovers(directory: StoragePath) -> list[StoragePath]:
 
 
 def remove_checkpoint(found: FoundCheckpoint, run: str) -> None:
-    """Delete a checkpoint so that no half-deleted one is left where a loader would look."""
+    """Delete a checkpoint; loaders never find a half-deleted one."""
     if isinstance(found.path, ObjectDirectory):
         found.path.remove(first=METADATA_NAME)
         return

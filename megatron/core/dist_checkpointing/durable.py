@@ -23,10 +23,10 @@ from megatron.core.foundation.errors import CheckpointError
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files are not what was saved: missing, changed, cut, not ours or unsafe.
+    """Files differ from the saved ones: missing, changed, truncated, of another format or unsafe.
 
-    Another checkpoint may be intact, so a loader may try that one and log it. Any other
-    `CheckpointError` (a mismatch with the model, a failing disk) would not be cured by that.
+    Another checkpoint may be intact, so a loader may log this error and try that one. For any other
+    `CheckpointError` (a mismatch with the model, a failing disk) another checkpoint does not help.
     """
 
 
@@ -36,7 +36,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 def describe_os_error(
     error: OSError, *, path: Path | str, doing: str, needed_bytes: int | None = None
 ) -> CheckpointError:
-    """Turn a failed system call into the message a user needs: path, bytes, what to do."""
+    """Turn a failed system call into a message for the user: path, bytes, advice."""
     name = errno.errorcode.get(error.errno or 0, "OSError")
     amount = "" if needed_bytes is None else f"{needed_bytes} bytes to "
     found = f"{name} while {doing} {amount}{path}: {error.strerror or error}."
@@ -71,7 +71,7 @@ def free_bytes(path: Path | str) -> int:
 
 
 def write_all(descriptor: int, data: memoryview | bytes) -> None:
-    """Write every byte: one write call may take less than it was given."""
+    """Write every byte: one system call may write only a part."""
     view = memoryview(data)
     while len(view):
         view = view[os.write(descriptor, view) :]
@@ -89,7 +89,7 @@ _START_WRITING = 2
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return a call of Linux that Python does not have; None elsewhere."""
+    """Return Linux's `sync_file_range`, which Python lacks; None on other systems."""
     if sys.platform != "linux":
         return None
     try:
@@ -105,11 +105,11 @@ _SYNC_FILE_RANGE = _find_sync_file_range()
 
 
 def start_writeback(descriptor: int, begin: int, num_bytes: int) -> None:
-    """Let the disk begin with what is written, so that fsync finds little left to do.
+    """Start writing these bytes to the disk, so that fsync has little left to do.
 
-    It is a hint; a file system that refuses it is only slower. `posix_fadvise(DONTNEED)` starts
-    the disk too, but also looks for pages to drop and finds none yet: as measured, writing takes
-    half as much processor time again.
+    It is a hint; without it fsync is only slower. `posix_fadvise(DONTNEED)` starts the disk too,
+    but it also searches for pages to drop and finds none yet: measured, writing takes 50 % more
+    processor time.
     """
     if _SYNC_FILE_RANGE is not None:
         _SYNC_FILE_RANGE(descriptor, begin, num_bytes, _START_WRITING)
@@ -138,26 +138,26 @@ def sync_directory(path: Path) -> None:
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Rename atomically within one directory, and return when that is on the disk."""
+    """Rename atomically within one directory, and return when the rename is on the disk."""
     os.rename(source, target)
     sync_directory(target.parent)
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Give `path` new content in one step: readers see the old bytes or the new ones.
+    """Replace the content of `path` in one step: readers get the old bytes or the new ones.
 
     One process at a time may do this to a path.
     """
     scratch = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(scratch)  # left by a process that died here
+        os.unlink(scratch)  # left by a process that was killed here
     write_durably(scratch, data)
     rename_durably(scratch, path)
 
 
 def remove_tree(path: Path, *, retired_as: Path | None = None) -> None:
-    """Delete a directory; with `retired_as` rename it first, so that no half-deleted one is left
-    under a name that a loader would look at."""
+    """Delete a directory; with `retired_as` rename it first, so that no half-deleted directory has
+    a name that loaders read."""
     if retired_as is not None:
         rename_durably(path, retired_as)
         path = retired_as
@@ -177,7 +177,7 @@ class OpenFile(Protocol):
         ...
 
     def forget_cached(self) -> None:
-        """Let the next reads come from the disk, where the system allows to ask for it."""
+        """Drop cached pages where the system supports it, so that the next reads use the disk."""
         ...
 
 
@@ -210,7 +210,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
             rule="a checkpoint refers only to files of its own directory",
         )
     path = directory / name
-    # O_NONBLOCK: opening a pipe that nobody writes to must not hang.
+    # O_NONBLOCK: opening a pipe without a writer must not hang.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags)
@@ -231,7 +231,7 @@ def open_inside(directory: Path, name: str) -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def open_file(directory: StoragePath, name: str) -> Iterator[OpenFile]:
-    """Open a file of a checkpoint: of a directory as `open_inside` does, or an object."""
+    """Open a file of a checkpoint in a directory (see `open_inside`) or in an object store."""
     if isinstance(directory, ObjectDirectory):
         try:
             with directory.open(name) as stored:
@@ -260,7 +260,7 @@ def _not_a_file(path: Path, what: str) -> DamagedCheckpointError:
 
 
 def read_inside(directory: StoragePath, name: str, *, limit_bytes: int) -> bytes:
-    """Read a small file of a checkpoint whole; one above `limit_bytes` is refused unread."""
+    """Read a whole small file of a checkpoint; a file above `limit_bytes` is refused unread."""
     with open_file(directory, name) as file:
         if file.size > limit_bytes:
             raise DamagedCheckpointError(
@@ -284,7 +284,7 @@ def read_exactly(descriptor: int, into: memoryview, position: int, path: Path) -
         if count == 0:
             raise DamagedCheckpointError(
                 f"{path} ends at byte {position + done}; byte {position + len(into)} is needed.",
-                rule="a checkpoint file has exactly the size its manifest says",
+                rule="a checkpoint file has exactly the size that its manifest records",
                 fix="the file was truncated: use another checkpoint",
             )
         done += count

@@ -1,4 +1,4 @@
-"""Boxes of a flattened range: how a ZeRO shard of an n-d parameter is still made of slices.
+"""Boxes of a flattened range: a ZeRO shard of an n-d parameter as a list of slices.
 
 Sharded optimizers cut a flattened parameter anywhere. A run [begin, end) of the row-major order
 of an n-d box is a short list of boxes (at most 2n - 1), each contiguous in that run. So every
@@ -17,7 +17,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def boxes_of_flat_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Cut the elements begin..end-1 of a row-major tensor of `shape` into boxes.
 
-    The boxes come in memory order and do not overlap; joined, they are exactly the range. A
+    The boxes are in memory order and do not overlap; joined, they are exactly the range. A
     scalar (shape ()) has one element and one box.
     """
     total = math.prod(shape)
@@ -68,7 +68,7 @@ def boxes_of_shard(
     Args:
         shape: of the shard; `stride` divides the size of `dim`.
         rank, size: of the group that splits `dim`.
-        flat_range: [begin, end) of the flattened shard, where only that is held.
+        flat_range: [begin, end) of the flattened shard, if the rank holds only this range.
     Returns:
         (box within the shard, its offset in the full tensor), in memory order of the boxes of
         `flat_range`, then by block.
@@ -105,12 +105,12 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     so a stack of many layers cut in many pieces stays cheap.
 
     Raises:
-        UnprovenError: the boxes are arranged so that this would take long, as no layout of ranks
-            arranges them.
+        UnprovenError: the boxes are so irregular that the check would take too long. No layout of
+            ranks makes such boxes.
     """
     clusters = [list(boxes)]
     axes = range(len(boxes[0][0]) if boxes else 0)
-    # A grid of pieces is separated once by every axis, and each time all axes may be tried.
+    # A grid of pieces is separated once by every axis, and each separation may try all axes.
     budget = _FREE_STEPS + len(boxes) * len(axes) * (len(axes) + 1)
     while clusters:
         cluster = clusters.pop()
@@ -135,11 +135,11 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 class UnprovenError(Exception):
-    """Boxes of which it takes too long to say whether they are disjoint."""
+    """Checking whether the boxes are disjoint would take too long."""
 
 
 _FREE_STEPS = 1_000_000
-"""Boxes looked at or pairs compared: about a second."""
+"""Boxes examined or pairs compared: about a second."""
 
 
 def _separate(boxes: list[Box], axis: int) -> list[list[Box]]:
@@ -163,7 +163,7 @@ def describe_box(box: Box) -> str:
 
 
 def coverage_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Say why `boxes` are not a partition of a tensor of `shape`; None if they are one."""
+    """Return why `boxes` are not a partition of a tensor of `shape`; None if they are one."""
     for offset, size in boxes:
         inside = all(
             o >= 0 and n >= 0 and o + n <= full

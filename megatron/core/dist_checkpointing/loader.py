@@ -1,4 +1,4 @@
-"""Load a sharded state dict: every rank reads the slices it needs, whatever layout wrote them."""
+"""Load a sharded state dict: each rank reads its slices from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Contents:
     """unique key -> JSON form."""
 
     reads_rows: ClassVar[bool] = False
-    """Whether a few rows of a tensor cost no more than they are; files are read by blocks."""
+    """Whether reading a few rows of a tensor reads only these rows; files are read in blocks."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are read to."""
+        """The device that tensors are read to."""
         return torch.device("cpu")
 
     def common_state(self) -> dict[str, Any]:
@@ -92,19 +92,19 @@ class Contents:
         return typed_json.decode(self.common)
 
     def open_reader(self) -> SliceReader:
-        """Return what reads boxes of the stored tensors; a context manager."""
+        """Return a reader of boxes of the stored tensors; a context manager."""
         return ShardReader(self.directory, self.manifest)
 
 
 @dataclass
 class Loaded:
-    """What a load gives."""
+    """The result of a load."""
 
     state: dict[str, Any]
     missing: set[str]
-    """Stored keys that no rank asked for (if the policy compares all ranks)."""
+    """Stored keys that no rank requested (if the policy compares all ranks)."""
     unexpected: set[str]
-    """Keys that were asked for and are not stored."""
+    """Requested keys that are not stored."""
     bytes_read: int
 
 
@@ -176,8 +176,8 @@ def load_state(
     """Fill a sharded state dict: collective.
 
     Args:
-        key_mapping: names the stored tensor that a declaration is filled from; its own key unless
-            the caller knows a better one (main weights for weights of another precision).
+        key_mapping: returns the key of the stored tensor that fills a declaration: the
+            declaration's own key, or a better one (main weights for weights in another precision).
 
     Tensors of the template are filled in place; a declaration without data gets a new tensor on
     the current device. Plain values of the template are replaced by the stored ones. A stored
@@ -199,7 +199,8 @@ def load_state(
     everywhere = peers.gather(asked) if compares else None
 
     def plan() -> tuple[list[_Job], set[str], SliceReader]:
-        stored = set(contents.manifest.tensors) | _object_keys(contents)
+        objects = (unique.rsplit("/shard_", 1)[0] for unique in contents.objects)
+        stored = {*contents.manifest.tensors, *objects}
         missing = stored.difference(*everywhere) if everywhere is not None else set()
         apply_strictness(strict, unexpected=unexpected, missing=missing, stored=stored)
         return list(_plan(built, contents)), missing, contents.open_reader()
@@ -252,7 +253,7 @@ class _Built:
 
 
 def _build(template: Any, manifest: Manifest, key_mapping: KeyMapping) -> Any:
-    """Build factories, allocate what has no data, and find where each shard is stored."""
+    """Build factories, allocate data for declarations without it, and locate each shard."""
 
     def build(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):
@@ -276,10 +277,6 @@ def _declared(built: Any) -> Iterator[ShardedTensor | ShardedObject]:
             yield from _declared(leaf.parts)
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
             yield leaf
-
-
-def _object_keys(contents: Contents) -> set[str]:
-    return {unique.rsplit("/shard_", 1)[0] for unique in contents.objects}
 
 
 def _is_stored(leaf: ShardedTensor | ShardedObject, contents: Contents) -> bool:
@@ -345,7 +342,7 @@ def _assemble(built: Any, contents: Contents) -> dict[str, Any]:
             return ABSENT if form is ABSENT else typed_json.decode(form)
         if isinstance(leaf, LocalNonpersistentObject):
             return leaf.unwrap()
-        return ABSENT  # a plain value: the stored one is laid under
+        return ABSENT  # a plain value: the stored value replaces it
 
     state = prune(merge(map_leaves(value, built), contents.common_state()))
     # Every rank returns the same parts, also a rank that holds nothing of one of them.

@@ -6,9 +6,9 @@
       manifest.json       this module
       metadata.json       format, version, size and hash of manifest.json; written last
 
-A checkpoint without a manifest that matches does not exist. Every byte of every file is pinned:
-metadata.json by its only possible form, manifest.json by metadata.json, the others by the
-manifest. Parsing trusts nothing: types, ranges and coverage are checked before use.
+A checkpoint without a matching manifest does not exist. Every byte of every file is verified:
+metadata.json has only one valid form, metadata.json contains the hash of manifest.json, and the
+manifest contains the hashes of the other files. Types, ranges and coverage are checked before use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shard:
     begin: int
     """Position of its first byte in the file."""
     hashes: tuple[str, ...]
-    """Of each block of its bytes."""
+    """Hash of each block of its bytes."""
 
     @property
     def box(self) -> Box:
@@ -68,13 +68,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor and the boxes it is stored in."""
+    """A global tensor and the stored boxes that make it up."""
 
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     is_padded: bool = False
-    """Its first dimension is padded (a vocabulary), so other layouts may need another shape."""
+    """Its first dimension is padded (a vocabulary): its size may differ between layouts."""
 
     def shard_bytes(self, shard: Shard) -> int:
         """Return the stored size of a shard."""
@@ -103,12 +103,12 @@ class ManifestFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint directory holds."""
+    """Contents of a checkpoint directory."""
 
     name: str
-    """Name of the directory it was made for; a copy under another iteration is refused."""
+    """Name of the original directory; a copy under another iteration is refused."""
     run: str
-    """Identifier of the process group that wrote it."""
+    """Identifier of the process group that wrote the checkpoint."""
     files: Mapping[str, ManifestFile]
     tensors: Mapping[str, StoredTensor]
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def metadata_bytes(manifest: bytes) -> bytes:
 
 
 def read_manifest_bytes(directory: StoragePath) -> bytes:
-    """Read manifest.json after checking that metadata.json is the one that belongs to it.
+    """Read manifest.json, and check that metadata.json matches it.
 
     Raises:
         CheckpointError: a file is missing, damaged, or another program's.
@@ -178,25 +178,25 @@ def read_manifest_bytes(directory: StoragePath) -> bytes:
     if isinstance(backend, str) and backend in ("torch_dist", "zarr", "fsdp_dtensor", "torch_dcp"):
         raise CheckpointError(
             f"{directory} is a Megatron-LM checkpoint of format {backend!r}.",
-            rule="this function opens checkpoints of the format 'lattice' alone",
+            rule="this function opens only checkpoints of the format 'lattice'",
             flags=["--load", "--ckpt-format"],
             fix="--load and tools/checkpoint open it; from a program, dist_checkpointing.load",
         )
     if backend != BACKEND:
-        _damaged(directory / METADATA_NAME, "it does not say that this is a checkpoint")
+        _damaged(directory / METADATA_NAME, "it does not name a format of checkpoints")
     manifest = read_inside(directory, MANIFEST_NAME, limit_bytes=_MANIFEST_LIMIT)
     expected = metadata_bytes(manifest)
     if metadata != expected:
         if found.get("manifest_hash") != hash_of(manifest):
             _damaged(
-                directory / MANIFEST_NAME, f"its bytes are not those that {METADATA_NAME} names"
+                directory / MANIFEST_NAME, f"its hash differs from the hash in {METADATA_NAME}"
             )
-        _damaged(directory / METADATA_NAME, f"it is not the one that belongs to {MANIFEST_NAME}")
+        _damaged(directory / METADATA_NAME, f"its fields do not match {MANIFEST_NAME}")
     return manifest
 
 
 def check_sizes(directory: StoragePath, manifest: Manifest) -> None:
-    """Check that every listed file is there, is a regular file and has its size."""
+    """Check that every listed file exists, is a regular file and has the listed size."""
     for name, file in manifest.files.items():
         with open_file(directory, name) as opened:
             if opened.size != file.size:
@@ -218,7 +218,7 @@ def parse_manifest(data: bytes, path: StoragePath) -> Manifest:
     """Parse manifest.json and check that it is consistent in itself.
 
     Args:
-        path: where it came from, for messages.
+        path: its file, for messages.
     Raises:
         CheckpointError: it breaks a rule of the format.
     """
@@ -319,7 +319,7 @@ class _Reader:
 def _check_tiling(
     path: StoragePath, files: Mapping[str, ManifestFile], tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Every byte of a shard file belongs to its header or to exactly one shard."""
+    """Check that every byte of a shard file belongs to its header or to exactly one shard."""
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for tensor in tensors.values():
         for shard in tensor.shards:

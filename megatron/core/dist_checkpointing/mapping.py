@@ -1,4 +1,4 @@
-"""Declarations: what a rank holds of each global tensor.
+"""Declarations: which part of each global tensor a rank holds.
 
 A layer, an optimizer or a loop *declares* its state; the saver and the loader work on the
 declarations and import none of them. A nested dict or list whose leaves are these objects (and
@@ -28,7 +28,7 @@ ShardedStateDict = dict[str, Any]
 """Nested dicts and lists of declarations and plain values."""
 
 ReplicaId = int | tuple[int, ...]
-"""Which copy of a shard this is; 0 or all zeros is the main one."""
+"""Number of this copy of a shard; 0 or all zeros is the main copy."""
 
 RankOffset = tuple[int, int, int]
 """(axis, rank, fragments): `axis` of the global tensor is cut into `fragments` equal pieces, this
@@ -58,8 +58,8 @@ class ShardedTensor(ShardedBase):
 
     `global_shape` and `global_offset` have one entry per global axis; the first
     `prepend_axis_num` axes do not exist in `data` (a stack of layers, of experts) and have local
-    size 1. `local_shape` is the shape of `data` - before flattening, where `flattened_range` is
-    given: then `data` is 1-d and holds only those elements of the flattened box.
+    size 1. `local_shape` is the shape of `data`. With `flattened_range` it is the shape before
+    flattening: `data` is 1-d and holds only these elements of the flattened box.
     """
 
     key: str
@@ -98,7 +98,7 @@ class ShardedTensor(ShardedBase):
             return
         if self.data.dtype != self.dtype:
             raise self._wrong(
-                f"dtype {self.dtype} and data of {self.data.dtype}", "dtype is that of the data"
+                f"dtype {self.dtype} and data of {self.data.dtype}", "dtype equals the data's dtype"
             )
         begin, end = self.flat_bounds
         held = tuple(self.local_shape) if self.flattened_range is None else (end - begin,)
@@ -135,7 +135,7 @@ class ShardedTensor(ShardedBase):
             rank_offsets: (axis, rank, fragments) for each axis that is cut; `axis` counts the
                 prepended axes too. An axis not named is not cut.
             prepend_axis_num: leading global axes that `data` does not have.
-            local_shape: shape of the piece where `data` is only `flattened_range` of it.
+            local_shape: shape of the piece, if `data` is only its `flattened_range`.
         """
         shape = tuple(data.shape) if local_shape is None else tuple(local_shape)
         box_shape = (1,) * prepend_axis_num + shape

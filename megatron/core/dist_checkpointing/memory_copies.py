@@ -1,8 +1,8 @@
 """Copies of the running state in host memory, which outlive the process groups.
 
-    own copy         the shards of this rank
-    neighbour's      shards of a rank at another place that no third place has: above all the shards
-                     of a distributed optimizer
+    own copy            the shards of this rank
+    neighbour's copy    shards of a rank at another place, unless a third place holds them too:
+                        above all the shards of a distributed optimizer
 
 After a rank has died, the others make new process groups and read the state from these copies, in
 any layout: the holder of a box sends it to the ranks that need it. Two iterations are kept, because
@@ -58,7 +58,7 @@ _CHUNK_BYTES = 256 << 20
 """Largest message."""
 
 Key = tuple[int, int]
-"""(iteration, how often copies were begun anew): the greater one is newer."""
+"""(iteration, number of restarts of the copies): the greater one is newer."""
 NamedBox = tuple[str, Box]
 
 
@@ -81,18 +81,18 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who sends what to its neighbour; made once for a set of declarations."""
+    """The shards that each rank sends to its neighbour; made once for a set of declarations."""
 
     tensors: dict[str, StoredTensor]
     to_send: list[int]
     """Indices into this rank's declarations."""
     coming: list[ShardMetadata]
-    """Declarations of the rank from which this one receives."""
+    """Declarations of the rank that sends to this rank."""
     distance: int
 
 
 class MemoryCopies:
-    """What this process keeps from one set of process groups to the next."""
+    """Copies in this process, which remain when process groups are replaced."""
 
     def __init__(self) -> None:
         self.copies = [_Copy(), _Copy()]
@@ -104,10 +104,10 @@ class MemoryCopies:
         return sum(c.shared.num_bytes + c.rest.num_bytes + c.received.numel() for c in self.copies)
 
     def open(self, group: Group, place: int) -> CopiesOfGroup:
-        """Return what makes and reads copies with the ranks of a group: collective.
+        """Return the copies shared with the ranks of a group, to make and to read: collective.
 
         Args:
-            group: all ranks; tensors of the host travel on it.
+            group: all ranks; it sends tensors in host memory.
             place: number of this rank's node.
         """
         begun: list[int] = all_gather_object(self.num_begun, group)
@@ -129,7 +129,7 @@ class CopiesOfGroup:
     def save(
         self, state: Callable[[], ShardedStateDict], iteration: int, info: Mapping[str, object]
     ) -> None:
-        """Copy the state as it is now, and send the neighbour the shards that no other place has.
+        """Copy the current state, and send the neighbour the shards that no other place holds.
 
         Args:
             state: declares this rank's state.
@@ -210,7 +210,7 @@ class CopiesOfGroup:
         return plan
 
     def _exchange(self, plan: _Plan, coming: Tensor, leaving: Tensor) -> None:
-        """Send [bytes] that only this place has, and receive the neighbour's."""
+        """Send the bytes [bytes] that only this place holds, and receive a neighbour's bytes."""
         size, rank = self._peers.size, self._peers.rank
         handles: list[Handle] = []
         for begin in range(0, len(coming), _CHUNK_BYTES):
@@ -229,7 +229,7 @@ class CopiesOfGroup:
     # Reading --------------------------------------------------------------------------------
 
     def newest(self) -> Key | None:
-        """Return the newest iteration of which every box is in the memory of some rank."""
+        """Return the newest iteration whose boxes are all in the memory of some rank."""
         mine = run_collectively(
             self._peers,
             "listing copies of the state",
@@ -245,8 +245,8 @@ class CopiesOfGroup:
         return found
 
     def contents(self, key: Key) -> MemoryContents:
-        """Open the copy that `newest` found. After its all-gather a failure is this rank's alone,
-        so callers agree on it."""
+        """Open the copy that `newest` found. After its all-gather one rank may fail alone, so
+        callers agree on errors."""
         copy = next((copy for copy in self._copies.copies if copy.key == key), None)
         mine = None if copy is None else (copy.tensors, copy.info, copy.common)
         objects = {} if copy is None else copy.objects
@@ -282,7 +282,7 @@ class CopiesOfGroup:
 def _choose(
     gathered: Sequence[Mapping[Key, tuple[set[NamedBox], dict[str, StoredTensor]]]],
 ) -> Key | None:
-    """Return the newest key of which all boxes are held."""
+    """Return the newest key whose boxes are all held."""
     for key in sorted({key for found in gathered for key in found}, reverse=True):
         holders = [found[key] for found in gathered if key in found]
         held = set().union(*(boxes for boxes, _ in holders))
@@ -293,14 +293,14 @@ def _choose(
 
 
 def _in_order(shards: Sequence[ShardedTensor]) -> tuple[list[NamedBox], list[Tensor]]:
-    """Return names and tensors of all boxes, as a snapshot wants them."""
+    """Return names and tensors of all boxes, in the order of a snapshot."""
     pieces = [((s.key, box), view) for s in shards for box, view in s.pieces() if view is not None]
     order = _order([ShardMetadata.of(s) for s in shards])
     return [pieces[i][0] for i in order], [pieces[i][1] for i in order]
 
 
 def _order(declared: Sequence[ShardMetadata]) -> list[int]:
-    """Return in which order the boxes of declarations are stored in a snapshot."""
+    """Return the order of the declarations' boxes in a snapshot."""
     boxes = [(d.dtype, shape) for d in declared for _, shape in d.boxes()]
     sizes = [math.prod(shape) * element_bytes(dtype) for dtype, shape in boxes]
     return storage_order([dtype for dtype, _ in boxes], sizes)
@@ -320,7 +320,7 @@ def _carve(memory: Tensor, declared: Sequence[ShardMetadata]) -> dict[NamedBox, 
 
 @dataclass
 class MemoryContents(Contents):
-    """Copies of all ranks, opened. The file of a shard is the list of ranks that hold it."""
+    """Opened copies of all ranks. The file of a shard is the list of ranks that hold it."""
 
     held: Mapping[NamedBox, Tensor]
     group: Group
@@ -331,7 +331,7 @@ class MemoryContents(Contents):
         return state
 
     def open_reader(self) -> MemoryReader:
-        """Return what reads boxes; a context manager. `finish` is a collective."""
+        """Return a reader of boxes, a context manager. Its `finish` is a collective."""
         return MemoryReader(self)
 
 
@@ -368,13 +368,13 @@ class MemoryReader:
 
     @torch.no_grad()
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` from this rank's own memory; see `start` for what others hold."""
+        """Fill `into` from this rank's own memory; `start` also reads boxes of other ranks."""
         name = (self._keys[id(tensor)], read.shard.box)
         into.copy_(narrow_to(self.contents.held[name], read.in_shard))
         self.bytes_read += into.numel() * element_bytes(tensor.dtype)
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Read what this rank has, and ask for the rest."""
+        """Read a box that this rank holds; note any other box as a request for `finish`."""
         name = (self._keys[id(tensor)], read.shard.box)
         if name in self.contents.held:
             self.read(tensor, read, into)
@@ -385,7 +385,7 @@ class MemoryReader:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exchange the boxes that ranks have asked for.
+        """Exchange the boxes that ranks have requested.
 
         Raises:
             CheckpointError: on all ranks, if one of them fails before the exchange.

@@ -1,7 +1,7 @@
 """Checkpoints in an object store, through fsspec: s3://bucket/run, gs://..., memory://..., file://...
 
 A store has no rename, no lock and no directories, but an object appears whole or not at all. So
-files are written under their final names, and `metadata.json`, which pins all others by hash, is
+files are written under their final names. `metadata.json` protects all others by hashes and is
 written last: a checkpoint without it does not exist. It is deleted first.
 """
 
@@ -26,7 +26,7 @@ def is_url(where: str | os.PathLike[str]) -> bool:
 
 
 class ObjectDirectory:
-    """A directory of an object store: the few things that a checkpoint needs of one."""
+    """A directory of an object store, with the operations that checkpoints need."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -61,7 +61,7 @@ class ObjectDirectory:
         return ObjectDirectory(self.url.rsplit("/", 1)[0])
 
     def _call(self, doing: str, function: Callable[[], Result]) -> Result:
-        """Call into the store; each has errors of its own, which become one."""
+        """Call the store, and turn its own error types into one."""
         try:
             return function()
         except FileNotFoundError:
@@ -166,11 +166,11 @@ class StoredObject:
         into[:] = data
 
     def forget_cached(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: objects are not cached."""
 
 
 StoragePath = Path | ObjectDirectory
-"""Where a checkpoint or a save directory is."""
+"""Location of a checkpoint or a save directory."""
 
 
 def storage_path(where: str | os.PathLike[str] | ObjectDirectory) -> StoragePath:

@@ -1,4 +1,4 @@
-"""Declare parameters, and optimizer state of their shape, from how they are split."""
+"""Declare parameters, and optimizer state of their shape, from the metadata of their split."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def sharded_tensor_for_parameter(
     Args:
         key: canonical name of the global tensor.
         tensor: this rank's shard; 1-d with `flattened_range` and `local_shape` for a ZeRO piece.
-        meta: how the parameter is split. With `meta.stride` > 1 (a gated first MLP layer holds
+        meta: the split of the parameter. With `meta.stride` > 1 (a gated first MLP layer holds
             [gate_shard; up_shard]) the blocks are stored apart (`boxes_of_shard`), so that the
-            stored tensor is the one-device tensor in every layout.
+            stored tensor is the same in every layout.
         tp_rank, tp_size: position on `meta.split_axis` (or on the tensor-parallel axis that
             replicates an unsplit parameter).
         dp_replica: this rank's index among the data-parallel copies.
@@ -121,7 +121,7 @@ def _view_of_box(
     """Return the elements of a box of a tensor of `shape`.
 
     Args:
-        data: of that shape, or 1-d with the elements `bounds` of it alone.
+        data: the tensor, or 1-d with only its elements `bounds`.
     """
     if bounds is None:
         for d, (offset, length) in enumerate(zip(*box, strict=True)):

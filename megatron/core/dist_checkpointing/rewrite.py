@@ -1,6 +1,6 @@
-"""Write a checkpoint from full tensors that are produced one after another, without a run.
+"""Write a checkpoint from full tensors that are produced one after another, outside of a run.
 
-One process, and as much memory as the largest file: for tools that change files and not state.
+It needs one process, and as much memory as the largest file. Tools that rewrite checkpoints use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.writer import writer_for
 
 @dataclass(frozen=True)
 class Produced:
-    """A tensor to be written: what it is, and how to get it."""
+    """A tensor to be written: its description, and a function that returns its data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,7 +94,7 @@ def write_full_tensors(
         plain: see `plain_state`.
         num_files: the tensors are balanced over so many files.
     Raises:
-        CheckpointError: the storage refused; nothing is left behind.
+        CheckpointError: the storage failed; all files are removed.
     """
     run, common = secrets.token_hex(6), dump_bytes(plain)
     files = {COMMON_NAME: ManifestFile(len(common), hash_of(common))}
@@ -125,7 +125,7 @@ def _whole(tensor: Produced) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _balanced(tensors: Mapping[str, Produced], num_files: int) -> list[list[str]]:
-    """Give each file about the same bytes; return the keys of each in storage order."""
+    """Distribute the bytes evenly over files; return the keys of each in storage order."""
     loads, parts = [0] * num_files, [list[str]() for _ in range(num_files)]
     for key in sorted(tensors, key=lambda k: (-tensors[k].num_bytes, k)):
         lightest = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""Save a sharded state dict: plan together, write alone, commit together."""
+"""Save a sharded state dict: ranks plan together, write alone, and commit together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Piece:
 
 @dataclass
 class _LocalState:
-    """What a rank brings to a save."""
+    """The local part of a rank's state."""
 
     shards: list[ShardedTensor] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class _LocalState:
 
 @dataclass
 class _Report:
-    """What a rank that has written sends to the coordinator."""
+    """Report of a rank to the coordinator after its write."""
 
     file: StoredFile | None
     pieces: list[tuple[str, Box]]
@@ -102,13 +102,13 @@ class SaveInProgress:
         self._start = time.monotonic()
 
     def begin(self, run: str) -> CheckpointWriter:
-        """Take the name of the run and return what writes its files."""
+        """Set the name of the run and return the writer of its files."""
         self.run, self.writer = run, writer_for(self.final, run)
         return self.writer
 
     def assign(self, run: str, shards: Sequence[ShardedTensor], mine: Sequence[int]) -> None:
-        """Take the shards numbered `mine`, which this rank writes. Local: a failure is kept for
-        `finish`."""
+        """Set the shards that this rank writes, by their numbers `mine`. Local: `finish` raises a
+        failure."""
         try:
             self.begin(run)
             held = [(shards[i].key, *piece) for i in mine for piece in shards[i].pieces()]
@@ -121,13 +121,13 @@ class SaveInProgress:
             self._problem = as_checkpoint_error(error, f"preparing {self.final}")
 
     def take_snapshot(self, buffer: SnapshotBuffer) -> None:
-        """Copy what this rank writes into `buffer`, so that training may continue."""
+        """Copy the tensors that this rank writes into `buffer`, so that training may continue."""
         copies = buffer.copy_of([piece.tensor for piece in self.pieces])
         for piece, copied in zip(self.pieces, copies, strict=True):
             piece.tensor = copied
 
     def write(self, *, in_background: bool = False) -> None:
-        """Write this rank's file. Local: may run in a thread; a failure is kept for `finish`.
+        """Write this rank's file. Local: may run in a thread; `finish` raises a failure.
 
         Args:
             in_background: disturb training as little as possible.
@@ -148,7 +148,7 @@ class SaveInProgress:
             self._problem = as_checkpoint_error(error, f"writing {self.writer}")
 
     def finish(self) -> None:
-        """Commit, or leave no trace: collective.
+        """Commit the checkpoint, or remove all of its files: collective.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write or the commit failed. The
@@ -205,7 +205,7 @@ class SaveInProgress:
         size = self.writer.size_of(stored.name)
         if size != stored.size:
             raise CheckpointError(
-                f"rank {rank} wrote {stored.name} to {self.writer}, but rank 0 sees {size} "
+                f"rank {rank} wrote {stored.name} to {self.writer}, but rank 0 finds {size} "
                 f"instead of {stored.size} bytes.",
                 rule="all ranks save into one shared directory",
                 flags=["--save"],
@@ -221,7 +221,7 @@ def prepare_save(
     info: Callable[[], Mapping[str, object]] = dict,
     spread_over_replicas: bool = True,
 ) -> SaveInProgress:
-    """Agree on who writes what and create the staging directory: collective.
+    """Agree on the shards that each rank writes, and create the staging directory: collective.
 
     Args:
         state: nested dicts and lists of declarations and plain values.

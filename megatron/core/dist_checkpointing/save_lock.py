@@ -1,9 +1,9 @@
 """One run per save directory.
 
-The lock is a POSIX record lock on a small file: the kernel drops it when the process ends, for
-whatever reason, so there is no stale lock to argue about and no clock to compare; network file
-systems pass it on. A record lock is not inherited by forked children (loader workers), which
-would otherwise keep a dead run's lock. The file's text only serves the message.
+The lock is a POSIX record lock on a small file: the kernel drops it whenever the process ends, so
+there are no stale locks and no clocks to compare. Network file systems support it. Forked children
+(loader workers) do not inherit a record lock; otherwise they would keep the lock of a dead run. The
+text of the file is only used in the message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.foundation.errors import CheckpointError
 
 SAVE_LOCK_NAME = ".lease"
 GRACE_S = 5.0
-"""How long to wait for a holder that is just ending (a restarted job overlaps its predecessor)."""
+"""Wait for a holder that is about to end (a restarted job overlaps its predecessor)."""
 
 logger = logging.getLogger(__name__)
 _HELD: dict[tuple[int, int], SaveLock] = {}
@@ -60,7 +60,7 @@ class SaveLock:
         path = Path(directory) / SAVE_LOCK_NAME
         try:
             make_directory(path.parent)
-            # Opening and closing a file drops this process's locks on it: look before.
+            # Opening and closing a file drops this process's locks on it, so check first.
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 held = _HELD.get((status.st_dev, status.st_ino))
@@ -93,7 +93,7 @@ class SaveLock:
 
 
 def release_all() -> None:
-    """Unlock all directories that this process locks: it may not be the one to save again."""
+    """Unlock all directories that this process locks: another process may save next."""
     for lock in list(_HELD.values()):
         lock.release()
 
@@ -105,7 +105,7 @@ def _try_lock(descriptor: int, path: Path) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
         logger.warning(
-            "%s: this file system has no locks (%s); two runs in one directory go unnoticed",
+            "%s: this file system has no locks (%s); two runs in one directory are not detected",
             path,
             error.strerror,
         )

@@ -53,12 +53,12 @@ def save(
             and plain values.
         checkpoint_dir: the checkpoint itself, or its URL in an object store; replaced if it exists.
         sharded_strategy: None or "lattice": the only format that is written.
-        async_sharded_save: copy what this rank writes, write in a thread, and return a handle
-            whose `finish` (collective) commits.
+        async_sharded_save: copy this rank's tensors, write the copies in a thread, and return a
+            handle; its `finish` (collective) commits the checkpoint.
         content_metadata: metadata for the loader, read by `load_content_metadata`.
         info: JSON metadata for people and tools, kept in the manifest.
         process_group: the ranks that save together; None is all.
-        spread_over_replicas: let all replicas of a shard share the writing.
+        spread_over_replicas: distribute the writing of a shard over all of its replicas.
 
     Hashes are always written, and shards that do not make up every tensor exactly once are always
     refused; `validate_access_integrity`, `verify_integrity`, `async_strategy` and
@@ -98,11 +98,11 @@ def load(
     """Fill a sharded state dict from a checkpoint of any layout: collective.
 
     Returns:
-        the state dict with tensors and values in place of declarations, laid over the stored
+        the state dict with tensors and values in place of declarations, merged into the stored
         plain values; with a `RETURN_*` policy (state dict, missing keys, unexpected keys).
 
-    Tensors given in the declarations are filled in place. Every block read is verified against
-    its recorded hash, whatever `verify_integrity` says.
+    Tensors given in the declarations are filled in place. Every block read is verified against its
+    recorded hash, also without `verify_integrity`.
     """
     _check_strategy(sharded_strategy)
     loaded = load_with_report(
@@ -178,7 +178,7 @@ def load_plain_tensors(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Tens
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Return whether the directory says that it is a checkpoint of this format."""
+    """Return whether the metadata file of the directory names this format."""
     path = storage_path(checkpoint_dir)
     if isinstance(path, Path) and not (path / METADATA_NAME).is_file():
         return False

@@ -4,10 +4,10 @@
     header: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     data, without holes, from a multiple of 4096 on
 
-Any safetensors reader opens such a file; this module needs none to write or read it. Hashes are
-taken block by block from the memory that is handed to the system: re-reading would bless a
-corruption that came before it. A block is the unit of verification, so reading a slice of a large
-shard hashes little more than the slice.
+Any safetensors reader opens such a file; this module needs no library to write or read it. Hashes
+are computed block by block from the memory that is passed to the system: hashing a file after
+reading it back would accept an earlier corruption. A block is the unit of verification, so reading
+a slice of a large shard hashes little more than the slice.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.core.foundation.errors import CheckpointError
 BLOCK_BYTES = 4 << 20
 """Unit of hashing within a shard; a multiple of every element size."""
 PAGE_BYTES = 4096
-"""Data begins at a multiple of it, and whole pages come first: aligned writes cost less."""
+"""Data begins at a multiple of it, tensors of whole pages are first: aligned writes are fast."""
 HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
-others write or read. Of what every Python has it is also the fastest, before BLAKE2 and CRC-32's
-equal; and the hash of the manifest alone pins a whole checkpoint against substitution."""
+others write or read. It is also the fastest hash in every Python: faster than BLAKE2 and as fast as
+CRC-32. And the hash of the manifest alone protects a whole checkpoint against substitution."""
 _INLINE_BYTES = 64 << 10
-"""A smaller block is hashed at once: handing it to a thread would take as long."""
+"""A smaller block is hashed at once: passing it to a thread would take as long."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -84,7 +84,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One tensor of a file: where its bytes are and what they must hash to."""
+    """One tensor of a file: the position of its bytes and their hashes."""
 
     name: str
     begin: int
@@ -96,7 +96,7 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What one write produced."""
+    """The result of writing a shard file."""
 
     name: str
     size: int
@@ -131,18 +131,18 @@ def storage_order(dtypes: Sequence[str], num_bytes: Sequence[int]) -> list[int]:
 
 
 class Sink(Protocol):
-    """Where the bytes of a file go, one piece after another."""
+    """Receives the bytes of a file, one piece after another."""
 
     def put(self, data: memoryview | bytes) -> Future[str]:
-        """Take the next bytes, at most a block, and return what will be their hash."""
+        """Take the next bytes, at most a block, and return the future of their hash."""
         ...
 
     def begin(self) -> None:
-        """Begin to write all that was put: a wait for a hash may follow."""
+        """Begin to write all bytes passed so far: a wait for a hash may follow."""
         ...
 
     def finish(self) -> None:
-        """Return when all that was put is stored. Called once, after the last byte."""
+        """Return when all bytes are stored. Called once, after the last byte."""
         ...
 
 
@@ -157,9 +157,9 @@ def write_shards(
     """Pass the bytes of a shard file to `sink`, which hashes and stores them.
 
     Args:
-        header: of these tensors, see `header_of`.
-        tensors: (name, tensor) in `storage_order`; on any device, of any strides. One that is
-            not contiguous on the CPU is copied there, at most two large ones at a time.
+        header: result of `header_of` for these tensors.
+        tensors: (name, tensor) in `storage_order`; on any device, with any strides. A tensor that
+            is not contiguous on the CPU is copied there, at most two large ones at a time.
         sink: finished when this returns.
     """
     placed: list[tuple[str, int, int, list[Future[str]]]] = []
@@ -193,7 +193,7 @@ class _Copies:
         self._num_bytes = 0
 
     def hold(self, hashes: Sequence[Future[str]], num_bytes: int) -> None:
-        """Count a copy; wait for those before it if they are many."""
+        """Count a copy; if many copies are not stored yet, wait for the earlier ones."""
         self._held += hashes
         self._num_bytes += num_bytes
         if self._num_bytes >= BLOCK_BYTES:
@@ -203,18 +203,18 @@ class _Copies:
 
 
 class StreamSink:
-    """Passes bytes on in order; each block is hashed by a thread that has nothing else to do.
+    """Passes bytes on in order; an idle thread hashes each block.
 
     Use as a context manager.
 
     Args:
         write: takes the next bytes of the file.
-        num_threads: how many hash, with the one that writes.
+        num_threads: number of threads that hash, including the writing thread.
     """
 
     def __init__(self, write: Callable[[memoryview | bytes], object], num_threads: int = 1) -> None:
         self._write = write
-        # One block in work and one in waiting keep a helper busy.
+        # One block in work and one waiting block keep a helper thread busy.
         self._helped: list[Future[str] | None] = [None] * (2 * (num_threads - 1))
         self._threads = ThreadPool(num_threads - 1)
 
@@ -251,14 +251,14 @@ def read_block(
 
     Args:
         into: as long as the block.
-        position: of the block in the file.
+        position: position of the block in the file.
         expected: its hash.
     """
     file.read_into(into, position)
     if hash_of(into) != expected:
         raise DamagedCheckpointError(
-            f"{path} is corrupt: bytes {position} to {position + len(into) - 1} are not those "
-            "that were written.",
+            f"{path} is corrupt: bytes {position} to {position + len(into) - 1} differ from the "
+            "bytes that were written.",
             rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",
             fix="use another checkpoint; check the storage",
         )
@@ -272,14 +272,14 @@ def start_reading(
     hashes: Sequence[str],
     path: StoragePath,
 ) -> list[Future]:
-    """Let threads read whole blocks into memory and verify each.
+    """Read whole blocks into memory and verify each, in threads.
 
     Args:
         into: as long as the blocks together; only the last may be shorter than BLOCK_BYTES.
-        position: of the first block in the file.
-        hashes: of the blocks.
+        position: position of the first block in the file.
+        hashes: hashes of the blocks.
     Returns:
-        what to wait for before the bytes are used; each may raise `CheckpointError`.
+        futures to wait for before the bytes are used; each may raise `CheckpointError`.
     """
     if len(into) < _INLINE_BYTES and len(hashes) == 1:
         read_block(file, into, position, hashes[0], path)

@@ -1,4 +1,4 @@
-"""Who writes what, and who reads what: index arithmetic, no tensor is touched.
+"""Plans of saves and loads: which rank writes and reads which boxes. Index arithmetic only.
 
 Saving: every rank declares its shards, the coordinator checks that they make up each tensor
 exactly once and gives each shard to one of its holders, so that each byte is written once and the
@@ -39,7 +39,7 @@ def build_factories(state: ShardedStateDict) -> Any:
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """The declaration of a shard, without data: what a rank tells the coordinator."""
+    """The declaration of a shard without data, which a rank sends to the coordinator."""
 
     key: str
     dtype: str
@@ -66,7 +66,7 @@ class ShardMetadata:
         )
 
     def boxes(self) -> list[Box]:
-        """The plain boxes of the global tensor that are held, as `ShardedTensor.pieces`."""
+        """The plain boxes of the global tensor that the rank holds, as `ShardedTensor.pieces`."""
         if self.flat_bounds is None:
             return [(self.offset, self.shape)]
         return [
@@ -99,7 +99,7 @@ class SavePlan:
 def plan_save(
     declared: Sequence[Sequence[ShardMetadata]], *, spread_over_replicas: bool
 ) -> SavePlan:
-    """Give every distinct shard to one of its holders.
+    """Assign every distinct shard to one of its holders.
 
     Args:
         declared: per rank, its declarations.
@@ -142,7 +142,7 @@ def plan_save(
 def stored_tensors(
     declared: Sequence[Sequence[ShardMetadata]], *, spread_over_replicas: bool
 ) -> dict[str, StoredTensor]:
-    """Describe every tensor by boxes that make it up, each with one holder.
+    """Describe every tensor by its boxes, each with one holder.
 
     The file of a shard is its rank; its first byte is the number of the box on that rank.
     """
@@ -165,7 +165,7 @@ def stored_tensors(
 
 
 def neighbour_distance(places: Sequence[int]) -> int:
-    """Return how many ranks away the holder of a rank's copy is: on another node, if there is one.
+    """Return the distance in ranks to the holder of a rank's copy: if possible on another node.
 
     Args:
         places: node of each rank; the ranks of a node follow each other.
@@ -179,7 +179,7 @@ def only_copies(
 ) -> list[list[int]]:
     """Return, for each rank, which of its shards no rank at another place holds.
 
-    Of the ranks of one place the first one that holds a shard sends it.
+    If several ranks of a place hold a shard, the first of them sends it.
     """
     if len(set(places)) == 1:
         places = range(len(places))
@@ -249,7 +249,7 @@ class ReadItem:
 
 
 class ShardIndex:
-    """The shards of one stored tensor, found by box without looking at all of them."""
+    """The shards of one stored tensor, indexed by box."""
 
     def __init__(self, tensor: StoredTensor) -> None:
         self.tensor = tensor

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.thread_pool import ThreadPool, threads_per
 from megatron.core.foundation.device import is_host_memory
 
 SLAB_BYTES = 16 * BLOCK_BYTES
-"""Most bytes read at once where a box is not stored as one run."""
+"""Most bytes read at once if a box is not stored contiguously."""
 
 
 class ShardReader:
@@ -66,14 +66,14 @@ class ShardReader:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for all that was started; raise the first problem."""
+        """Wait for all started reads; raise the first problem."""
         pending, self._pending = self._pending, []
         wait(pending)
         for future in pending:
             future.result()
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Begin to `read`; `into` is filled and verified when `finish` returns."""
+        """Start a `read`; `into` is filled and verified when `finish` returns."""
         shard = read.shard
         file = self._open(shard.file)
         path = self.directory / shard.file
@@ -103,7 +103,7 @@ class ShardReader:
         if file.size != listed.size:
             raise DamagedCheckpointError(
                 f"{path} has {file.size} bytes instead of {listed.size}.",
-                rule="a checkpoint file has exactly the size its manifest says",
+                rule="a checkpoint file has exactly the size that its manifest records",
                 fix="use another checkpoint",
             )
         file.read_into(memoryview(header), 0)
@@ -130,7 +130,7 @@ class ShardReader:
         item = dtype.itemsize
         offset, shape = box
         strides = [math.prod(shard.shape[d + 1 :]) for d in range(len(shard.shape))]
-        # Rows are counted along the first axis on which the box has more than one.
+        # Rows are counted along the first axis along which the box has several elements.
         axis = next((d for d, n in enumerate(shape) if n > 1), max(len(shape) - 1, 0))
         row_bytes = (strides[axis] if strides else 1) * item
         begin, count = (offset[axis], shape[axis]) if shape else (0, 1)
@@ -138,7 +138,7 @@ class ShardReader:
         while row < begin + count:
             last = min(begin + count, row + max(1, SLAB_BYTES // row_bytes))
             if last < begin + count:
-                # End on a block border if rows permit, so that no block is read twice.
+                # End at a block border if possible, so that no block is read twice.
                 last = max(row + 1, last * row_bytes // BLOCK_BYTES * BLOCK_BYTES // row_bytes)
             corner = [row if d == axis else o for d, o in enumerate(offset)]
             size = [last - row if d == axis else n for d, n in enumerate(shape)]
@@ -158,7 +158,7 @@ class ShardReader:
         """Read and verify the blocks around bytes first..end-1 of a shard.
 
         Returns:
-            the bytes, and how many of them come before `first`.
+            the bytes, and how many of them precede `first`.
         """
         low, high = first // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         begin, stop = low * BLOCK_BYTES, min(high * BLOCK_BYTES, num_bytes)

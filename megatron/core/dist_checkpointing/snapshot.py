@@ -33,7 +33,7 @@ class SnapshotBuffer:
 
     @property
     def memory(self) -> Tensor:
-        """The buffer [bytes]; what was copied last begins at byte 0, in the order given."""
+        """The buffer [bytes]; the latest copies begin at byte 0, in the order given."""
         return self._memory
 
     def copy_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:

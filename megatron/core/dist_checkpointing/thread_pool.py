@@ -1,7 +1,7 @@
 """A few threads for work that releases the interpreter lock: hashing and reading blocks.
 
-Not `concurrent.futures`' pool, which takes no work once the interpreter is on its way out; a save
-in the background may still be writing then.
+The pool of `concurrent.futures` refuses work while the interpreter shuts down, when a save in the
+background may still be writing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def threads_per_rank() -> int:
 
 
 class ThreadPool:
-    """Runs functions in threads, in the order they were given. Use as a context manager."""
+    """Runs functions in threads, in the order of their `start`. Use as a context manager."""
 
     def __init__(self, num_threads: int) -> None:
         self._work: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
@@ -40,7 +40,7 @@ class ThreadPool:
             thread.start()
 
     def start(self, function: Callable, *arguments: object) -> Future:
-        """Let a thread call the function; the future has its result or its exception."""
+        """Call the function in a thread; the future has its result or its exception."""
         future: Future = Future()
         self._work.put((future, function, arguments))
         return future
@@ -49,7 +49,7 @@ class ThreadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for all that was given, and end the threads."""
+        """Wait for all functions, and end the threads."""
         for _thread in self._threads:
             self._work.put(None)
         for thread in self._threads:

@@ -39,7 +39,7 @@ ABSENT = Absent()
 def prune(tree: object) -> Any:
     """Drop ABSENT leaves, and containers that hold nothing else.
 
-    In a list that holds other values too, None keeps the place, so that positions stay valid.
+    In a list with other values None replaces an ABSENT leaf, so that positions stay valid.
     """
     if isinstance(tree, dict):
         kept = {key: prune(value) for key, value in tree.items()}
@@ -54,7 +54,7 @@ def prune(tree: object) -> Any:
 
 
 def merge(ours: object, theirs: object) -> Any:
-    """Lay `ours` over `theirs`: dicts by key, lists by position; an ABSENT leaf lets through."""
+    """Merge dicts by key and lists by position; leaves of `ours` win, except ABSENT ones."""
     if ours is ABSENT:
         return theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):

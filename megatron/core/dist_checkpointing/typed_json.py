@@ -1,7 +1,7 @@
-"""Plain values as JSON that gives back exactly the same values, and nothing that runs.
+"""Plain values as JSON: decoding restores exactly the same values and executes nothing.
 
-Numbers, strings, booleans, None, lists and string-keyed dicts are ordinary JSON (floats by their
-shortest exact decimal). What JSON lacks is a one-key object whose key begins with "$":
+Numbers, strings, booleans, None, lists and string-keyed dicts are ordinary JSON (floats as their
+shortest exact decimal). Other types are objects with one key, which begins with "$":
 
     {"$tuple": [...]}            {"$dict": [[key, value], ...]}   (other than string keys)
     {"$float": "nan"}            {"$bytes": base64}
@@ -47,7 +47,7 @@ def encode(value: object, *, where: str = "state") -> Any:
     """Return the JSON form of a value.
 
     Raises:
-        CheckpointError: something in it cannot be stored; the message names its key and type.
+        CheckpointError: a part of it cannot be stored; the message names its key and type.
     """
     return _encode(value, (where,))
 
@@ -214,7 +214,7 @@ def dump_bytes(tree: object) -> bytes:
 
 
 def parse_bytes(data: bytes, *, what: str) -> Any:
-    """Parse strict JSON: no repeated keys, no NaN literal, no bottomless nesting.
+    """Parse strict JSON: no repeated keys, no NaN literal, limited nesting.
 
     Raises:
         DamagedCheckpointError: naming `what` (a path).
@@ -264,5 +264,5 @@ def _refused(value: Any, path: Path, why: str) -> CheckpointError:
 def _malformed(tree: object) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"a stored value has a form that is not ours: {shown(tree, 120)}",
-        rule="typed JSON knows a fixed set of types",
+        rule="typed JSON has a fixed set of types",
     )

@@ -1,4 +1,4 @@
-"""What to do when the keys that are asked for and the keys that are stored differ."""
+"""Policies for a load whose requested keys differ from the stored keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 class StrictHandling(Enum):
     """Policies for key mismatches.
 
-    Unexpected keys are asked for and not stored; missing keys are stored and asked for by no rank.
+    Unexpected keys are requested and not stored; missing keys are stored and requested by no rank.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Anything asked for must be stored; keys that nobody asks for are not looked at."""
+    """Every requested key must be stored; other stored keys are ignored."""
     LOG_UNEXPECTED = "log_unexpected"
     LOG_ALL = "log_all"
     RAISE_UNEXPECTED = "raise_unexpected"
@@ -30,12 +30,12 @@ class StrictHandling(Enum):
 
     @property
     def compares_all_ranks(self) -> bool:
-        """Whether missing keys matter, which takes one more gather."""
+        """Whether the policy handles missing keys, which takes one more gather."""
         return self in (self.LOG_ALL, self.RAISE_ALL, self.RETURN_ALL)
 
     @property
     def tolerates_unexpected(self) -> bool:
-        """Whether a key that is not stored is left out of the result instead of refused."""
+        """Whether the result omits keys that are not stored, instead of raising."""
         return self not in (self.ASSUME_OK_UNEXPECTED, self.RAISE_UNEXPECTED, self.RAISE_ALL)
 
     @property
@@ -64,13 +64,13 @@ def apply_strictness(
     if unexpected and not strict.tolerates_unexpected:
         raise CheckpointError(
             f"not in the checkpoint: {_some(unexpected)}.{_nearest(sorted(unexpected)[0], stored)}",
-            rule="everything that the model, optimizer and scheduler ask for must be stored",
+            rule="every key that the model, optimizer and scheduler request must be stored",
             flags=["--dist-ckpt-strictness", "--no-load-optim", "--finetune"],
             fix="load it into the model it was saved from, or relax the strictness",
         )
     if missing and strict is StrictHandling.RAISE_ALL:
         raise CheckpointError(
-            f"stored, and asked for by no rank: {_some(missing)}.",
+            f"stored, and requested by no rank: {_some(missing)}.",
             rule="with strictness raise_all every stored key is loaded",
             flags=["--dist-ckpt-strictness"],
             fix="use --dist-ckpt-strictness raise_unexpected",

@@ -32,7 +32,7 @@ from megatron.core.foundation.errors import CheckpointError
 
 @dataclass
 class Verification:
-    """What a full check found."""
+    """Result of a full check."""
 
     path: StoragePath
     num_files: int = 0
@@ -45,7 +45,7 @@ class Verification:
 def verify_checkpoint(
     directory: str | os.PathLike[str] | ObjectDirectory, *, names: Iterable[str] | None = None
 ) -> Verification:
-    """Verify all files of a checkpoint, or those of `names`: this process alone.
+    """Verify all files of a checkpoint, or the files in `names`, in this process alone.
 
     Every problem is collected; nothing is raised for a damaged checkpoint.
     """
@@ -57,7 +57,8 @@ def verify_checkpoint(
         result.problems.append(error)
         return result
     listed = set(manifest.files) | {MANIFEST_NAME, METADATA_NAME}
-    result.unlisted = sorted(name for name in _names(path) if name not in listed)
+    present = os.listdir(path) if isinstance(path, Path) else path.names()
+    result.unlisted = sorted(set(present) - listed)
     for name in sorted(manifest.files) if names is None else names:
         try:
             if name == COMMON_NAME:
@@ -68,10 +69,6 @@ def verify_checkpoint(
         except CheckpointError as error:
             result.problems.append(error)
     return result
-
-
-def _names(directory: StoragePath) -> list[str]:
-    return os.listdir(directory) if isinstance(directory, Path) else directory.names()
 
 
 def verify_shard_file(directory: StoragePath, manifest: Manifest, name: str) -> int:
@@ -119,7 +116,7 @@ def _check_blocks(file: OpenFile, path: StoragePath, blocks: list[tuple[int, int
 
 
 def _check_header(path: StoragePath, header: bytes, manifest: Manifest, name: str) -> None:
-    """The file's own header must place the same tensors at the same bytes as the manifest."""
+    """Check that the file's own header lists the same tensors and bytes as the manifest."""
     expected: dict[str, Any] = {}
     for key, tensor in manifest.tensors.items():
         for shard in tensor.shards:

@@ -4,11 +4,11 @@ On a file system: written to a staging directory, which is renamed. In an object
 final names, with `metadata.json` last.
 
 `DurableFile` writes a new file at several offsets at a time. Each thread hashes a window of bytes
-and copies it to the page cache while the window is in the cache of its core; the disk begins with a
-run as soon as it is written. Windows are aligned in the file, so the system takes each as one large
-block of pages, which costs less than page by page. (O_DIRECT was measured as well: steadier where
-other programs fill the page cache, but 15 % slower where two ranks share two cores: the disk
-requires aligned memory, which takes another copy.)
+and copies it to the page cache while the window is in the cache of its core; the disk starts on a
+run as soon as it is copied. Windows are aligned in the file, so the system handles each as one
+large block of pages, which is cheaper than single pages. (O_DIRECT was measured too: its speed is
+steadier if other programs fill the page cache, but it is 15 % slower if two ranks share two cores,
+because it needs aligned memory and so another copy.)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def size_of(self, name: str) -> int | None:
-        """Return the size of a file that was written, or None if it is not seen here."""
+        """Return the size of a written file, or None if this process does not find it."""
 
     @abstractmethod
     def publish(self, num_bytes: int) -> None:
@@ -78,7 +78,7 @@ class CheckpointWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave no trace."""
+        """Remove all files of the save."""
 
     def write(
         self,
@@ -163,7 +163,7 @@ class DirectoryWriter(CheckpointWriter):
 class ObjectStoreWriter(CheckpointWriter):
     """A directory of an object store.
 
-    Saving an iteration again deletes the old one first: between the two there is neither.
+    Saving an iteration again deletes the old checkpoint first; until the commit there is none.
     """
 
     def __init__(self, final: ObjectDirectory) -> None:
@@ -192,30 +192,30 @@ class ObjectStoreWriter(CheckpointWriter):
             return stored.size
 
     def publish(self, num_bytes: int) -> None:
-        """See `CheckpointWriter`; it exists since `metadata.json` does."""
+        """See `CheckpointWriter`; `metadata.json` has already made the checkpoint exist."""
 
     def abort(self) -> None:
         self.final.remove(first=METADATA_NAME)
 
 
 WINDOW_BYTES = 1 << 20
-"""What is hashed and then copied at once; the cache of a core holds it."""
+"""Bytes that are hashed and then copied at once; they fit the cache of a core."""
 
 _Part = tuple[memoryview, "Future[str]"]
 
 
 class DurableFile:
-    """See `shard_file.Sink`; what was put is on the disk when `finish` returns.
+    """See `shard_file.Sink`; when `finish` returns, all bytes passed to `put` are on the disk.
 
     Use as a context manager: creates the file, and closes it.
 
     Args:
         path: must not exist.
-        num_bytes: about how many will come.
-        in_background: one thread, which disturbs training least. Otherwise two at least: while the
-            disk lets one wait, the other hashes.
+        num_bytes: expected size of the file.
+        in_background: one thread, which disturbs training least. Otherwise at least two threads:
+            while one waits for the disk, the other hashes.
     Raises:
-        OSError: the system refused.
+        OSError: a system call failed.
     """
 
     def __init__(self, path: Path, num_bytes: int, *, in_background: bool = False) -> None:
@@ -241,10 +241,10 @@ class DurableFile:
         os.close(self._descriptor)
 
     def put(self, data: memoryview | bytes) -> Future[str]:
-        """Take the next bytes of the file, and return what will be their hash.
+        """Take the next bytes of the file, and return the future of their hash.
 
         Args:
-            data: at most a block, unchanged until the hash is there.
+            data: at most a block, unchanged until the hash is computed.
         """
         if len(data) > BLOCK_BYTES:
             raise ValueError(f"{len(data)} bytes are more than a block of {BLOCK_BYTES}")
@@ -258,21 +258,21 @@ class DurableFile:
         return found
 
     def begin(self) -> None:
-        """Begin to write all that was put."""
+        """Begin to write all bytes passed to `put`."""
         if self._run:
             self._started.append(self._threads.start(self._write_run, self._position, self._run))
             self._position += self._run_bytes
             self._run, self._run_bytes = [], 0
 
     def finish(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until all bytes are on the disk."""
         self.begin()
         for work in self._started:
             work.result()
         os.fsync(self._descriptor)
 
     def _write_run(self, position: int, run: Sequence[_Part]) -> None:
-        """Write parts that follow each other: in a thread."""
+        """Write consecutive parts, in a thread."""
         try:
             if self._failure is not None:
                 raise self._failure

@@ -12,7 +12,7 @@ __all__ = ["DistributedDataParallel", "DistributedDataParallelConfig", "finalize
 
 
 def __getattr__(name: str) -> Any:
-    """Import FSDP2 when it is asked for: it takes a quarter of the time of `import torch`."""
+    """Import FSDP2 at its first use: it takes a quarter of the time of `import torch`."""
     if name == "TorchFullyShardedDataParallel":
         from megatron.core.distributed import torch_fully_sharded_data_parallel
 

@@ -25,7 +25,7 @@ def frozen_row_norms(layer: nn.Module, adapter: LowRankAdapter) -> Tensor:
 
     Communication: a gather of the weight if torch shards it, and the collectives of `row_norms`.
     """
-    # Imported only for adapters with magnitudes: it takes half as long as `import torch`.
+    # Imported only for adapters with magnitudes, because it takes half as long as `import torch`.
     from torch.distributed.tensor import DTensor
 
     weight: Any = layer.weight
@@ -33,9 +33,9 @@ def frozen_row_norms(layer: nn.Module, adapter: LowRankAdapter) -> Tensor:
 
 
 def set_magnitudes(chunks: Sequence[nn.Module]) -> None:
-    """Begin the magnitudes of adapters with the norms of the rows of the frozen weights.
+    """Initialise the magnitudes of adapters to the norms of the rows of the frozen weights.
 
-    All ranks call it when the weights have been loaded; without magnitudes it does nothing.
+    All ranks call it after the weights are loaded; without magnitudes it does nothing.
     """
     for chunk in chunks:
         found: Iterable[tuple[Any, LowRankAdapter]] = magnitude_adapters(unwrap_model(chunk))

@@ -1,4 +1,4 @@
-"""The ranks that hold replicas of a model, and what they gather, sum and broadcast.
+"""The ranks that hold replicas of a model, and their gathers, sums and broadcasts.
 
 The sum of an element is computed in rank order (`transport.transport`), so it depends neither on
 its bucket nor on whether the state is sharded: every ZeRO stage computes the same bits.
@@ -36,7 +36,7 @@ class Mesh:
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which state is cut."""
+        """Number of shards of the state."""
         return self.shard.size()
 
     @property
@@ -63,7 +63,7 @@ class Mesh:
             try:
                 raise_on_all_ranks(problem, group)
             except MegatronError as error:
-                problem = error  # the ranks of the other axis get it, too
+                problem = error  # the ranks of the other axis raise it, too
         return problem
 
     def own(self, bucket: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Compressed reductions of a bucket of gradients: bf16, int8, low rank (PowerSGD), or top-k.
 
-Each rank packs what it sends to an owner, and the owner adds in fp32 and rank order. If all ranks
+Each rank packs its messages to an owner, and the owner adds in fp32 and rank order. If all ranks
 need the sum, the owner packs the sum and all ranks, the owner included, unpack it: all ranks get
 the same bits.
 
@@ -34,18 +34,18 @@ class TrafficCount:
 
     sent: int = 0
     plain: int = 0
-    """What the same reductions send without compression."""
+    """Bytes that the same reductions send without compression."""
 
 
 @dataclass(frozen=True)
 class CompressionSettings:
-    """How the gradients of a buffer are sent."""
+    """Compression of the gradients of a buffer."""
 
     kind: str = "none"
     rank: int = 4
     """Rank of the matrices of "powersgd"."""
     warmup_reductions: int = 0
-    """Reductions of a bucket that are not compressed: gradients change fast at first."""
+    """First reductions of a bucket, which are not compressed: gradients change fast at first."""
     fraction: float = 0.01
     """Share of the gradients that "topk" sends."""
 
@@ -62,8 +62,8 @@ class CompressedReduction:
     ) -> None:
         """
         Args:
-            matrices: (begin, rows, columns) of the matrices that are in the bucket.
-            numel: of the bucket.
+            matrices: (begin, rows, columns) of the matrices in the bucket.
+            numel: elements of the bucket.
             traffic: counts the bytes sent; shared by the buckets of a buffer.
         """
         self.settings, self.traffic = settings, traffic
@@ -77,7 +77,7 @@ class CompressedReduction:
             self._format = BFloat16Codec() if settings.kind == "bf16" else BlockInt8Codec()
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
-        """Count a reduction that begins, and return whether it is to be compressed."""
+        """Count a reduction that begins, and return whether to compress it."""
         plain = _plain_bytes(bucket, mesh)
         self.traffic.plain += plain
         self._num_reductions += 1
@@ -108,7 +108,7 @@ class CompressedReduction:
         return mesh.own(bucket).copy_(mesh.own(work).mul_(factor))
 
     def _scatter(self, values: Tensor, group: Group, axis: str, tag: int) -> Steps[None]:
-        """Sum over a group what other ranks sent of this rank's piece, into that piece."""
+        """Sum this rank's piece over a group, from the messages of the other ranks."""
         assert self._format is not None
         rank, size = group.rank(), group.size()
         self._add_error(values, axis)
@@ -125,7 +125,7 @@ class CompressedReduction:
         piece_of(values, rank, size).copy_(total)
 
     def _gather(self, values: Tensor, group: Group, tag: int) -> Steps[None]:
-        """Give every rank all pieces, each as its owner packed it."""
+        """Gather all pieces on every rank, each packed by its owner."""
         assert self._format is not None
         rank, size = group.rank(), group.size()
         own = piece_of(values, rank, size)
@@ -196,7 +196,7 @@ class CompressedReduction:
 
 
 def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:
-    """Return what a rank sends for a bucket without compression."""
+    """Return the bytes that a rank sends for a bucket without compression."""
     length, sent = bucket.numel(), 0
     if mesh.shard_size > 1:
         length //= mesh.shard_size
@@ -236,7 +236,7 @@ class BlockInt8Codec:
         packed = torch.empty(
             blocks.shape[0], BLOCK + SCALE_BYTES, dtype=torch.uint8, device=values.device
         )
-        # An infinite or NaN scale travels, and makes the block NaN where it arrives.
+        # An infinite or NaN scale is sent too, and makes the block NaN on the receiving rank.
         levels = (blocks / scale.clamp_min(1e-38)).nan_to_num_(0.0, 0.0, 0.0).round_()
         packed[:, :BLOCK].view(torch.int8).copy_(levels)
         packed[:, BLOCK:].view(torch.float32).copy_(scale)
@@ -250,11 +250,11 @@ class BlockInt8Codec:
 
 
 class LowRankMatrices:
-    """The matrices of a bucket as products of two thin ones.
+    """The matrices of a bucket as products of two thin matrices.
 
     T. Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization", algorithms 1 and 2, arXiv 1905.13727: one step of subspace iteration, begun from
-    the subspace of the step before, instead of a decomposition. The rest of the bucket, and
+    Optimization", algorithms 1 and 2, arXiv 1905.13727: one step of subspace iteration, starting
+    from the subspace of the last step, instead of a decomposition. The rest of the bucket, and
     matrices that are too small to gain, are sent uncompressed.
     """
 
@@ -285,7 +285,7 @@ class LowRankMatrices:
         """Return the first message, flat [k]: M Q of each matrix, and the rest of the bucket.
 
         Args:
-            multiple: zeros at the end make the length one of it.
+            multiple: zeros at the end make the length a multiple of it.
         """
         if not self._right:
             # Equal on all ranks: the seed depends on the position in the bucket alone.
@@ -307,7 +307,7 @@ class LowRankMatrices:
         for m in self._views(values):
             length = m.shape[0] * self._rank
             summed = message[offset : offset + length].view(m.shape[0], self._rank)
-            # An overflow has no subspace; it reaches the result through `rebuild`.
+            # Non-finite values have no subspace; `rebuild` writes them to the result.
             left = torch.linalg.qr(summed.nan_to_num(0.0, 0.0, 0.0))[0]
             self._left.append(left)
             parts.append((m.T @ left).view(-1))
@@ -359,8 +359,8 @@ def take_largest(values: Tensor, count: int) -> Tensor:
     Y. Lin et al., "Deep Gradient Compression", section 3, arXiv 1712.01887. Momentum belongs to the
     optimizer, which reads the sums: it is not corrected.
 
-    First come all int32 indices, then the fp32 values. NaN is larger than infinity, and both are
-    larger than all others: non-finite values are sent.
+    All int32 indices precede the fp32 values. NaN counts as larger than infinity, and both are
+    larger than all other values: non-finite values are sent.
     """
     indices = values.abs().topk(count, sorted=False).indices
     message = torch.empty(2, count, dtype=torch.int32, device=values.device)
@@ -371,6 +371,6 @@ def take_largest(values: Tensor, count: int) -> Tensor:
 
 
 def add_sent(total: Tensor, message: Tensor) -> None:
-    """Add what `take_largest` returned to fp32 [n]."""
+    """Add a result of `take_largest` to fp32 [n]."""
     indices, values = message.view(torch.int32).view(2, -1)
     total[indices.long()] += values.view(torch.float32)

@@ -42,13 +42,13 @@ from megatron.core.topology.group import SINGLE_RANK, Group
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a model chunk: gradients gather in flat buffers and are reduced bucket by bucket.
+    """Wraps a model chunk: gradients accumulate in flat buffers and are reduced by buckets.
 
     Every parameter gets `main_grad`, a view into a buffer (see
     `megatron.core.parameters.param_meta`), also with one replica, so that weight-gradient
-    products write straight into it. A step is:
+    products write directly into it. A step is:
 
-        ddp.zero_grad_buffer()                   # forgets the last step; writes no memory
+        ddp.zero_grad_buffer()                   # discards the last step; writes no memory
         with ddp.no_sync(): backward of all micro batches but the last
         backward of the last one                 # with overlap_grad_reduce: reduces buckets
         ddp.finish_grad_sync()                   # gradients are reduced in `main_grad`
@@ -121,7 +121,7 @@ class DistributedDataParallel(nn.Module):
     # Construction ---------------------------------------------------------------------------
 
     def sharded_values(self) -> dict[nn.Parameter, list[Tensor]]:
-        """Return the own values of all parameters that are not whole on this rank (ZeRO-3)."""
+        """Return this rank's values of all parameters that are not whole on it (ZeRO-3)."""
         return {p: [s.values.detach() for s in shards] for p, shards in self._sharded().items()}
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
@@ -170,8 +170,8 @@ class DistributedDataParallel(nn.Module):
     def _install_hook(self, parameter: nn.Parameter) -> Any:
         """Call `_register_grad_ready` when backward has accumulated a parameter's gradient.
 
-        The hook sits on the node that accumulates: it fires once per backward pass, also when
-        the weight is used twice, and when a fused backward wrote `main_grad` and passed None.
+        The hook is on the accumulating node: it runs once per backward pass, also if the weight is
+        used twice, or if a fused backward wrote `main_grad` and passed None.
         """
         with torch.enable_grad():
             view: Any = parameter.view_as(parameter)
@@ -213,8 +213,8 @@ class DistributedDataParallel(nn.Module):
     def _watch_backward_from(self, outputs: Any) -> None:
         """Reduce the remaining buckets when the backward pass that begins at `outputs` has ended.
 
-        The callback belongs to the pass that is running when the hook fires. Hooks of parameters
-        do not work: under recomputation they fire in an inner pass of one layer.
+        The callback belongs to the pass that is running when the hook runs. Hooks of parameters do
+        not work: under recomputation they run in an inner pass of one layer.
         """
 
         def backward_begins(_: Tensor) -> None:
@@ -238,7 +238,7 @@ class DistributedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the wrapped module's state, without a prefix.
 
-        Communication: as `summon_full_params`; what was sharded is copied.
+        Communication: as `summon_full_params`; sharded parameters are copied.
         """
         with self.summon_full_params():
             state = self.module.state_dict(*args, **kwargs)
@@ -249,7 +249,7 @@ class DistributedDataParallel(nn.Module):
     def summon_full_params(self) -> AbstractContextManager[None]:
         """Inside the returned context all parameters are whole; changes to them are lost.
 
-        Communication: where parameters are sharded, an all-gather of each unit."""
+        Communication: if parameters are sharded, an all-gather of each unit."""
         self.finish_param_sync()
         return nullcontext() if self._units is None else self._units.summon()
 
@@ -292,13 +292,13 @@ class DistributedDataParallel(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward only accumulates.
 
-        Legal with every sharding strategy; where gradients are sharded they are reduced all the
-        same, because accumulating them would take the memory that sharding saves.
+        Legal with every sharding strategy. Sharded gradients are reduced nevertheless, because
+        accumulating them would take the memory that sharding saves.
         """
         return self._syncing(False)
 
     def sync_in_backward(self) -> AbstractContextManager[None]:
-        """Inside, backward is the last one of its step: it reduces as overlap_grad_reduce does."""
+        """Inside, backward is the last one of its step and reduces as with overlap_grad_reduce."""
         return self._syncing(True)
 
     @contextmanager
@@ -314,7 +314,7 @@ class DistributedDataParallel(nn.Module):
                 self._units.expect_forward(False)
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: gradients of the last one are void. No memory is written."""
+        """Begin a step: discard the gradients of the last step. No memory is written."""
         self._awaits_end = False
         for buffer in self.gradient_buffers:
             buffer.begin_step()
@@ -322,9 +322,9 @@ class DistributedDataParallel(nn.Module):
             parameter.grad = None
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Start the reduction of all gradients that are not on their way yet.
+        """Start the reduction of all gradients whose reduction has not started; return at once.
 
-        For schedules, which know when the last backward of a chunk is done; returns at once.
+        Schedules call it after the last backward of a chunk.
         """
         if self.ddp_config.shards_gradients:
             return
@@ -344,8 +344,8 @@ class DistributedDataParallel(nn.Module):
     def nonfinite_problem(self) -> NumericsError | None:
         """Describe the first local gradient of this step that was not finite before reduction.
 
-        Known after `finish_grad_sync` with `check_for_nan_in_grad`. Only this rank knows: agree
-        before raising.
+        Valid after `finish_grad_sync` with `check_for_nan_in_grad`. Ranks differ: agree before
+        raising.
         """
         for buffer in self.gradient_buffers:
             if buffer.nonfinite is not None:
@@ -368,11 +368,11 @@ class DistributedDataParallel(nn.Module):
                 owned.mul_(scaling_factor)
 
     def spans(self) -> list[ShardSpan]:
-        """Return what this rank updates, with reduced gradients, buffer by buffer."""
+        """Return the spans that this rank updates, with reduced gradients, buffer by buffer."""
         return self._spans
 
     def unbucketed_shards(self) -> list[ParameterShard]:
-        """Return what this rank updates outside of buffers: nothing."""
+        """Return the shards that this rank updates outside of buffers: an empty list."""
         return []
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
@@ -391,11 +391,15 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
-        """Let gathers end in the next forward pass again, if overlap_param_gather asks for it."""
+        """With `overlap_param_gather`, wait for gathers in the next forward pass again."""
         self._gathers_in_forward = self.ddp_config.overlap_param_gather and self._units is None
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Let gathers end where they start until `enable_forward_pre_hook`; `param_sync`: now."""
+        """Until `enable_forward_pre_hook`, wait for gathers where they start.
+
+        Args:
+            param_sync: also wait for the current gathers now.
+        """
         self._gathers_in_forward = False
         self.finish_param_sync()
         if param_sync:
@@ -420,7 +424,7 @@ class DistributedDataParallel(nn.Module):
             parameter.data.copy_(value)
 
     def broadcast_params(self) -> None:
-        """Copy the parameters of the first replica to all others (of a shard, all its copies)."""
+        """Copy the parameters of the first replica to all others; sharded ones shard by shard."""
         copies: list[tuple[Tensor, Group]] = []
         sharded: set[nn.Parameter] = set()
         for stage in self._sharded_stages:

@@ -1,4 +1,4 @@
-"""Settings of data parallelism: what is reduced when, in which precision, and what is sharded."""
+"""Settings of data parallelism: time and precision of gradient reduction, and sharded state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.core.settings.inert_flags import (
 
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd", "topk")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""What is sharded: nothing, ZeRO-1, ZeRO-2, ZeRO-3."""
+"""No sharding, ZeRO-1, ZeRO-2, ZeRO-3."""
 
 TUNES_NETWORK = "tunes the network of NVIDIA clusters and changes no result"
 BUCKET_NUMEL_ON_CPU = 4_000_000
@@ -28,7 +28,7 @@ BUCKET_NUMEL_ON_CPU = 4_000_000
 
 @dataclass
 class ShardedOptimizerFlags:
-    """What the data-parallel wrapper and the optimizer must agree on."""
+    """Flags that the data-parallel wrapper and the optimizer share."""
 
     use_distributed_optimizer: bool = False
     """Shard optimizer state and main weights over the data-parallel ranks (ZeRO-1, arXiv
@@ -41,30 +41,31 @@ class ShardedOptimizerFlags:
     )
     """Begin that gather during the optimizer step."""
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, part_of="optimizer_cpu_offload")
-    """Copy between the device and host memory while others compute: with sharded gradients, each
-    reduced bucket to the host beside backward, and with optim_grads updated weights to the device
-    beside the update and the next forward pass."""
+    """Overlap copies between the device and host memory with computation: with sharded gradients,
+    copy each reduced bucket to the host during backward; with optim_grads, copy updated weights to
+    the device during the update and the next forward pass."""
 
 
 @dataclass
 class DataParallelFlags:
-    """How gradients (and, when sharded, parameters) travel between data-parallel ranks."""
+    """Communication of gradients (and sharded parameters) between data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = no_flag(False, is_arg=True)
-    """Keep and reduce gradients in fp32 whatever the parameters' dtype. bf16 sums lose about 3
-    bits over 64 micro batches."""
+    """Keep and reduce gradients in fp32 for every dtype of parameters. bf16 sums lose about 3 bits
+    over 64 micro batches."""
     overlap_grad_reduce: bool = False
-    """Reduce the gradients of a bucket while others are still computed."""
+    """Reduce the gradients of a bucket while other gradients are computed."""
     data_parallel_sharding_strategy: str = flag(
         "no_shard",
         cli_default=None,
         choices=SHARDING_STRATEGIES,
     )
-    """What is sharded over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2),
-    also parameters (ZeRO-3). Default optim_grads_params with --use-megatron-fsdp, optim with
+    """Shard over replicas: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), also
+    parameters (ZeRO-3). Default optim_grads_params with --use-megatron-fsdp, optim with
     --use-distributed-optimizer, else no_shard."""
     num_distributed_optimizer_instances: int = 1
-    """Copies of the sharded optimizer state: it is sharded inside and replicated across them."""
+    """Number of copies of the sharded optimizer state: each copy is sharded over a part of the
+    data-parallel ranks."""
     bucket_size: int | None = flag(None, name="ddp_bucket_size")
     """Most elements of a bucket. None chooses: 4 million on CPU, where messages of 16 MB reach full
     speed; max(40 million, 1 million per rank) on accelerators."""
@@ -73,52 +74,52 @@ class DataParallelFlags:
     pad_buckets_for_high_nccl_busbw: bool = flag(
         False, name="ddp_pad_buckets_for_high_nccl_busbw", note=TUNES_NETWORK
     )
-    """Pad buckets to sizes that NCCL moves fastest."""
+    """Pad buckets to sizes that NCCL sends fastest."""
     average_in_collective: bool = flag(False, name="ddp_average_in_collective")
-    """Let the collective average over the ranks, instead of scaling gradients by 1/ranks before.
+    """Average over the ranks in the collective, instead of scaling gradients by 1/ranks before.
     Pairwise sums on gloo always scale the sum, which is the more accurate order."""
     grad_compression: str = flag("none", choices=COMPRESSIONS)
-    """In which form gradients travel between replicas: "none", "bf16", "int8" (blocks of 128 with a
-    scale, errors fed back), "powersgd" (matrices of low rank, errors fed back) or "topk" (the
-    largest as indices and values, the others fed back). Changes the result; errors that wait to be
-    fed back are not part of a checkpoint."""
+    """Compression of gradients sent between replicas: "none", "bf16", "int8" (blocks of 128 with a
+    scale), "powersgd" (matrices of low rank) or "topk" (indices and values of the largest). Except
+    for bf16, errors are added to the next gradient ("error feedback"). Changes the result; a
+    checkpoint does not contain the errors."""
     powersgd_rank: int = flag(4, part_of="grad_compression")
     """Rank of the matrices of "powersgd"."""
     topk_fraction: float = flag(0.01, part_of="grad_compression")
     """Share of the gradients of each bucket that "topk" sends, in (0, 1]."""
     grad_compression_warmup: int = flag(0, part_of="grad_compression")
-    """Reductions of each bucket that are not compressed yet."""
+    """Number of first reductions of each bucket that are not compressed."""
     param_cpu_offload: bool = False
-    """With optim_grads_params, keep the own shards of parameters in host memory, and copy each to
-    the device for its gather while the layer before it computes."""
+    """With optim_grads_params, keep each rank's shards of parameters in host memory, and copy each
+    shard to the device for its gather while the previous layer computes."""
     param_offload_path: str | None = None
-    """Directory on a local disk: with optim_grads_params, keep the own shards of parameters in a
-    file there, read ahead of use. For CPU ranks."""
+    """Directory on a local disk: with optim_grads_params, keep each rank's shards of parameters in
+    a file there, and read them ahead of use. For CPU ranks."""
     check_for_large_grads: bool = False
-    """Look for a gradient norm that is far above the recent ones, before the update."""
+    """Before each update, check for a gradient norm far above the recent norms."""
     fp8_param_gather: bool = flag(False, part_of="fp8")
-    """Gather the weights that are multiplied in 8 bits as these, one byte per element: with
-    sharded state, in bf16, by recipes with one scale for a tensor (delayed, tensorwise)."""
+    """Gather weights of FP8 products in FP8, one byte per element. Requires sharded state, bf16,
+    and a recipe with one scale per tensor (delayed, tensorwise)."""
     use_megatron_fsdp: bool = False
-    """The same as data_parallel_sharding_strategy "optim_grads_params", unless that is given."""
+    """Set data_parallel_sharding_strategy to "optim_grads_params", unless it is given."""
 
 
 @dataclass
 @with_inert_fields("ddp")
 class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
-    """What the flags say, and what only a caller of the library can."""
+    """All flags of data parallelism, and settings that only callers of the library have."""
 
     align_param_gather: bool = False
-    """Let the schedule start parameter gathers of all pipeline stages at the same time."""
+    """Make the schedule start parameter gathers of all pipeline stages at the same time."""
     check_for_nan_in_grad: bool = False
-    """Look for NaN and infinity in the local gradients before they are reduced, so that the
-    error names the rank and the parameter. One more read of the gradients."""
+    """Check local gradients for NaN and infinity before they are reduced, so that the error names
+    the rank and the parameter. It costs one more read of the gradients."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Add half-precision gradients in fp32. On gloo this is always so; other backends would need
+    """Add half-precision gradients in fp32. gloo always does; other backends need
     grad_reduce_in_fp32."""
 
     def __post_init__(self) -> None:
-        """Make the ways of asking for a ZeRO stage agree; raise all problems together."""
+        """Make the flags that select a ZeRO stage consistent; raise all problems together."""
         check_types(self)
         if self.data_parallel_sharding_strategy == "no_shard":
             if self.use_megatron_fsdp:
@@ -137,7 +138,7 @@ class DistributedDataParallelConfig(DataParallelFlags, ShardedOptimizerFlags):
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether the own shards of parameters are elsewhere than in the device's memory."""
+        """Whether this rank's shards of parameters are outside of the device's memory."""
         return self.param_cpu_offload or self.param_offload_path is not None
 
     @property
@@ -161,7 +162,7 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
         problems.append(
             ConfigError(
                 "overlap_param_gather is on without use_distributed_optimizer.",
-                rule="parameters are gathered only where the optimizer state is sharded",
+                rule="parameters are gathered only if the optimizer state is sharded",
                 flags=["--overlap-param-gather", "--use-distributed-optimizer"],
                 fix="add --use-distributed-optimizer or drop --overlap-param-gather",
             )
@@ -200,7 +201,7 @@ def _check_overlap(config: DistributedDataParallelConfig) -> list[MegatronError]
                 rule="the file holds shards of parameters, which CPU ranks gather from it",
                 flags=["--param-offload-path", "--data-parallel-sharding-strategy"],
                 fix="use --data-parallel-sharding-strategy optim_grads_params on CPU ranks, or"
-                " --optimizer-offload-path, which takes the larger part of the state away",
+                " --optimizer-offload-path, which offloads the larger part of the state",
             )
         )
     return problems
@@ -269,7 +270,7 @@ def bucket_numel(
     """Return the most elements of a bucket of a buffer of `numel` elements.
 
     Args:
-        numel: None for a weight that several buffers cut the same, whatever else they hold.
+        numel: None for a weight that several buffers must cut in the same way.
     """
     if config.bucket_size is not None:
         return config.bucket_size

@@ -31,18 +31,18 @@ def finalize_model_grads(
     """Complete the gradients of all model chunks of this rank.
 
     Args:
-        model: chunks, usually `DistributedDataParallel`. A bare module is taken as the only
-            replica, with gradients in `.grad`.
+        model: chunks, usually `DistributedDataParallel`. A bare module counts as the only replica,
+            with gradients in `.grad`.
         num_tokens: tokens of this rank's share of the batch, on the last pipeline stage (other
             stages pass any tensor); gradients are then divided by their global number.
     Raises:
-        NumericsError: on all ranks, if `check_for_nan_in_grad` found something on any.
+        NumericsError: on all ranks, if `check_for_nan_in_grad` found a bad gradient on any rank.
     Communication, in this order:
         reduction over data-parallel ranks; sums over the axes that `ParamMeta.partial_grad_axes`
-        names ("tp": norms under sequence parallelism); the tied embedding over `embd`; what all
-        stages hold over `pp`; the number of tokens over `pp` and `dp_cp`; the load of experts over
-        tp x cp x dp; the losses of indexers over dp x cp; amaxes of FP8 with delayed scaling over
-        tp x cp x dp.
+        names ("tp": norms under sequence parallelism); the tied embedding over `embd`; parameters
+        of all stages over `pp`; the number of tokens over `pp` and `dp_cp`; the load of experts
+        over tp x cp x dp; the losses of indexers over dp x cp; amaxes of FP8 with delayed scaling
+        over tp x cp x dp.
     """
     groups = resolve_groups(pg_collection)
     for chunk in model:
@@ -83,7 +83,7 @@ def raise_if_nonfinite(model: Sequence[nn.Module]) -> None:
 
 
 def _sum_partial_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Sum gradients that are partial over an axis: all of an axis and dtype in one message."""
+    """Sum gradients that are partial over an axis, in one message per axis and dtype."""
     partial: dict[tuple[str, torch.dtype], list[Tensor]] = {}
     for chunk in model:
         for parameter in chunk.parameters():
@@ -106,8 +106,8 @@ def _sum_tied_gradients(model: Sequence[nn.Module], groups: ProcessGroupCollecti
     """Add the gradients of the copies of the tied embedding (first and last stage, and one between
     them that predicts later tokens).
 
-    Sharded gradients are added shard by shard: all stages cut the weight at the same places. In a
-    V first and last stage are on this rank.
+    Sharded gradients are added shard by shard: all stages cut the weight at the same places. In a V
+    schedule this rank holds the first and the last stage.
     """
     if groups.embd.size() == 1:
         return
@@ -140,7 +140,7 @@ def _sum_gradients_of_all_stages(
 
 
 def _sum_copies(by_chunk: list[list[Tensor]], group: Group | None) -> None:
-    """Give all copies of a gradient the sum of them: of this rank's chunks, then over `group`."""
+    """Replace all copies of a gradient by their sum: over this rank's chunks, then over `group`."""
     for total, *others in zip(*by_chunk, strict=True):
         for gradient in others:
             total.add_(gradient)
@@ -158,11 +158,11 @@ def _divide_by_tokens(
 ) -> None:
     total = num_tokens.clone()
     if groups.pp.size() > 1:
-        # Only the last stage has counted.
+        # Only the last stage has counted tokens.
         last = loss_rank(get_model_config(model[0]))
         torch_collectives.broadcast(total, groups.pp, last)
     torch_collectives.all_reduce(total, groups.dp_cp)
-    # A batch without a single token to learn from has zero gradients; keep them.
+    # A batch without learned tokens has zero gradients; keep them.
     factor = 1.0 / max(float(total), 1.0)
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):

@@ -31,11 +31,11 @@ class LayoutOptions:
     single_bucket_units: Collection[int] = ()
     """Units that are one bucket, whatever their size."""
     alignment: int = BLOCK
-    """Elements that a shard is a multiple of."""
+    """The elements of a shard are a multiple of it."""
     tag: int = 0
     """First message tag of the buckets."""
     quantized: Sequence[QuantizedLinear] = ()
-    """Of each parameter, where they are gathered in the format of these."""
+    """Products of each parameter, if parameters are gathered in the products' format."""
 
 
 class Bucket:

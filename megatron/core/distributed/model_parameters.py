@@ -1,4 +1,4 @@
-"""What replication reads off a model chunk: names of parameters, tied copies, units."""
+"""Properties of a model chunk for replication: names of parameters, tied copies, units."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def names_in_model(module: nn.Module) -> dict[str, str]:
 def tied_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a chunk that another pipeline stage holds too: the embedding.
 
-    The copy says so in its metadata (`tied_to`); the original is known by the attribute
-    `shared_embedding`, or by the model's `shared_embedding_or_output_weight()`.
+    The metadata of the copy contain `tied_to`; the original has the attribute `shared_embedding`,
+    or the model returns it by `shared_embedding_or_output_weight()`.
     """
     found = [
         p
@@ -53,17 +53,17 @@ class Unit:
     entry: nn.Module
     """The module whose forward pass uses them."""
     parameters: tuple[nn.Parameter, ...]
-    """Those that no other unit before this one has."""
+    """Parameters of the module that no earlier unit contains."""
     is_layer: bool = False
-    """One of many equal ones; not the rest, and no table of words."""
+    """One of many equal layers; not an embedding, and not the remaining parameters."""
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Cut a model chunk into units, in the order of the forward pass; the first is the rest.
+    """Cut a model chunk into units, in the order of the forward pass.
 
     A unit is a child of an outermost `nn.ModuleList` or `nn.Sequential` (a layer of the model), or
-    a module that owns an embedding or output weight. What is left (norms, positions) belongs to the
-    module itself and is whole during its passes.
+    a module that owns an embedding or output weight. The remaining parameters (norms, positions)
+    are the first unit, which belongs to the module itself and is whole during its passes.
     """
     seen: set[nn.Parameter] = set()
 
@@ -77,7 +77,7 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def _entries(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return (module, whether it is a layer) of all units but the rest."""
+    """Return (module, whether it is a layer) of all units but the remaining parameters."""
     found: list[tuple[nn.Module, bool]] = []
     for child in module.children():
         is_layer = isinstance(module, (nn.ModuleList, nn.Sequential))

@@ -1,4 +1,4 @@
-"""The pieces of parameters that this rank updates, as the optimizer sees them."""
+"""The pieces of parameters that this rank updates, for the optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParameterShard:
     """Copies new values that are computed in host memory; None: they are written to `values`."""
 
     def reduced_gradient(self) -> Tensor | None:
-        """Return the gradient, of the shape of `values`; None if backward has left none."""
+        """Return the gradient, of the shape of `values`; None if backward computed none."""
         if self.gradient is not None:
             return self.gradient
         gradient: Any = self.parameter.grad

@@ -1,7 +1,7 @@
-"""Say so when a plain torch optimizer finds no gradients in a model whose gradients are elsewhere.
+"""Warn if a plain torch optimizer finds no gradients because they are in `main_grad`.
 
-`DistributedDataParallel` gathers gradients in `main_grad`; `.grad` stays None, and an optimizer of
-torch passes over a parameter without `.grad`: it would train nothing, without a word.
+`DistributedDataParallel` accumulates gradients in `main_grad`; `.grad` stays None. torch's
+optimizers skip a parameter without `.grad`: they would train nothing, without a warning.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 @functools.cache
 def watch_plain_optimizers() -> None:
-    """Look at every step of any torch optimizer from the first call on, and warn once."""
+    """Check every step of any torch optimizer from the first call on, and warn once."""
     has_warned = False
 
-    # It stays when it has warned: torch goes through the hooks while it calls them.
+    # The hook stays after its warning: torch iterates over the hooks while it calls them.
     def before_step(optimizer: Optimizer, *_: Any) -> None:
         nonlocal has_warned
         if not has_warned and _finds_nothing(optimizer):

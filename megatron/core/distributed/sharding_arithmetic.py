@@ -1,4 +1,4 @@
-"""Where each parameter is in a flat buffer, and which rank owns which elements. Pure integers.
+"""Positions of parameters in a flat buffer, and the elements that each rank owns. Pure integers.
 
 A buffer holds the parameters of one dtype one after another, last layer first, because backward
 finishes them in that order. It is cut into buckets, the units of communication, without regard to
@@ -46,7 +46,7 @@ class Piece:
     end: int
     """[begin, end) of the flattened parameter."""
     offset: int
-    """Where in the buffer the piece begins; a multiple of `BLOCK`."""
+    """Position of the piece in the buffer; a multiple of `BLOCK`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BufferPlan:
     numel: int
     """Elements of the buffer, padding included."""
     slots: tuple[Slot, ...]
-    """In buffer order, that is in reverse order of the parameters."""
+    """Slots in buffer order, which is the reverse order of the parameters."""
     buckets: tuple[tuple[int, int], ...]
     """[begin, end) of each bucket; together they are the full buffer."""
     sections: tuple[range, ...]
@@ -109,14 +109,14 @@ def plan_buffer(
         bucket_numel: most elements of a bucket before padding; None is one bucket for all.
         num_shards: number of ranks that share a bucket. Every bucket is a multiple of
             `alignment * num_shards`.
-        separate: parameters that get buckets of their own, so that their shards do not depend on
-            the rest of the buffer: two pipeline stages that hold the same tied weight must cut it
-            at the same places to add their gradients shard by shard.
-        separate_numel: most elements of a bucket of those; it may not depend on the others.
+        separate: parameters with separate buckets, so that their shards do not depend on the rest
+            of the buffer: two pipeline stages that hold the same tied weight must cut it at the
+            same places to add their gradients shard by shard.
+        separate_numel: most elements of a separate bucket; it must not depend on other parameters.
         units: number of the unit of each parameter; neighbours with the same number are kept in
             one section, apart from the others. ZeRO-3 gathers and frees a section at a time.
         single_bucket_units: units that are one bucket, whatever their size.
-        alignment: elements that a shard is a multiple of, a multiple of `BLOCK`.
+        alignment: the elements of a shard are a multiple of it; a multiple of `BLOCK`.
     """
     assert num_shards >= 1 and (bucket_numel is None or bucket_numel >= 1)
     assert all(n >= 1 for n in numels), numels
@@ -125,7 +125,7 @@ def plan_buffer(
     slots: list[Slot] = []
     buckets: list[tuple[int, int]] = []
     sections: list[range] = []
-    section, position = 0, 0  # where the current run of buckets begins; where the next slot does
+    section, position = 0, 0  # where the current run of buckets and the next slot begin
 
     def close_section() -> None:
         nonlocal section, position

@@ -61,11 +61,11 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     ) -> None:
         """
         Args:
-            ddp_config: `grad_reduce_in_fp32` decides in which dtype gradients travel.
+            ddp_config: `grad_reduce_in_fp32` decides the dtype of gradients in messages.
             sub_modules_to_wrap: classes of the units, instead of the layers.
             disable_bucketing: accepted; a unit is one message.
         Raises:
-            ConfigError: the layout or the settings are not torch's.
+            ConfigError: torch's FSDP2 does not support the layout or the settings.
         """
         nn.Module.__init__(self)
         self.config, self.ddp_config, self.module = config, ddp_config, module
@@ -80,7 +80,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self._shard_modules(sub_modules_to_wrap)
         self._read_shards()
         is_half = any(p.dtype == torch.float16 for p in self._shards_of)
-        # Gradients that travel in fp16 are divided by torch itself, against overflow.
+        # torch itself divides gradients that are sent in fp16, against overflow.
         self._averages = (is_half and not ddp_config.grad_reduce_in_fp32) or averages(
             max((self.mesh(), self.mesh(is_expert=True)), key=lambda mesh: mesh.shard_size).shard
         )
@@ -116,7 +116,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
                     fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=ignored)
                     self._fsdp_modules.append(part)
         # torch 2.7 moves a shard that it pads to new memory when it first gathers it, and an update
-        # of the old memory would be lost without a word: it gathers before the shards are read.
+        # of the old memory would be lost silently: so gather before the shards are read.
         # Shards of a dry run have no memory.
         if not is_fake() and any(
             p.shape[0] % p.device_mesh.size()
@@ -130,7 +130,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             vars(parameter).update(metadata[name])
 
     def _device_mesh(self, is_expert: bool) -> DeviceMesh | None:
-        """Return the ranks that shard a kind of parameters, as torch takes them; None for one."""
+        """Return the ranks that shard a kind of parameters as torch's mesh; None for one rank."""
         group: Any = self.mesh(is_expert).shard
         if group.size() == 1:
             return None
@@ -142,7 +142,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         names = names_in_model(self.module)
         self._shards_of = {}
         self._frozen: dict[nn.Parameter, list[ParameterShard]] = {}
-        """Shards that are loaded, and never updated."""
+        """Shards that are loaded but never updated."""
         for name, parameter in self.module.named_parameters():
             mesh = self.mesh(get_param_meta(parameter).is_expert)
             values: Tensor = parameter
@@ -160,16 +160,16 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             of_kind[parameter] = [shard] if begin < end else []
 
     def mesh(self, is_expert: bool = False) -> Mesh:
-        """Return the ranks over which the dense or the expert parameters are sharded."""
+        """Return the ranks that shard the dense or the expert parameters."""
         groups = self.pg_collection
         return Mesh(shard=groups.expt_dp if is_expert else groups.dp_cp, replicate=SINGLE_RANK)
 
     def shards_of(self, parameter: nn.Parameter) -> list[ParameterShard]:
-        """Return the pieces of a parameter that this rank holds, of a frozen one as well."""
+        """Return the pieces of a parameter, also of a frozen one, that this rank holds."""
         return self._shards_of.get(parameter) or self._frozen.get(parameter, [])
 
     def unbucketed_shards(self) -> list[ParameterShard]:
-        """Return what this rank updates: every shard has its gradient in `.grad`."""
+        """Return the shards that this rank updates, each with its gradient in `.grad`."""
         return [shard for shards in self._shards_of.values() for shard in shards]
 
     def _sharded(self) -> dict[nn.Parameter, list[ParameterShard]]:
@@ -177,7 +177,7 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return {p: shards for p, shards in known.items() if isinstance(p, DTensor)}
 
     def forward(self, *inputs: object, **kwargs: object) -> Any:
-        """Call the wrapped module; without gradients, free what torch keeps for a backward."""
+        """Call the wrapped module; without gradients, free units that torch keeps for backward."""
         output = self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             for module in self._fsdp_modules:
@@ -208,15 +208,16 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         return result
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: gradients of the last one are void."""
+        """Begin a step: discard the gradients of the last step."""
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Turn torch's average over the ranks of a parameter (a sum, where a backend cannot
-        average) into that over all replicas, or into a sum where tokens are counted.
+        average) into the average over all replicas, or into a sum where tokens are counted.
 
-        An expert has met the tokens of all replicas, whose sum its few holders have.
+        The gradient of an expert covers the tokens of all replicas: the few ranks that hold the
+        expert already have the sum over all replicas.
         """
         for parameter in self._shards_of:
             if parameter.grad is None and parameter.requires_grad:
@@ -297,16 +298,16 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that hold parameters of experts only, and all of them.
 
     Raises:
-        ConfigError: a module has parameters of experts beside others.
+        ConfigError: a module has parameters of experts and other parameters.
     """
     kinds = {get_param_meta(p).is_expert for p in module.parameters()}
     if kinds == {True}:
         return [module]
     if any(get_param_meta(p).is_expert for p in module.parameters(recurse=False)):
         raise ConfigError(
-            f"{type(module).__name__} has parameters of experts beside others.",
-            rule="torch gathers the parameters of a module over one group of ranks, and experts are"
-            " on others than the rest of the model",
+            f"{type(module).__name__} has parameters of experts and other parameters.",
+            rule="torch gathers the parameters of a module over one group of ranks, and experts use"
+            " other groups than the rest of the model",
             flags=["--use-torch-fsdp2", "--expert-model-parallel-size"],
             fix="use --use-megatron-fsdp, which shards each kind over its own ranks",
         )
@@ -316,7 +317,7 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 def _problems(
     config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> list[ConfigError]:
-    """Return what this layout or these settings ask of torch that it does not do."""
+    """Return the errors for a layout or settings that torch does not support."""
     problems = []
     if groups.pp.size() > 1:
         problems.append(

@@ -5,8 +5,8 @@ library's kernel first. The local backend is the reference: both backends have t
 with the same metadata and initial values, and read and write the same checkpoints. Weight gradients
 are written where local layers write them, at once or in the second half of a split backward pass.
 
-`make engine` runs the library's own Python against local layers on the CPU, with a stand-in for the
-compiled part. **Its kernels have not been run**, because they need a GPU.
+`make engine` compares the library's own Python with local layers on the CPU, with a substitute for
+the compiled part. **Its kernels have not been run**, because they need a GPU.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all else is built on: errors and exit codes, devices, processes, optional libraries."""
+"""The lowest layer: errors and exit codes, devices, processes, optional libraries."""

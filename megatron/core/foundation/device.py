@@ -1,4 +1,4 @@
-"""The one place that asks which kind of device this process computes on."""
+"""The device that this process computes on: the only module that uses `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.foundation.errors import TopologyError
 
 _BACKEND_EXIT_SECONDS = 0.05
-"""Long enough for a thread that others keep from its core."""
+"""Long enough for a thread that waits for a busy core."""
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def device_type() -> str:
 
 
 def current_device() -> torch.device:
-    """Return the device that new parameters and activations of this rank live on."""
+    """Return the device of new parameters and activations of this rank."""
     if device_type() == "cpu":
         return torch.device("cpu")
     return torch.device(device_type(), torch.accelerator.current_device_index())
@@ -45,11 +45,11 @@ def current_device() -> torch.device:
 def set_local_device(local_rank: int, *, backend: str = "nccl") -> torch.device:
     """Bind this process to the accelerator `local_rank`; no effect on CPU.
 
-    Ranks share accelerators, rank r having number r modulo their count, where they may: with a
+    If ranks may share accelerators, rank r uses number r modulo their count. They may with a
     backend other than NCCL, and with NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later).
 
     Raises:
-        TopologyError: there are fewer, and ranks may not share one.
+        TopologyError: there are fewer accelerators than ranks, and ranks may not share one.
     """
     if device_type() != "cpu":
         count = max(torch.accelerator.device_count(), 1)
@@ -59,8 +59,8 @@ def set_local_device(local_rank: int, *, backend: str = "nccl") -> torch.device:
                 f"LOCAL_RANK is {local_rank} on a node with {count} GPUs",
                 rule="each rank has a GPU of its own under NCCL before 2.30",
                 flags=["--distributed-backend"],
-                fix=f"start at most {count} ranks on this node (torchrun --nproc-per-node), or let "
-                "them share: NCCL_MULTI_RANK_GPU_ENABLE=1, or --distributed-backend gloo",
+                fix=f"start at most {count} ranks on this node (torchrun --nproc-per-node), or "
+                "share GPUs with NCCL_MULTI_RANK_GPU_ENABLE=1 or --distributed-backend gloo",
             )
         torch.accelerator.set_device_index(local_rank % count)
     return current_device()
@@ -73,17 +73,17 @@ def communication_backend() -> str:
 
 @functools.cache
 def wait_for_backends_at_exit() -> None:
-    """Let a backend's threads finish before this process takes Python down.
+    """Wait for a backend's threads before the interpreter of this process ends.
 
-    gloo wakes the thread that waits before it lets go of the tensors it worked on. If it is the
-    last to hold one, it needs the interpreter for that; where that is gone, the process is aborted
+    gloo wakes the waiting thread before it releases its tensors. If it holds the last reference to
+    a tensor, it needs the interpreter to release it. Without an interpreter the process is aborted
     ("terminate called without an active exception") after all its work was done.
     """
     atexit.register(time.sleep, _BACKEND_EXIT_SECONDS)
 
 
 def settle_backends() -> None:
-    """Let a backend's threads finish before groups are destroyed in the middle of a process.
+    """Wait for a backend's threads before groups are destroyed while the process continues.
 
     torch 2.7 holds the interpreter while the destructor of a group joins the thread that waits
     for the interpreter to drop its last tensor: a deadlock.
@@ -98,7 +98,7 @@ def synchronize() -> None:
 
 
 def wait_on_host(event: torch.Event) -> None:
-    """Let the host wait until the accelerator has come to an event."""
+    """Block the host until the accelerator has reached an event."""
     event.synchronize()
 
 
@@ -108,7 +108,7 @@ def current_stream() -> torch.Stream | None:
 
 
 def set_current_stream(stream: torch.Stream | None) -> None:
-    """Let this thread queue its work on `stream`, and on the device of it; None on CPU."""
+    """Make `stream` and its device current in this thread; no effect for None (CPU)."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
@@ -121,9 +121,9 @@ def records_graphs() -> bool:
 
 
 def new_graph(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
-    """Return an empty graph, and what records into it on the current stream.
+    """Return an empty graph, and a context that records into it on the current stream.
 
-    Threads beside this one (watchdogs of NCCL, loaders of data) may continue during the recording.
+    Other threads (watchdogs of NCCL, loaders of data) may continue during the recording.
 
     Args:
         pool: `graph.pool()` of a graph that shares its memory, or None.
@@ -131,7 +131,7 @@ def new_graph(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
     if hasattr(torch.accelerator, "Graph"):
         graph = torch.accelerator.Graph(pool=pool, capture_error_mode="thread_local")
         return graph, graph
-    older = torch.cuda.CUDAGraph()  # torch 2.11 and before record on CUDA alone
+    older = torch.cuda.CUDAGraph()  # torch 2.11 and before record only on CUDA
     stream = torch.cuda.current_stream()
     return older, torch.cuda.graph(
         older, pool=pool, stream=stream, capture_error_mode="thread_local"
@@ -139,7 +139,7 @@ def new_graph(pool: Any) -> tuple[Any, AbstractContextManager[object]]:
 
 
 def is_fake() -> bool:
-    """Return whether tensors have shapes and no values here (torch's FakeTensorMode)."""
+    """Return whether tensors have shapes but no values (torch's FakeTensorMode)."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -153,10 +153,10 @@ def value_on_host(claim: Tensor) -> bool | None:
 
 
 def check(claim: Tensor, message: str) -> bool:
-    """Return whether a claim holds, where the host can know without waiting.
+    """Return whether a claim holds, if the host can read it without waiting.
 
-    On an accelerator the host continues, True is returned, and a claim that does not hold makes the
-    device fail at its next synchronisation, with the message in its text.
+    On an accelerator the function returns True at once. If the claim does not hold, the device
+    fails at its next synchronisation, with the message in its text.
 
     Args:
         claim: bool, [].
@@ -188,12 +188,12 @@ def why_no_fp8_products() -> str | None:
 
 
 def fp8_product_multiple(device: torch.device) -> int:
-    """Return what `torch._scaled_mm` requires k and the columns to be multiples of."""
+    """Return m: `torch._scaled_mm` requires k and the columns to be multiples of m."""
     return 1 if device.type == "cpu" else 16
 
 
 def computes_in_kernels(device: torch.device) -> bool:
-    """Return whether kernels of our own compute there, which can call no generator of torch."""
+    """Return whether this project's kernels compute there, which cannot call torch's generators."""
     return device.type != "cpu"
 
 
@@ -225,7 +225,7 @@ def set_default_generator_state(state: Tensor) -> None:
 
 
 def seed_default_generator(seed: int) -> None:
-    """Seed the default generator of the current device alone."""
+    """Seed only the default generator of the current device."""
     device = current_device()
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)
@@ -237,11 +237,11 @@ def seed_default_generator(seed: int) -> None:
 def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's default generators for the block and restore their states afterwards.
 
-    The numbers of a kernel that takes no generator belong to the seed, but their places to this
-    rank's tensors.
+    The seed determines the numbers of a kernel without a generator argument, but their positions
+    depend on this rank's tensors.
     """
     devices = [device] if device.type != "cpu" else []
-    # `torch.manual_seed` notes a stack for each kind of device that there is not.
+    # `torch.manual_seed` records a stack for each kind of device that is absent.
     set_seed = torch.manual_seed if devices else torch.default_generator.manual_seed
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         set_seed(seed)
@@ -258,7 +258,7 @@ def peak_memory_bytes() -> int:
 
 
 def total_memory_bytes() -> int:
-    """Return the bytes of this rank's accelerator, or those of the machine on CPU."""
+    """Return the bytes of memory of this rank's accelerator, or on CPU of the machine."""
     if device_type() != "cpu":
         module = torch.get_device_module(device_type())
         return int(module.get_device_properties(current_device()).total_memory)
@@ -266,7 +266,7 @@ def total_memory_bytes() -> int:
 
 
 def device_name() -> str:
-    """Return what the accelerator calls itself, or "cpu"."""
+    """Return the product name of the accelerator, or "cpu"."""
     if device_type() == "cpu":
         return "cpu"
     return str(torch.get_device_module(device_type()).get_device_name())
@@ -280,7 +280,7 @@ def nccl_version() -> str:
 
 
 def start_profiler_range() -> None:
-    """Let a profiler around the process (nsys with cudaProfilerApi) record from here on."""
+    """Make a profiler around the process (nsys with cudaProfilerApi) record from here on."""
     if device_type() == "cuda":
         torch.cuda.profiler.start()
 
@@ -298,6 +298,6 @@ def record_memory_history(max_entries: int) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Write what `record_memory_history` kept, for https://pytorch.org/memory_viz."""
+    """Write the history of `record_memory_history`, for https://pytorch.org/memory_viz."""
     if device_type() == "cuda":
         torch.cuda.memory._dump_snapshot(path)

@@ -1,6 +1,6 @@
 """Graphs of an accelerator: operations that are recorded once and started together afterwards.
 
-**Never run on a GPU**: tests record with a stand-in.
+**Never run on a GPU**: tests record with a substitute.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Outputs: TypeAlias = tuple[Tensor | None, ...]
 
 
 class DeviceGraph(Protocol):
-    """One recording. What its operations read and write stays at the same addresses."""
+    """One recording. Its operations always read and write the same addresses."""
 
     def capture(self, call: Callable[[], Outputs]) -> Outputs:
-        """Record what `call` starts on the device; return where each replay leaves the results.
+        """Record the operations that `call` starts on the device; return the replays' outputs.
 
-        Nothing is computed yet, and what else `call` does on the host happens this once.
+        The operations are not computed yet. Code of `call` on the host runs only this once.
         """
         ...
 
@@ -33,11 +33,11 @@ class DeviceGraph(Protocol):
 
 
 class MemoryPool:
-    """Memory of graphs that are replayed in the order in which they were captured."""
+    """Memory of graphs that are replayed in the order of their captures."""
 
     def __init__(self) -> None:
         self.identifier: Any = None
-        """Of the first graph's pool, which the others use; None before it."""
+        """Pool of the first graph, which later graphs share; None before the first capture."""
 
 
 class AcceleratorGraph:
@@ -67,7 +67,7 @@ class AcceleratorGraph:
 
 @functools.cache
 def _side_stream(where: torch.device) -> torch.Stream:
-    """Return the stream of captures: a backward pass runs on that of its forward pass."""
+    """Return the stream of captures; a backward pass runs on the stream of its forward pass."""
     return torch.Stream(where)
 
 
@@ -77,7 +77,8 @@ def new_graph(pool: MemoryPool) -> DeviceGraph:
 
 
 def warm_up(call: Callable[[], object], num_times: int) -> None:
-    """Run `call` on a stream of its own: libraries allocate and choose what a capture may not."""
+    """Run `call` on a separate stream: libraries allocate memory and choose kernels, which is
+    forbidden during a capture."""
     here = device.current_stream()
     if here is None:
         for _ in range(num_times):

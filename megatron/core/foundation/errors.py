@@ -1,7 +1,7 @@
-"""The one family of exceptions that users of the framework see.
+"""The exceptions that users of the framework see: subclasses of `MegatronError`.
 
-Every error says four things: what was found, the rule it breaks, the flags or files that
-control it, and a fix that works. Programmer mistakes use `assert` with values instead.
+Every error has four parts: the finding, the broken rule, the flags or files that control it, and a
+fix that works. Programmer mistakes use `assert` with values instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _SHOWN_INT_BITS = 128
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return a value that comes from a file, for a message: at most `limit` + 3 characters.
+    """Return the text of an untrusted value for a message: at most `limit` + 3 characters.
 
-    The work is bounded, too: nothing is formatted before it is cut, of a container the first items
-    of two levels are shown, and no method of an unknown class is called.
+    The work is bounded too: values are cut before they are formatted, only the first items of a
+    container are shown, on two levels, and no method of an unknown class is called.
     """
     text = _shown(value, limit, _SHOWN_LEVELS)
     return text if len(text) <= limit else text[:limit] + "..."
@@ -68,7 +68,7 @@ class MegatronError(Exception):
         super().__init__(self.describe())
 
     def describe(self) -> str:
-        """Return the message: what was found, then rule, flags and fix, one line each."""
+        """Return the message: the finding, then rule, flags and fix, one line each."""
         lines = [self.found]
         if self.rule:
             lines.append(f"  rule:  {self.rule}")
@@ -79,11 +79,11 @@ class MegatronError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only fields need help to cross a process boundary.
+        # Pickling passes arguments by position, so keyword-only fields need this.
         return _rebuild, (type(self), self.found, self.rule, self.flags, self.fix, self.problems)
 
     def named(self, who: str) -> MegatronError:
-        """Return the same error with `who` found it in front of its message."""
+        """Return the same error with the name `who` in front of its message."""
         return _rebuild(
             type(self), f"{who}: {self.found}", self.rule, self.flags, self.fix, self.problems
         )
@@ -111,7 +111,7 @@ class TopologyError(MegatronError):
 
 
 class PeerLostError(TopologyError):
-    """Another rank has ended, or did not come within the timeout."""
+    """Another rank has ended, or did not respond within the timeout."""
 
 
 class CollectiveMismatchError(TopologyError):
@@ -135,7 +135,7 @@ class MissingInputError(DataError):
 
 
 class UntokenizableTextError(DataError):
-    """A text that the library of a tokenizer does not take; others it may."""
+    """A text that the library of a tokenizer refuses; it may accept other texts."""
 
 
 class CheckpointError(MegatronError):
@@ -147,7 +147,7 @@ class MissingCheckpointError(CheckpointError):
 
 
 class NumericsError(MegatronError):
-    """A loss or gradient that is not finite, found before it touched the weights."""
+    """A loss or gradient that is not finite, found before the update of the weights."""
 
 
 class ReplicaMismatchError(MegatronError):
@@ -155,11 +155,11 @@ class ReplicaMismatchError(MegatronError):
 
 
 class SpikeError(MegatronError):
-    """A gradient far above the recent ones, found before it touched the weights."""
+    """A gradient far above the recent ones, found before the update of the weights."""
 
 
 class HardwareFaultError(MegatronError):
-    """A machine that computes something else from the same numbers than others do."""
+    """A machine that computes other results from the same inputs than other machines."""
 
 
 class MissingExtraError(MegatronError):
@@ -167,7 +167,7 @@ class MissingExtraError(MegatronError):
 
 
 def refuse_given(where: str, given: Mapping[str, object], *, rule: str, fix: str) -> None:
-    """Raise `ConfigError` if any argument of a signature that is not ours alone was given.
+    """Raise `ConfigError` if an argument was given that is only accepted for compatibility.
 
     Args:
         where: the function, as its caller names it.
@@ -185,7 +185,7 @@ def raise_together(problems: Iterable[MegatronError], *, summary: str, note: str
 
     Args:
         problems: found by independent checks, in the order to be shown.
-        summary: what was being checked, for example "this command line".
+        summary: name of the checked object, for example "this command line".
         note: a last line for the reader of the problems.
     """
     found = flattened(problems)
@@ -197,7 +197,7 @@ def raise_together(problems: Iterable[MegatronError], *, summary: str, note: str
 
 
 def flattened(problems: Iterable[MegatronError]) -> list[MegatronError]:
-    """Return the parts of joint errors, with the name of what was checked, in their place."""
+    """Replace joint errors by their parts, each with the name of the checked object."""
     found: list[MegatronError] = []
     for problem in problems:
         for part in flattened(problem.problems):

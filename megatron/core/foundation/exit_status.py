@@ -1,10 +1,10 @@
-"""How a tool ends, for scripts that call it.
+"""Exit codes of tools, for scripts that call them.
 
     0    done
-    1    it failed, or what it was asked to check is not so
+    1    it failed, or its check found a problem
     2    its arguments or settings cannot be used: nothing was done
     130  Ctrl-C
-    141  whoever read its output ended first, as in `tool | head -1`
+    141  the reader of its output ended first, as in `tool | head -1`
 
 A training run, and tools that load a model as a run does, end with a code for each class of failure
 instead: `megatron/resilience/failure.py`.
@@ -22,21 +22,21 @@ from megatron.core.foundation.errors import ConfigError, MegatronError, Schedule
 
 
 class ExitStatus(IntEnum):
-    """What the caller of a tool is told; argparse ends with 2 as well."""
+    """Exit codes of tools; argparse ends with 2 as well."""
 
     DONE = 0
     FAILED = 1
     WRONG_USAGE = 2
     INTERRUPTED = 130
     OUTPUT_CLOSED = 141
-    """What a shell tells of a process that SIGPIPE ended."""
+    """Exit code that a shell reports for a process that SIGPIPE ended."""
 
 
 _OF_SETTINGS = (ConfigError, TopologyError, ScheduleError)
 
 
 def status_of(error: MegatronError) -> ExitStatus:
-    """Return how a tool ends with this error; a joint error has the class that its parts share."""
+    """Return the exit code for an error; a joint error has the class that its parts share."""
     parts = error.problems
     if parts and len({type(part) for part in parts}) == 1:
         error = parts[0]
@@ -44,7 +44,7 @@ def status_of(error: MegatronError) -> ExitStatus:
 
 
 def tool(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """Let the `main` of a tool end with a message and a status instead of a traceback."""
+    """Wrap the `main` of a tool: errors end it with a message and a status, not a traceback."""
 
     @functools.wraps(main)
     def reported(argv: Sequence[str] | None = None) -> int:

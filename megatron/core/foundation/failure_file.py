@@ -1,6 +1,6 @@
-"""The files that failures leave: failure.json, failures.jsonl, and the quarantine of hosts.
+"""The files that describe failures: failure.json, failures.jsonl, and the quarantine of hosts.
 
-The module imports no torch: the watchdog of a machine and launchers use it, too.
+The module imports no torch, because the watchdog of a machine and launchers use it, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FAILURE_FILE = "failure.json"
-"""The last failure of the run, while no later attempt has begun."""
+"""The last failure of the run; the next attempt renames it."""
 UNFINISHED = f"{FAILURE_FILE}.tmp-"
 """Prefix of the files of processes that were killed while they wrote."""
 FAILURE_HISTORY_FILE = "failures.jsonl"
@@ -24,12 +24,11 @@ _IN_HISTORY = (
     "class", "exit_code", "iteration", "attempt", "rank", "host", "where", "last_good_ckpt",
     "action", "message", "time",
 )  # fmt: skip
-"""The part of a record that the history keeps: not the stacks and places of all ranks."""
+"""Fields of a record in the history, which omits the stacks and positions of all ranks."""
 
 
 def restart_delay_s(first_s: float, number: int) -> float:
-    """Return the pause before start `number` after a failure: twice the one before it, from
-    `first_s` on."""
+    """Return the pause before restart `number` after a failure: `first_s`, doubled each time."""
     return min(first_s * 2**number, LONGEST_DELAY_S)
 
 
@@ -48,7 +47,7 @@ def write_failure(record: Mapping[str, object], directory: str) -> None:
 def read_quarantine(path: str | Path) -> list[str]:
     """Return the host names of a quarantine file, one per line; a # begins a comment.
 
-    [] if the file does not exist.
+    Returns [] if the file does not exist.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()

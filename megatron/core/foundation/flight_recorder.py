@@ -1,13 +1,13 @@
 """The flight recorder of a rank: its step, instruction of the schedule, collective and waits.
 
-Recording costs a store or two into memory that the watchdog of the machine can map
-(`megatron.resilience.watchdog`); without a watchdog nobody reads that memory:
+Recording costs one or two stores into memory, which the watchdog of the machine can map
+(`megatron.resilience.watchdog`):
 
     fields | activity | message of the watchdog | ring of operations | table of channels
 
-Fields are unsigned 64-bit integers, each written by one store. There are no locks: a reader may
-see a half-written entry of the ring, and reads it again later. The module does not import torch,
-so that the watchdog starts fast.
+Fields are unsigned 64-bit integers, each written by one store. There are no locks: if a reader
+finds a half-written entry of the ring, it reads the entry again later. The module does not import
+torch, so that the watchdog starts fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 TEXT_OFFSET, TEXT_BYTES = 256, 128
-"""Place of the activity."""
+"""Position and length of the activity."""
 MESSAGE_OFFSET, MESSAGE_BYTES = 512, 3584
 RING_OFFSET, NUM_RECORDS = 4096, 1024
 RECORD = struct.Struct("<QIIQQQ")
@@ -41,28 +41,29 @@ class Field(enum.IntEnum):
     """Position of each field."""
 
     BEATS = 0
-    """Counted by a thread: it stops if the process is stopped or a thread holds the GIL."""
+    """Heartbeat, counted by a thread: stops if the process is stopped or a thread holds the GIL."""
     NUM_RECORDS = 1
     """Operations that the rank has entered so far."""
     WAITS_IN = 2
-    """1 + the number of the operation that blocks the training thread; 0: the thread computes."""
+    """1 + the number of the operation that blocks the training thread; 0 while it computes."""
     INSTRUCTION = 3
-    """Of the schedule: 1 + the operation, chunk and micro batch in 16, 16 and 32 bits; 0: none."""
+    """Instruction of the schedule: 1 + the operation, chunk and micro batch in 16, 16 and 32 bits;
+    0 outside of the schedule."""
     ITERATION = 4
     CHECKPOINT = 5
-    """1 + the iteration of the newest good checkpoint; 0: none."""
+    """1 + the iteration of the newest good checkpoint; 0 before the first one."""
     BLOCKED_ON = 6
-    """1 + the rank that this rank waits for; 0: none, or unknown."""
+    """1 + the rank that this rank waits for; 0 if it is unknown or the rank does not wait."""
     TABLE_LENGTH = 7
     CLOSED = 8
     """1: the run has ended, and the watchdog ignores this rank."""
     VERDICT = 9
-    """Written by the watchdog: the exit code with which the rank must end; 0: continue."""
+    """Written by the watchdog: the exit code that the rank must end with; 0: continue."""
     NUM_STEPS = 10
     """Steps that this process has finished."""
     IS_TRAINING = 11
-    """1 in steps, and in evaluations from the second one on; 0 where anything may take long: setup,
-    the first evaluation, a save."""
+    """1 in steps and in evaluations except the first; 0 in phases of unknown length: setup, the
+    first evaluation, a save."""
     ASKS = 12
     """1: an operation failed, and the rank requests a comparison of all ranks' operations."""
     ANSWERED = 13
@@ -99,11 +100,11 @@ class Channel:
     tag: int
     """Negative for messages between two ranks: -1 - source * size - target."""
     occurrence: int = 0
-    """Of groups of the same ranks, the first, second ..."""
+    """Number of this group among groups of the same ranks."""
     name: str = field(default="group", compare=False)
 
     def describe(self) -> str:
-        """Return it as messages show it."""
+        """Return the channel as text for messages."""
         return f"{self.name} {list(self.ranks)}"
 
     def ends(self) -> tuple[int, int] | None:
@@ -115,20 +116,20 @@ class Channel:
 
 
 DATA, PEERS = -1, -2
-"""In place of the number of a channel: the loader; another rank outside of any operation."""
+"""Waits without a channel: for the loader; for another rank outside of any operation."""
 
 
 class Waits:
-    """Seconds that the training thread has waited, by what it waited for: sums that only grow.
+    """Seconds that the training thread has waited, by the kind of wait: sums that only grow.
 
     A caller copies the sums before and after the part that it measures. The clock is the host's:
-    where the stream of an accelerator waits and the host continues, nothing is counted.
+    if only the stream of an accelerator waits and the host continues, nothing is counted.
     """
 
     def __init__(self) -> None:
         self.channels: dict[int, Channel] = {}
         self.seconds: dict[int, float] = {DATA: 0.0, PEERS: 0.0}
-        """By number of the channel, or DATA, or PEERS."""
+        """Seconds by number of the channel, or DATA, or PEERS."""
         self.loading_cpu_s = 0.0
         """Processor seconds of the training thread in its loader."""
         self.activity_s: dict[str, float] = {}
@@ -222,7 +223,7 @@ class RankProgress:
 
         Args:
             group: a process group.
-            tag: separates operations of one group that are matched in orders of their own; see
+            tag: separates operations of one group that ranks match independently; see
                 `Channel.tag`.
         """
         channel = self._channels.get((id(group), tag))
@@ -316,7 +317,7 @@ def describe_group(group: Any) -> tuple[Sequence[int], str]:
 
 
 PROGRESS = RankProgress()
-"""Of this process."""
+"""The recorder of this process."""
 
 
 def recorded(operation: str, *, group_at: int | None = None) -> Callable[[Function], Function]:

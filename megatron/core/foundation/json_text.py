@@ -1,4 +1,4 @@
-"""JSON of files that may come from anybody."""
+"""JSON of untrusted files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def parse_json(
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested more deeply than the parser goes (a thousand levels or
-            so), of which `json.loads` speaks by RecursionError.
+        ValueError: it is not JSON, or nested too deeply for the parser (about a thousand levels);
+            `json.loads` raises RecursionError then.
     """
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
@@ -30,13 +30,13 @@ def read_json(path: str, kinds: type | tuple[type, ...], *flags: str) -> Any:
     """Return the JSON object (or list) in a file that `flags` name.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file is not JSON, or holds another type.
     """
     try:
         with open(path, encoding="utf-8") as file:
             found = parse_json(file.read())
         if not isinstance(found, kinds):
-            raise ValueError(f"no object but a {type(found).__name__}")
+            raise ValueError(f"a {type(found).__name__} instead of an object")
     except ValueError as error:
         raise DataError(
             f"{path} is not valid JSON: {error}.",

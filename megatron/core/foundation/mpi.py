@@ -1,4 +1,4 @@
-"""MPI as the backend of torch.distributed: whether torch has it, and its numbers of ranks."""
+"""MPI as the backend of torch.distributed: a check that torch has it, and its ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MPI = "mpi"
 
 
 def mpi_problems(flag: str) -> Iterator[ConfigError]:
-    """Yield what is wrong with asking for MPI: torch may be built without it.
+    """Yield a problem if torch is built without MPI.
 
     Args:
-        flag: that asks for it.
+        flag: the flag that selects MPI.
     """
     if not dist.is_mpi_available():
         yield ConfigError(
             f"{flag} {MPI}, and this torch has no MPI.",
             rule="torch has MPI only if it was built from source where MPI is installed",
             flags=[flag],
-            fix=f"drop {flag}, which then is nccl or gloo as the device asks, or build torch from "
+            fix=f"drop {flag} (the device then decides between nccl and gloo), or build torch from "
             "source on a machine with MPI",
         )
 
@@ -31,13 +31,13 @@ def mpi_problems(flag: str) -> Iterator[ConfigError]:
 def init_mpi_process_group(
     flag: str, timeout: timedelta | None = None, ranks: tuple[int, int] | None = None
 ) -> None:
-    """Create the world process group by MPI, which numbers the ranks by itself.
+    """Create the world process group with MPI, which numbers the ranks itself.
 
-    Not tried with an MPI: the torch that pip installs has none.
+    Never run with MPI, because torch's packages on PyPI are built without it.
 
     Args:
-        timeout: of later groups; MPI itself waits without end.
-        ranks: (rank, world size) of the launcher; None takes MPI's.
+        timeout: timeout of later groups; MPI itself has no timeout.
+        ranks: (rank, world size) of the launcher; None uses MPI's numbers.
     Communication:
         collective on all processes that mpirun started.
     Raises:

@@ -1,7 +1,7 @@
-"""Optional libraries: detected here, and nowhere else.
+"""Optional libraries: only this module detects and imports them.
 
 `require("tensorboard", purpose="--tensorboard-dir")` imports the library or raises an error that
-names the extra to install. `has(...)` answers without importing.
+names the extra to install. `has(...)` tests for the library without importing it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXTRA_OF = {
     "h11": "server",
     "lm_eval": "eval",
 }
-"""Import name -> extra of the `megatron-lattice` distribution that brings it."""
+"""Import name -> extra of the `megatron-lattice` distribution that installs it."""
 
 BUILT_FROM_SOURCE = {
     "transformer_engine": "NVIDIA Transformer Engine (pip package transformer-engine[pytorch])",
@@ -53,9 +53,9 @@ BUILT_FROM_SOURCE = {
     "fused_layer_norm_cuda": "the compiled norms of NVIDIA apex",
     "flash_attn": "flash-attention (pip package flash-attn)",
     "deep_ep": "DeepEP (deep_ep, built from its repository)",
-    "triton": "Triton (comes with the CUDA builds of torch)",
+    "triton": "Triton (part of the CUDA builds of torch)",
 }
-"""GPU libraries that no extra of ours installs: import name -> what to install."""
+"""GPU libraries that no extra installs: import name -> the package to install."""
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def has(name: str) -> bool:
 def why_missing(name: str) -> str | None:
     """Return why the library `name` (a dotted submodule is allowed) cannot be used; None if it can.
 
-    It is imported: without its compiled part a library raises what it likes.
+    The library is imported: without its compiled part it may raise any error.
     """
     top = name.partition(".")[0]
     shown = BUILT_FROM_SOURCE.get(top, top).partition(" (")[0]
@@ -86,7 +86,7 @@ def require(name: str, *, purpose: str) -> ModuleType:
 
     Args:
         name: import name, for example "torch.utils.tensorboard" or "sentencepiece".
-        purpose: what needs it, shown to the user: a flag, a tool or a tokenizer type.
+        purpose: the flag, tool or tokenizer type that needs the library, for the error.
     Raises:
         MissingExtraError: it is not installed, or not for this machine; the fix names the command.
     """

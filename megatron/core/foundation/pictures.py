@@ -24,7 +24,7 @@ pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto }} svg {{ max-width: 
 
 
 def check_picture_name(path: str | Path, *, flag: str) -> None:
-    """Refuse a name that is neither a page nor a picture, and the lack of matplotlib, early.
+    """Check early that a file name ends in .html or .png, and that matplotlib is installed.
 
     Raises:
         ConfigError: another suffix.
@@ -41,10 +41,10 @@ def check_picture_name(path: str | Path, *, flag: str) -> None:
 
 
 def new_figure(width: float, height: float, *, purpose: str) -> Any:
-    """Return an empty figure of so many inches, which needs no screen.
+    """Return an empty figure of this size in inches, which needs no screen.
 
     Args:
-        purpose: the flag that asks for it.
+        purpose: the flag that requires it, for the error.
     Raises:
         MissingExtraError: matplotlib is not installed.
     """

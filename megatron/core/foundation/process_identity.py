@@ -1,7 +1,8 @@
-"""Which process a number means: process numbers hold inside one PID namespace, and are used again.
+"""Unique identities of processes: a process number is valid in one PID namespace, and is reused.
 
-Containers can share /dev/shm, but each counts its processes by itself: process 3 of one is another
-process, or none, in the next. An identity names the machine, the namespace and the start time too.
+Containers can share /dev/shm, but each container numbers its processes itself: process 3 of one
+container is another process in the next. An identity also has the machine, the namespace and the
+start time.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ class ProcessIdentity(NamedTuple):
     namespace: int
     """Inode of its PID namespace."""
     start: int
-    """When it started, in clock ticks after the machine did."""
+    """When it started, in clock ticks after the boot of the machine."""
     machine: bytes
-    """16 bytes of this start of the machine."""
+    """16 bytes that identify this boot of the machine."""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """Return that of this process.
+        """Return the identity of this process.
 
         Raises:
-            OSError: the system does not tell (no /proc).
+            OSError: the system has no /proc.
         """
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
         return cls(
@@ -42,16 +43,16 @@ class ProcessIdentity(NamedTuple):
         )
 
     def pack(self) -> bytes:
-        """Return it as `SIZE` bytes."""
+        """Return the identity as `SIZE` bytes."""
         return _FORM.pack(*self)
 
     @classmethod
     def unpack(cls, data: bytes) -> ProcessIdentity:
-        """Return what `pack` wrote."""
+        """Return the identity that `pack` wrote."""
         return cls(*_FORM.unpack(data))
 
     def open(self) -> int:
-        """Return a process descriptor, of this process and of no other.
+        """Return a descriptor of exactly this process.
 
         Raises:
             OSError: it has ended, is not one of this PID namespace, or is this process itself.
@@ -63,7 +64,7 @@ class ProcessIdentity(NamedTuple):
             raise ProcessLookupError(f"process {self.number} is this one")
         descriptor = os.pidfd_open(self.number)
         try:
-            # After opening: the descriptor holds on to whichever process has the number now.
+            # Compare after opening: the descriptor keeps the process that has the number now.
             if stat_of(self.number).start != self.start:
                 raise ProcessLookupError(f"process {self.number} has ended")
         except OSError:
@@ -76,15 +77,15 @@ SIZE = _FORM.size
 
 
 class ProcessStat(NamedTuple):
-    """What /proc/PID/stat says of a process (man 5 proc)."""
+    """Fields of /proc/PID/stat (man 5 proc)."""
 
     letter: str
-    """Of its state: R, S, D, T and t (stopped), Z and X (ended)."""
+    """State: R, S, D, T and t (stopped), Z and X (ended)."""
     parent: int
     start: int
-    """As in `ProcessIdentity`."""
+    """Start time, see `ProcessIdentity`."""
     wait_status: int
-    """How it ended, as long as its parent has not taken note of it."""
+    """How it ended; valid until its parent waits for it."""
 
     @property
     def has_ended(self) -> bool:
@@ -96,7 +97,7 @@ def stat_of(process: int | str) -> ProcessStat:
     """Return the state of a process of this PID namespace.
 
     Raises:
-        OSError: there is none, or it is not to be seen.
+        OSError: there is no such process, or it is hidden.
     """
     file = os.open(f"/proc/{process}/stat", os.O_RDONLY)  # a watchdog reads it four times a second
     try:

@@ -1,6 +1,6 @@
-"""Helper processes of a rank: their end and their signals; limits that the system sets.
+"""Helper processes of a rank: their end and their signals; limits of the system.
 
-No torch import: workers of preprocessing use it, too.
+No torch import, because workers of preprocessing use it, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 STOP_SIGNALS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
-"""What launchers, schedulers and terminals send to a whole process group."""
+"""Signals that launchers, schedulers and terminals send to a whole process group."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Let this process end when its parent does: a child that waits for work would stay for ever.
+    """End this process when its parent ends: a child that waits for work would never end.
 
     Args:
-        parent: process id of the one that forked this one.
+        parent: process id of the process that forked this one.
     """
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
@@ -38,9 +38,9 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Let `STOP_SIGNALS` of this thread, and of a child forked here, wait until the end.
+    """Block `STOP_SIGNALS` in this thread, and in a child forked here, until the block ends.
 
-    A child keeps them waiting: it calls `ignore_stop_signals_except_from` next.
+    In a child they stay blocked: it calls `ignore_stop_signals_except_from` next.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -53,17 +53,17 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def ignore_stop_signals_except_from(parent: int) -> None:
-    """Ignore `STOP_SIGNALS`, which are meant for the run; SIGTERM of the parent ends this one.
+    """Ignore `STOP_SIGNALS`, which are meant for the run, except for SIGTERM from the parent.
 
-    A process that is stopped finishes its step, and needs its helpers for it. Its own `terminate`
-    of a helper continues to work, which is why the signal cannot simply be ignored.
+    A run that receives a stop signal finishes its step, and needs its helpers for it. SIGTERM
+    cannot simply be ignored, because the parent ends a helper with it.
 
     Args:
-        parent: process id of the one that may end this one.
+        parent: process id of the process that may end this one.
     """
     for number in STOP_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    # Nobody but the threads of this process is told who sent a signal, and only this way.
+    # Only sigwaitinfo, in a thread of this process, returns the sender of a signal.
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         threading.Thread(
@@ -78,19 +78,19 @@ def _end_on_sigterm_from(parent: int) -> None:
 
 
 def name_fatal_signals() -> None:
-    """Let a process that dies of SIGBUS, SIGSEGV or the like say so on stderr, with its stacks.
+    """Print the stacks on stderr if this process is killed by SIGBUS, SIGSEGV or the like.
 
-    A file that is mapped and becomes shorter kills whoever reads the missing part, before any
-    Python code could notice. Processes that are forked later do the same.
+    If a mapped file is truncated, reading the missing part kills the process before any Python code
+    can react. Processes that are forked later print their stacks, too.
     """
-    # Not where stderr is no file, or somebody else has turned it on.
+    # Skip it if stderr is not a file, or other code has enabled it.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
         if not faulthandler.is_enabled():
             faulthandler.enable()
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, from its exit code as Python's `subprocess` counts them."""
+    """Return how a process ended, from its exit code in the convention of `subprocess`."""
     if code >= 0:
         return f"exited with {code}"
     if -code == signal.SIGKILL:
@@ -106,7 +106,7 @@ def describe_exit(code: int) -> str:
 def num_killed_for_memory() -> int | None:
     """Return how many processes of this control group the kernel has killed for lack of memory.
 
-    None where the system does not tell.
+    None if the system does not provide the number.
     """
     for path in control_group_files("memory", "memory.events", "memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,10 +1,10 @@
 """The rendezvous store of one attempt of a job that its launcher starts again after a failure.
 
-torchrun keeps its store over all attempts, with the keys of the dead ones in it: addresses at
-which nobody listens any more, counters that are at their ends. Its number of the attempt does not
-tell attempts apart: it is that of one node, and a change of nodes does not raise it. So ranks meet
-under a name that rank 0 draws: each asks with a token of its own, and an answer to that token can
-only come from the rank 0 that lives now.
+torchrun keeps its store over all attempts, including the keys of earlier attempts: addresses of
+ended processes, counters that have reached their ends. Its attempt number does not distinguish
+attempts: each node counts its own attempts, and a change of nodes does not raise the number. So
+ranks use a prefix that rank 0 draws: each rank requests it with a token of its own, and only the
+rank 0 of the current attempt can answer that token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.core.foundation.errors import TopologyError
 
 START_TIMEOUT = timedelta(minutes=10)
-"""How long ranks wait for each other before anything is known, also of the timeout's flag."""
+"""Timeout of ranks that wait for each other before any flags, also the timeout's, are read."""
 POLL_S = 0.01
-"""How often rank 0 looks for ranks that have come."""
+"""Interval of rank 0's checks for requests of other ranks."""
 
 
 def restart_count() -> int:
@@ -31,18 +31,18 @@ def restart_count() -> int:
 
 
 def is_store_host(rank: int) -> bool:
-    """Return whether the store lives in this process: rank 0, if not in its launcher."""
+    """Return whether this process hosts the store: rank 0, unless its launcher hosts it."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def launcher_is_store_host() -> bool:
-    """Return whether the store lives in the torchrun that started this process."""
+    """Return whether the torchrun that started this process hosts the store."""
     env = os.environ
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("GROUP_RANK") == "0"
 
 
 def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Connect to the launcher's store, and return the part of it that is this attempt's.
+    """Connect to the launcher's store, and return the part of it that belongs to this attempt.
 
     Raises:
         TopologyError: the store cannot be reached, or ranks are missing.
@@ -62,7 +62,7 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Any:
 
 
 def join_rendezvous(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """Meet the other ranks in `store`, and return the part of it that nobody has used before.
+    """Wait for the other ranks in `store`, and return a part of it that was never used before.
 
     Raises:
         TopologyError: ranks are missing; on rank 0 the message names them.
@@ -84,12 +84,12 @@ def join_rendezvous(store: Any, rank: int, world_size: int, timeout: timedelta) 
 
 
 def _answer_all(store: Any, name: str, world_size: int, timeout: timedelta) -> None:
-    """Tell every rank that asks the name of the attempt, until all have joined it."""
+    """Answer requests with the name of the attempt, until all ranks have joined it."""
     answered: dict[int, str] = {}
     deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"{name}/num_joined", 0) < world_size - 1:
         for rank in range(1, world_size):
-            # A rank that has joined asks no more; one of a dead attempt may have left its token.
+            # A rank that has joined sends no new token; a token may be left from an old attempt.
             if store.check([f"asks/{rank}"]):
                 token = store.get(f"asks/{rank}").decode()
                 if answered.get(rank) != token:

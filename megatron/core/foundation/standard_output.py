@@ -11,26 +11,26 @@ from megatron.core.foundation.errors import MegatronError
 
 
 class OutputClosedError(MegatronError):
-    """The program that read what this one prints is gone."""
+    """The program that read the output of this program has ended."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return `OutputClosedError` for what `print` raised without a reader, else the error.
+    """Return `OutputClosedError` if `print` raised for lack of a reader, else the error itself.
 
-    From then on nothing is written: the interpreter would complain when it flushes at its end.
+    Afterwards stdout is discarded: the interpreter would report an error in its last flush.
     """
     if not isinstance(error, BrokenPipeError) or not _is_closed():
         return error
     _discard()
     return OutputClosedError(
         "the program that read the output of this one has ended, so nothing can be printed.",
-        rule="what writes to a pipe lives as long as the reader of the pipe",
-        fix="let the output go to a file, or to a program that reads all of it",
+        rule="a program can write to a pipe as long as the pipe has a reader",
+        fix="write the output to a file, or to a program that reads all of it",
     )
 
 
 def write(text: str) -> None:
-    """Print, and leave out what nobody reads."""
+    """Print `text`, or discard it if stdout has no reader."""
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:
@@ -38,7 +38,7 @@ def write(text: str) -> None:
 
 
 def _is_closed() -> bool:
-    """Return whether stdout is a pipe or socket that nobody reads any more."""
+    """Return whether stdout is a pipe or socket without a reader."""
     try:
         descriptor = sys.stdout.fileno()
     except (AttributeError, io.UnsupportedOperation):

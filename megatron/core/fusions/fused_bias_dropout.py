@@ -30,7 +30,7 @@ def bias_dropout_add(
         x: [s, b, h].
         bias: [h] or None.
         residual: [s, b, h]; the result has its dtype, which may be fp32 for an x in half precision.
-        probability: of dropping an element; kept elements are divided by 1 - probability.
+        probability: probability of dropping an element; others are divided by 1 - probability.
     """
     if not training or probability == 0.0:
         # Autograd saves nothing for sums: fusion would save kernel launches only.
@@ -97,7 +97,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
     """Return the function (x_with_bias, residual, prob) -> residual + dropout(x + bias).
 
     Args:
-        training: False leaves dropout out.
+        training: False disables dropout.
         fused: accepted for compatibility; there is one implementation.
     """
 

@@ -1,1 +1,1 @@
-"""What a model keeps between tokens while it writes."""
+"""State of a model between the tokens that it generates."""

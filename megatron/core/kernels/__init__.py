@@ -1,1 +1,1 @@
-"""Kernels: what computes an operation of a layer, and the tables by which one is chosen."""
+"""Kernels that compute the operations of layers, and the tables that choose between them."""

@@ -1,7 +1,7 @@
-"""The table of attention kernels and what each supports.
+"""The table of attention kernels, with the features that each supports.
 
 To add a kernel, write a function of type `AttentionKernel` and an entry in `ATTENTION`. The lists
-are in order of preference. **The entries for accelerators have not run on one.**
+are in order of preference. **The entries for accelerators have never run on an accelerator.**
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def choose_attention(
         backend: a value of `--attention-backend`.
         comm_type: how ranks that share the sequence exchange keys; None is one rank.
     Raises:
-        ConfigError: no kernel can do what is needed.
+        ConfigError: no kernel supports this attention.
     """
     needs = attention_needs(options, backend) | context_parallel_need(comm_type)
     if query.shape[0] != key.shape[0]:

@@ -1,4 +1,4 @@
-"""What every attention kernel is told beside its three tensors.
+"""Options that every attention kernel receives in addition to query, key and value.
 
 Legend: s sequence, b micro batch, n query heads and g key/value heads of this rank, d and e widths
 of key and value heads.
@@ -31,14 +31,14 @@ class AttentionOptions:
         attention_bias: added to the scaled scores, broadcastable to [b, n, sq, sk].
         first_query: position of the first query among the keys.
         dropout: probability of dropping a probability. `keep_mask` draws it independently of the
-            layout, `seeded_dropout` lets the kernel draw.
-        first_head: index in the whole model of this rank's first query head, by which it is drawn.
+            layout; under `seeded_dropout` the kernel draws.
+        first_head: index in the whole model of this rank's first query head; a key of the dropout.
         sink: [n], scores of a key without value that every query sees.
         softcap: bound c of the scaled scores, c * tanh(score / c).
         layer_scaling: divides the scores while they are in the activations' dtype.
         softmax_in_fp32: for the kernel that holds all scores.
         max_logits: fp32 [n], raised in place to the largest score of each head that entered a
-            softmax: scaled, capped and not hidden. None: nobody asks.
+            softmax: scaled, capped and not hidden. None does not record it.
     """
 
     scale: float
@@ -74,12 +74,12 @@ class AttentionOptions:
 
     @contextmanager
     def seeded_dropout(self, query: Tensor) -> Iterator[None]:
-        """Let a kernel draw dropout by itself: what it drops depends on the layout.
+        """Seed the generator of a kernel that draws dropout by itself, per layout.
 
-        Recomputation and a resumed run drop the same again.
+        Recomputation and a resumed run drop the same probabilities again.
 
         Args:
-            query: [sq, b, n, d], whose device draws.
+            query: [sq, b, n, d]; its device draws.
         """
         if not self.dropout:
             yield
@@ -92,7 +92,7 @@ class AttentionOptions:
     def masked_keys(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
         """Return bool [sq, sk] or [b, 1, sq, sk], True where position or document hide a key.
 
-        None where they hide nothing. Documents are of a sequence that attends to itself.
+        None where they hide nothing. Document ids require a sequence that attends to itself.
         """
         end = self.first_query + num_queries
         hidden = masked_keys(self.first_query, end, 0, num_keys, self.mask.window, device)
@@ -104,7 +104,7 @@ class AttentionOptions:
 
 
 def raise_max_logits(max_logits: Tensor, rows: Tensor, groups: int) -> None:
-    """Raise the largest score of each head to those of some rows.
+    """Raise the recorded largest score of each head to the largest score of some queries.
 
     Args:
         max_logits: fp32 [n], changed in place.

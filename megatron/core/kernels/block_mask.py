@@ -1,8 +1,8 @@
-"""Which pieces of the attention matrix have to be computed, and what is hidden inside them.
+"""Which tiles of the attention matrix have to be computed, and which keys are hidden inside them.
 
-Integers and masks only. Rows are described by `SequenceShard` with ascending ranges, so the keys
-that a run of queries may see under a causal mask or a window are one run of local keys, whatever
-chunks a rank happens to hold.
+Integers and masks only. A `SequenceShard` with ascending ranges describes the positions that a rank
+holds. So the keys that a run of queries may see under a causal mask or a window are one run of
+local keys, whichever chunks the rank holds.
 
 Legend: s whole sequence, b micro batch, sq and sk local queries and keys.
 """
@@ -26,7 +26,7 @@ class MaskSpec:
         window: keys to the left and right of a query that it may see, -1 is unlimited; (-1, 0) is
             causal.
         document_ids: [b, s] of the whole sequence, never falling along s; a query sees keys of
-            its own document only. None: one document.
+            its own document only. With None the sequence is one document.
     """
 
     window: tuple[int, int]
@@ -69,7 +69,7 @@ def masked_keys(
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of queries and the run of keys that it has to look at.
+    """A block of queries and the run of keys that it attends to.
 
     Attributes:
         query: [begin, end) in local rows; key: the same of local keys.
@@ -90,7 +90,7 @@ class Tile:
 def tiles(
     queries: SequenceShard, keys: SequenceShard, mask: MaskSpec, max_rows: int, max_keys: int
 ) -> Iterator[Tile]:
-    """Yield the tiles of a pair of row sets; pairs that see nothing of each other yield none.
+    """Yield the tiles of a set of queries and a set of keys, without fully hidden tiles.
 
     Args:
         max_rows, max_keys: size of a tile.
@@ -111,7 +111,7 @@ def tiles(
             local = query.stop
             left_masked_end = num_below(keys, last - 1 - left) if left >= 0 else key.start
             right_masked_begin = num_below(keys, first + right + 1) if right >= 0 else key.stop
-            are_here = _covers(keys, first, last)
+            are_here = any(begin <= first and last <= end for begin, end in keys.ranges)
             own = slice(num_below(keys, first), num_below(keys, last))
             for start in range(key.start, key.stop, max_keys):
                 stop = min(start + max_keys, key.stop)
@@ -128,12 +128,8 @@ def num_below(rows: SequenceShard, position: int) -> int:
     return sum(min(max(position - begin, 0), end - begin) for begin, end in rows.ranges)
 
 
-def _covers(rows: SequenceShard, first: int, last: int) -> bool:
-    return any(begin <= first and last <= end for begin, end in rows.ranges)
-
-
 def masks_in_tile(tile: Tile, mask: MaskSpec, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (run of the tile's keys, mask) pairs: what is hidden there.
+    """Yield (run of the tile's keys, mask) pairs, one for each run with hidden keys.
 
     Args:
         keys: int64 [sk], absolute positions of the local keys.
@@ -167,9 +163,9 @@ def _is_one_document(of_query: Tensor, of_key: Tensor) -> bool:
 
 
 class _DocumentExtent:
-    """From where to where the documents of a run of queries extend.
+    """First and last position of the documents of a run of queries.
 
-    On accelerators it would cost a wait per block to know: there, the mask alone hides.
+    On an accelerator the host would wait once per block for it: there, only the mask hides keys.
     """
 
     def __init__(self, document_ids: Tensor | None) -> None:

@@ -1,7 +1,8 @@
-"""Attention over sets of keys that come one after the other, as one autograd function.
+"""Attention over sets of keys that are processed one after the other, as one autograd function.
 
-An exchange hands out sets of keys and values, and hands them out again in backward, each with a
-buffer for its gradient. One rank has one set, its own; `context_parallel` brings those of others.
+An exchange yields sets of keys and values in forward. In backward it yields them again, each with a
+buffer for its gradient. A single rank has one set, its own; `context_parallel` receives the sets of
+other ranks.
 
 Legend: s sequence, b micro batch, n query heads, g key/value heads, r = n/g, d and e widths of key
 and value heads, z = b*g.
@@ -61,10 +62,10 @@ class KVBlock:
 
 
 class KVExchange(Protocol):
-    """Brings the keys of all ranks to this rank's queries, and their gradients home."""
+    """Bring the keys of all ranks to this rank's queries, and return gradients to their owners."""
 
     def blocks(self, local: KVBlock) -> Iterator[tuple[KVBlock, SequenceShard]]:
-        """Yield all sets of keys and which positions they are."""
+        """Yield all sets of keys with their positions."""
 
     def blocks_backward(
         self, local: KVBlock, gradient: KVBlock
@@ -106,12 +107,12 @@ def blockwise_attention(
     Args:
         query: [s, b, n, d]; key: [s, b, g, d]; value: [s, b, g, e]; query head i uses key head
             i // (n/g).
-        exchange: brings the sets of keys to attend to; None is the given keys alone.
-        rows: which positions of the sequence the s queries are; None is all.
+        exchange: yields the sets of keys to attend to; None is the given keys alone.
+        rows: positions of the s queries in the sequence; None is all.
     Returns:
         [s, b, n*e], contiguous.
     Communication:
-        that of the exchange.
+        performed by the exchange.
     """
     s, b, n, d = query.shape
     g, e = key.shape[2], value.shape[3]

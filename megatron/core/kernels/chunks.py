@@ -1,8 +1,8 @@
-"""What recurrences have in common that are computed in chunks: how they are cut, and decays.
+"""Chunks and decays, shared by the recurrences that are computed in chunks.
 
 A state decays by a factor for each row and head. Inside a chunk all pairs of rows are computed by
-products, and from chunk to chunk goes only the state. States and everything in log space are fp32
-(fp64 for fp64 inputs), whatever the dtype of the activations.
+products; only the state passes from one chunk to the next. States and everything in log space are
+fp32 (fp64 for fp64 inputs), whatever the dtype of the activations.
 
 Legend: s rows, b micro batch, g groups of heads that share keys, n heads, r = n/g, c chunks, l rows
 of a chunk.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Rows of a chunk: what is computed inside grows with its square, the number of steps shrinks."""
+"""Rows of a chunk: the work inside a chunk grows with its square, the number of steps shrinks."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DocumentRows:
 
     Attributes:
         ids: [b, s].
-        before: [b], of the row before the first, which the given state comes from.
+        before: [b], document of the row before the first row: the given state belongs to it.
     """
 
     ids: Tensor
@@ -35,7 +35,7 @@ class DocumentRows:
 
 
 class Chunks(Protocol):
-    """A sequence cut into chunks, after what does not depend on the state before them."""
+    """A sequence cut into chunks, with everything computed that does not need the states."""
 
     def run(self, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the outputs [s, b, n, e] and the state after the last row.
@@ -46,12 +46,12 @@ class Chunks(Protocol):
         ...
 
     def transition(self) -> Tensor:
-        """Return what all chunks together do to a state, [b, ...], for `after`."""
+        """Return the effect of all chunks together on a state, [b, ...], for `after`."""
         ...
 
     @staticmethod
     def after(transition: Tensor, state: Tensor | None) -> Tensor:
-        """Return the state [b, ...] that `transition` [b, ...] makes of a state; None is zero."""
+        """Apply `transition` [b, ...] to a state [b, ...]; None is zero."""
         ...
 
 
@@ -101,7 +101,7 @@ class ChunkSight:
 
 
 def chunk_sight(documents: DocumentRows, cut: Cut) -> ChunkSight:
-    """Return what is of one document; rows that fill the last chunk belong to its last one."""
+    """Return which rows share a document; padding rows belong to the last document."""
     ids = torch.cat((documents.ids, documents.ids[:, -1:].expand(-1, cut.pad)), 1)
     ids = ids.view(len(ids), 1, 1, -1, cut.length)
     before = documents.before.view(-1, 1, 1, 1)
@@ -123,9 +123,9 @@ class ChunkDecays:
     until_end: Tensor
     """[.., l, 1], from a row to the state after the chunk."""
     between: Tensor
-    """[.., l, l], from a row (last dimension) to itself and to a later one."""
+    """[.., l, l], from a row (last dimension) to itself and to each later row."""
     keep: Tensor
-    """[.., 1, 1], of a whole chunk."""
+    """[.., 1, 1], over the whole chunk."""
 
     def seen(self, sight: ChunkSight) -> ChunkDecays:
         """Return the same, 0 from one document to another."""
@@ -149,8 +149,8 @@ def chunk_decays(log_decay: Tensor, documents: DocumentRows | None, cut: Cut) ->
     length = cut.length
     since_start = log_decay.cumsum(-1)
     hidden = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)
-    # Each sum of its own, not the difference of two since the start: those grow with the chunk, and
-    # neighbours would differ by what rounding leaves of two large numbers, gradients too.
+    # Compute each sum separately, not as a difference of two sums since the start of the chunk:
+    # these sums grow with the chunk, and rounding would dominate their differences and gradients.
     between = log_decay.unsqueeze(-1).masked_fill(hidden.mT.logical_not(), 0).cumsum(-2)
     until_end = between[..., -1, :].exp().unsqueeze(-1)
     keep = since_start[..., -1, None, None].exp()

@@ -70,10 +70,10 @@ class DeltaChunks:
         return self.cut.restore(torch.stack(outputs, 3)), state
 
     def transition(self) -> Tensor:
-        """Return what all chunks together do to a state: after = factor @ before + term.
+        """Return the effect of all chunks on a state: after = factor @ before + term.
 
         Returns:
-            [b, g, r, d, d + e], the factor beside the term.
+            [b, g, r, d, d + e], the factor and then the term.
         """
         width = self.values.shape[-1]
         eye = torch.eye(self.keys.shape[-1], dtype=self.keys.dtype, device=self.keys.device)
@@ -105,7 +105,7 @@ def delta_chunks(
     *,
     chunk: int = CHUNK,
 ) -> DeltaChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], as they enter the rule (normed, scaled).
@@ -143,7 +143,7 @@ def kimi_delta_chunks(
     *,
     chunk: int = CHUNK,
 ) -> DeltaChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], as they enter the rule (normed, scaled).
@@ -182,9 +182,9 @@ def kimi_delta_chunks(
 def decayed_products(left: Tensor, right: Tensor, log_decay: Tensor) -> Tensor:
     """Return P_ij = sum_d left_id right_jd exp(sum of log_decay_md over j < m <= i), 0 for j > i.
 
-    Blocks double from single rows on. Of the two halves of a block the later rows decay since the
-    boundary and the earlier ones until it: factors are at most 1 and sums are each their own, not
-    differences of sums that grow, and no tensor has rows, rows and channels.
+    Blocks double in size, starting from single rows. In a block the later half decays from the
+    boundary of the halves on, and the earlier half up to it. So all factors are at most 1, no sum
+    is a difference of growing sums, and no tensor has the size rows * rows * channels.
 
     Args:
         left, right, log_decay: [..., l, d], of shapes that broadcast; l is a power of 2.

@@ -80,7 +80,7 @@ class Gate:
     offset: float = 0.0
 
     def needs(self) -> frozenset[str]:
-        """Return what a kernel must support to compute it."""
+        """Return the features that a kernel must support to compute it."""
         given = {
             CLAMP: self.clamp is not None,
             OFFSET: self.offset != 0,
@@ -111,7 +111,7 @@ def plain_gate(packed: Tensor, gate: Gate) -> Tensor:
 
 
 def _with_terms(run: Callable[[Tensor, Gate], Tensor]) -> GatedKernel:
-    """Add the bias before, and multiply by the weights after, a kernel that knows neither."""
+    """Add the bias before, and multiply by the weights after, a kernel that supports neither."""
 
     def run_with_terms(
         packed: Tensor, gate: Gate, bias: Tensor | None, weights: Tensor | None
@@ -154,7 +154,7 @@ def gated(
     Args:
         bias: [2f], added to `packed` first.
         weights: [...], multiplied with the rows of the result, which keeps its dtype.
-        fuses: False puts the plain formula first.
+        fuses: False prefers the plain formula.
     """
     request = Request.of(packed, gate.needs())
     kernel = GATED.choose(request, () if fuses else ("plain",)).kernel

@@ -30,10 +30,10 @@ def missing_rows(count: int) -> int:
 
 
 def fill_tiles(rows: Tensor) -> Tensor:
-    """Append zeros to rows [n, i] that a CPU multiplies in 16 bits: to a multiple of a tile.
+    """Append zeros to rows [n, i] that a CPU multiplies in 16 bits, up to a multiple of a tile.
 
-    oneDNN compiles such a product for each shape, for one to six milliseconds, and the number of
-    rows of an expert is another one in each micro batch: most shapes were new.
+    oneDNN compiles such a product for each shape, which takes one to six milliseconds. The number
+    of rows of an expert changes with each micro batch, so most shapes would be new.
     """
     if rows.element_size() != 2 or rows.device.type != "cpu":
         return rows
@@ -90,7 +90,7 @@ def grouped_products(x: Tensor, counts: Sequence[int], matrices: Sequence[Tensor
 
 
 def needs_no_host_counts(x: Tensor, counts: Sequence[int]) -> bool:
-    """Return whether a device has counted the rows, and multiplies without the host's help."""
+    """Return whether a device has counted the rows, and its kernel needs no counts on the host."""
     if not isinstance(counts, RowCounts):
         return False
     return GROUPED_PRODUCTS.choose(Request.of(x)).kernel.run is torch_grouped_mm

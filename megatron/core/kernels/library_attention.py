@@ -1,14 +1,14 @@
 """Attention by flash-attention, by Transformer Engine, and by torch's compiled flex attention.
 
 Written from the documented interfaces and **not run on a GPU**: the tests replace flash-attention 2
-and Transformer Engine by stand-ins with the same signatures, and run flex attention uncompiled.
+and Transformer Engine by substitutes with the same signatures, and run flex attention uncompiled.
 (T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", arXiv
 2307.08691. J. Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention
 Kernels", arXiv 2412.05496.)
 
 flash-attention and Transformer Engine draw dropout inside their kernels, by position within the
-heads and samples of this rank, so the mask depends on the layout. The generator is seeded by the
-place of the draw: the same layout has the same mask after a resume and in a recomputed layer.
+heads and samples of this rank, so the mask depends on the layout. The seed follows from layer, draw
+and first sample: the same layout has the same mask after a resume and in a recomputed layer.
 
 Legend: s sequence, b micro batch, t = b*s tokens sample by sample, n query heads and g key/value
 heads of this rank, d and e widths of key and value heads.
@@ -28,7 +28,7 @@ from megatron.core.foundation.optional_imports import has, require
 from megatron.core.kernels.attention_options import AttentionOptions
 
 KEPT_DOCUMENT_BORDERS = 4
-"""One for each micro batch whose layers are in the middle of their work."""
+"""One for each micro batch in flight."""
 KEPT_MODULES = 64
 """Modules of Transformer Engine: one for each combination of sizes, windows and scales."""
 
@@ -44,9 +44,9 @@ def flash_attn(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpti
     library = require("flash_attn", purpose="the attention kernel flash-attn")
     s, b, n, d = query.shape
     width, ids = value.shape[-1], options.mask.document_ids
-    # Its heads have one width: narrow values get columns of zeros, whose result is cut off.
+    # The library supports one head width: pad narrow values with zeros and cut the result.
     value = value if width == d else F.pad(value, (0, d - width))
-    # It takes any strides but that of the last dimension.
+    # It accepts any strides except along the last dimension, which must be contiguous.
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     how: dict[str, Any] = {
         "dropout_p": options.dropout,
@@ -114,8 +114,9 @@ def _attention_module(
     dropout: float,
 ) -> Any:
     n, g, d, e = sizes
-    # The heads of this rank and no tensor-parallel size: fewer groups than ranks would become 0.
-    return _transformer_engine().DotProductAttention(
+    # Pass this rank's heads and no tensor-parallel size: fewer groups than ranks would become 0.
+    te = require("transformer_engine.pytorch", purpose="the attention kernel transformer-engine")
+    return te.DotProductAttention(
         n,
         d if d == e else (d, e),
         num_gqa_groups=g,
@@ -126,16 +127,12 @@ def _attention_module(
     )
 
 
-def _transformer_engine() -> Any:
-    return require("transformer_engine.pytorch", purpose="the attention kernel transformer-engine")
-
-
 @functools.lru_cache(maxsize=KEPT_DOCUMENT_BORDERS)
 def _document_borders(document_ids: Tensor) -> tuple[Tensor, int]:
     """Return where the documents of ids [b, s] begin and end among t tokens, and the longest.
 
     int32 [documents + 1]; a sample ends a document. Waits for the device, once for all layers that
-    share the ids: the cache knows them by identity.
+    share the ids: the cache compares ids by identity.
     """
     b, s = document_ids.shape
     begins = torch.ones(b, s, dtype=torch.bool, device=document_ids.device)
@@ -147,7 +144,7 @@ def _document_borders(document_ids: Tensor) -> tuple[Tensor, int]:
 MASK_BLOCK = 128
 """Rows and columns of a block of torch's BlockMask, by its default."""
 KEPT_BLOCK_MASKS = 4
-"""One for each window and each micro batch whose layers are in the middle of their work."""
+"""One for each window and each micro batch in flight."""
 
 
 def why_no_flex() -> str | None:
@@ -190,14 +187,14 @@ def flex_attention_with(
     if options.sink is not None:
         out, rest = found
         lse = getattr(rest, "lse", rest)
-        # One more key of score `sink`: exp(lse) of exp(lse) + exp(sink) is left to the others.
+        # One more key of score `sink`: the others keep exp(lse) / (exp(lse) + exp(sink)).
         share = torch.sigmoid(lse - options.sink.float().view(1, n, 1))
         out = out * share.unsqueeze(-1).to(out.dtype)
     return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 def _asking_for_lse() -> dict[str, Any]:
-    """Return the argument with which torch returns the log of the softmax's denominator too."""
+    """Return the argument that makes torch also return the log of the softmax's denominator."""
     from torch.nn.attention import flex_attention
 
     newer = getattr(flex_attention, "AuxRequest", None)  # torch 2.9
@@ -218,9 +215,9 @@ def _softcap(bound: float | None) -> Callable[..., Tensor] | None:
 def _block_mask(
     window: tuple[int, int], document_ids: Tensor | None, s: int, device: torch.device
 ) -> Any:
-    """Return torch's BlockMask, once for all layers that share it; None where all is seen.
+    """Return torch's BlockMask, once for all layers that share it; None if every key is visible.
 
-    document_ids: [b, s], never falling along s. The cache knows them by identity.
+    document_ids: [b, s], never falling along s. The cache compares them by identity.
     """
     left, right = window
     if left < 0 and right < 0 and document_ids is None:
@@ -243,11 +240,11 @@ def _block_mask(
 def _block_mask_of_corners(
     is_seen: Callable[..., Tensor], batch: int, s: int, device: torch.device
 ) -> Any:
-    """Return the BlockMask of a mask [batch, 1, s, s] from what is seen at corners of its blocks.
+    """Return the BlockMask of a mask [batch, 1, s, s] from the elements at its blocks' corners.
 
-    What a query sees is one run of keys around it. So a block of the mask has something where its
-    pair of the nearest positions is seen, and is full where both pairs of the farthest are.
-    torch's `create_block_mask` computes all elements of the mask.
+    A query sees one run of keys around it. So a block of the mask is not empty if its nearest
+    (query, key) pair is visible, and full if both of its farthest pairs are visible. torch's
+    `create_block_mask` computes all elements of the mask.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

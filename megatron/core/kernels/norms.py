@@ -46,10 +46,10 @@ def _weight_gradient(grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
 
 
 def _rms_normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x [..., h] and what its rows were multiplied by, [..., 1]."""
+    """Return the norm of x [..., h] and the factor of each of its rows, [..., 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    # A mean adds in pairs. vector_norm, which would keep no squares, adds a row in few partial
-    # sums: of 4,096 elements in bf16 its rstd is off by 4.9e-7, this one by 5e-8.
+    # A mean adds in pairs. vector_norm would store no squares, but it adds a row in few partial
+    # sums: for 4,096 elements in bf16 its rstd has an error of 4.9e-7, this rstd 5e-8.
     out = x.to(wide).square()
     rstd = out.mean(-1, keepdim=True).add_(eps).rsqrt_()
     # One rounding to the activations' dtype, at the end.
@@ -60,9 +60,9 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm that keeps only its input and one number a row, with a three-pass gradient.
 
     With xhat = x * rstd and g = grad * weight, the input gradient of RMSNorm is
-    rstd * (g - xhat * mean(g * xhat)); that of LayerNorm at mean 0 is the same minus
-    rstd * mean(g). So torch's fused LayerNorm gradient, called with mean 0, plus that last term
-    (one matrix-vector product) is the gradient of RMSNorm.
+    rstd * (g - xhat * mean(g * xhat)); the input gradient of LayerNorm at mean 0 is smaller by
+    rstd * mean(g). So torch's fused LayerNorm gradient, called with mean 0, plus this term (one
+    matrix-vector product) is the gradient of RMSNorm.
     """
 
     @staticmethod
@@ -151,8 +151,8 @@ RMS_NORM: KernelTable[Callable[[Tensor, Tensor, float], Tensor]] = KernelTable(
     "RMSNorm",
     {
         "cpu": (
-            # Half the time for a row. Not in training: a layer that is computed again there must
-            # give the same bits with and without gradients.
+            # Half the time for one row. Not in training: there a recomputed layer must return the
+            # same bits with and without gradients.
             Kernel("torch", torch_rms_norm, dtypes=frozenset({"float32"})),
             Kernel("cpu-three-pass", cpu_rms_norm, ALL_NEEDS),
         ),
@@ -190,7 +190,7 @@ AddedNorm: TypeAlias = Callable[
     [NormFunction, Tensor, Tensor | None, Tensor, tuple[Tensor, ...], float], tuple[Tensor, Tensor]
 ]
 """(norm, x [..., h], bias [h] or None, residual [..., h], parameters of the norm, eps) ->
-residual + x + bias, and the norm of it. All dtypes are one."""
+residual + x + bias, and its norm. All tensors have the same dtype."""
 
 
 def added_norm_apart(
@@ -214,7 +214,7 @@ ADDED_NORM: KernelTable[AddedNorm] = KernelTable(
 
 
 def norm_request(x: Tensor, weight_dtype: torch.dtype, training: bool) -> Request:
-    """Return what the norm of x [..., h] by a weight of a dtype needs."""
+    """Return the request for a norm of x [..., h] with a weight of a dtype."""
     needs = set()
     if training or torch.is_grad_enabled():
         needs.add(TRAINING)

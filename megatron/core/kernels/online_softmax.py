@@ -1,6 +1,6 @@
 """Attention by blocks, in plain PyTorch, from pieces that can be added up.
 
-A block of queries looks at a run of keys: scores, softmax, product, and the logarithm of the
+A block of queries attends to a run of keys: scores, softmax, product, and the logarithm of the
 softmax's denominator ("lse"). Results over several runs of keys are merged by their lse (online
 softmax: M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", section 3, arXiv
 1805.02867; T. Dao et al., "FlashAttention", section 3.1, arXiv 2205.14135). Backward computes the
@@ -27,14 +27,14 @@ from megatron.core.step_context.random_scope import SequenceShard
 MAX_BLOCK_ROWS = 128
 """Query positions per block: smaller wastes less on the diagonal, larger feeds longer products."""
 MIN_TILE_KEYS = 256
-"""Keys of a tile: the cost of merging what tiles found is spread over them."""
+"""Keys of a tile: the cost of merging the results of tiles is spread over them."""
 MAX_TILE_ELEMENTS = 2**20
 """Scores that exist at a time, whatever the length of the sequence."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What does not change between the pieces of one attention.
+    """Options that are the same for all tiles of one attention.
 
     Attributes:
         mask: which keys a query sees.
@@ -42,7 +42,7 @@ class AttentionSpec:
         batch, groups, heads_per_group: b, g and r of the tensors.
         softcap: bound c of the scaled scores, which become c * tanh(score / c), or None.
         dropout: keep mask of the probabilities, or None; first_head: the first local query head's
-            index in the whole model, by which the mask is keyed.
+            index in the whole model, a key of the mask.
         max_logits: fp32 [g*r], raised to the largest score of each head; see `AttentionOptions`.
     """
 
@@ -59,7 +59,7 @@ class AttentionSpec:
     def tile_size(self, num_keys: int) -> tuple[int, int]:
         """Return how many query positions and keys to take at a time.
 
-        A draw of dropout is of whole rows, and made once: then fewer rows meet all keys.
+        Dropout is drawn once for whole rows: with dropout a tile has fewer queries and all keys.
         """
         heads = self.batch * self.groups * self.heads_per_group
         keys = max(num_keys, 1) if self.dropout else MIN_TILE_KEYS
@@ -72,7 +72,7 @@ class AttentionSpec:
 class PartialAttention:
     """Attention over the keys seen so far.
 
-    out: fp32 [z, sq*r, e]; lse: fp32 [z, sq*r], minus infinity where nothing was seen.
+    out: fp32 [z, sq*r, e]; lse: fp32 [z, sq*r], minus infinity where no key was visible.
     """
 
     out: Tensor
@@ -87,13 +87,13 @@ class PartialAttention:
         return PartialAttention(out, lse)
 
     def add(self, query_slice: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge what the queries `query_slice` found among other keys.
+        """Merge the attention of the queries `query_slice` to other keys.
 
         out: [z, rows, e], normalised; lse: fp32 [z, rows].
         """
         before = self.lse[:, query_slice]
         joined = torch.logaddexp(before, lse)
-        # Where nothing was seen on either side both weights are zero, not exp(inf - inf).
+        # If no key was visible on either side, both weights are zero, not exp(inf - inf).
         base = joined.clamp_min(_LOWEST)
         held = self.out[:, query_slice]
         held.mul_((before - base).exp_().unsqueeze(-1))
@@ -130,12 +130,12 @@ def attend_block(
     key_rows: SequenceShard,
     spec: AttentionSpec,
 ) -> None:
-    """Let the queries see one more set of keys.
+    """Attend to one more set of keys.
 
     Args:
-        result: what they have seen so far; updated.
+        result: attention of the queries to the earlier sets; updated.
         queries: [z, sq*r, d]; keys: [z, sk, d]; values: [z, sk, e].
-        query_rows, key_rows: which positions these are.
+        query_rows, key_rows: the positions of these queries and keys.
     """
     r = spec.heads_per_group
     positions = key_rows.positions(keys.device)
@@ -183,7 +183,7 @@ def attend_block_backward(
         p = _scores(block, seen, tile, positions, spec)
         slope = None
         if spec.softcap is not None:
-            # tanh' = 1 - tanh^2; hidden scores are minus infinity, and pass no gradient anyway.
+            # tanh' = 1 - tanh^2; hidden scores are minus infinity and have no gradient anyway.
             slope = p.div(spec.softcap).square_().neg_().add_(1).clamp_min_(0)
         p = p.sub_(lse[:, query_slice].unsqueeze(-1)).exp_()
         block_grad = grad_out[:, query_slice]
@@ -202,7 +202,7 @@ def attend_block_backward(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to an fp32 total: half-precision products are rounded once, sums not at all."""
+    """Add a @ b to an fp32 total: only half-precision products are rounded, not their sums."""
     if a.dtype == total.dtype:
         total.baddbmm_(a, b)
     else:

@@ -1,4 +1,4 @@
-"""Bring tokens into the order of their experts and back.
+"""Permute tokens into the order of their experts and back.
 
 Legend: t tokens, h hidden, e experts, n rows: one for each expert of each token.
 """
@@ -32,7 +32,7 @@ class Permutation(Protocol):
 
 
 class IndexPermutation:
-    """By torch's selection and sums of rows; the latter in no fixed order on accelerators.
+    """Uses torch's selection and sums of rows; on accelerators the order of the sums varies.
 
     Args:
         expert, token: int64 [n], of each row; num_tokens: t.

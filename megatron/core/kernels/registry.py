@@ -1,9 +1,9 @@
-"""Choosing a kernel by what it can do.
+"""Choosing a kernel by its features.
 
 A table lists the kernels of one operation for each type of device, in order of preference. A
-request says what is to be computed: on which device, in which dtype, and what beyond the plain
-case it needs. The first kernel that can do all of it is chosen, and the reasons why others were
-passed over are kept. A fused kernel or a vendor's library is one more entry.
+request contains the device, the dtype, and the features needed beyond the plain case. The first
+kernel that supports all of them is chosen, and the reasons against the kernels before it are kept.
+A fused kernel or a vendor's library is one more entry.
 
 Nothing here imports torch: a choice can be made, and tested, for a device that is not present.
 """
@@ -35,14 +35,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a layer needs.
+    """The requirements of a layer.
 
     Attributes:
         device: torch's name of the device type ("cpu", "cuda").
         dtype: torch's name of the activations' dtype ("bfloat16").
-        needs: what goes beyond the plain case, in the words of the operation.
-        is_planned: the device is not here: what this installation lacks does not count, and
-            whether a library will be there is left open.
+        needs: features beyond the plain case, by the operation's names for them.
+        is_planned: the device belongs to another machine: libraries that this installation lacks
+            may be installed there, so they rule out no kernel.
     """
 
     device: str
@@ -62,12 +62,12 @@ class Kernel(Generic[Run]):
 
     Attributes:
         name: as it is printed.
-        run: computes it; the operation says with which arguments.
-        supports: needs that it can meet.
+        run: computes it; the operation defines the arguments.
+        supports: features that it supports.
         dtypes: dtypes that it computes in; None is all.
-        missing: returns what this installation lacks to run it, or None.
+        missing: returns why this installation cannot run it, or None.
         library: it belongs to a library that not every installation has.
-        excludes: needs that it can meet, but not together.
+        excludes: sets of features that it supports one by one, but not together.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Kernel(Generic[Run]):
     excludes: tuple[frozenset[str], ...] = ()
 
     def refusal(self, request: Request) -> str | None:
-        """Return why it cannot compute what is requested; None if it can."""
+        """Return why the kernel cannot serve the request; None if it can."""
         lacking = sorted(request.needs - self.supports)
         if lacking:
             return f"does not support {', '.join(lacking)}"
@@ -93,10 +93,10 @@ class Kernel(Generic[Run]):
 
 @dataclass(frozen=True)
 class Choice(Generic[Run]):
-    """A kernel, and (name, reason) of those that are preferred to it.
+    """The chosen kernel, and (name, reason) of each kernel that was passed over.
 
     Attributes:
-        if_installed: kernels of libraries that would be taken before it; for a planned device.
+        if_installed: preferred kernels of libraries that a planned device may have.
     """
 
     kernel: Kernel[Run]
@@ -105,13 +105,13 @@ class Choice(Generic[Run]):
 
     @property
     def name(self) -> str:
-        """The kernel's name, after those that would take its place where they are installed."""
+        """The kernel's name, after the names of preferred kernels "if installed"."""
         libraries = (f"{name} if installed" for name in self.if_installed)
         return ", else ".join((*libraries, self.kernel.name))
 
     @property
     def reasons(self) -> str:
-        """Why others were passed over; empty where it is the preferred one."""
+        """Why other kernels were passed over; empty if this kernel is the first of its table."""
         names: dict[str, list[str]] = {}
         for name, reason in self.passed_over:
             names.setdefault(reason, []).append(name)
@@ -126,12 +126,12 @@ class KernelTable(Generic[Run]):
     """The kernels of one operation.
 
     Attributes:
-        operation: what they compute, as it is printed.
-        kernels: device type -> kernels, the preferred one first; under `OTHER_DEVICES` those of
+        operation: name of the operation, as it is printed.
+        kernels: device type -> kernels, the preferred one first; `OTHER_DEVICES` -> kernels of
             every device that is not named.
-        fix: what the user can do where no kernel fits.
-        flags: flags that decide what is needed.
-        chosen: choices made before.
+        fix: advice to the user if no kernel fits.
+        flags: flags that decide which features are needed.
+        chosen: earlier choices.
     """
 
     operation: str
@@ -144,23 +144,22 @@ class KernelTable(Generic[Run]):
         """Return the kernels of a device type in order of preference."""
         return self.kernels.get(device) or self.kernels[OTHER_DEVICES]
 
-    def choose(self, request: Request, asked: tuple[str, ...] = ()) -> Choice[Run]:
-        """Return the kernel to use; the same request is answered from memory.
+    def choose(self, request: Request, preferred: tuple[str, ...] = ()) -> Choice[Run]:
+        """Return the kernel to use; a repeated request returns the cached choice.
 
         Args:
-            asked: names that go before all others, in this order; the table's order decides where
-                none of them can.
+            preferred: names of kernels to try first, in this order, before the others.
         Raises:
-            ConfigError: no kernel of the device can do what is needed.
+            ConfigError: no kernel of the device serves the request.
         """
-        found = self.chosen.get((request, asked))
+        found = self.chosen.get((request, preferred))
         if found is None:
-            found = self.chosen[request, asked] = self._choose(request, asked)
+            found = self.chosen[request, preferred] = self._choose(request, preferred)
         return found
 
-    def _choose(self, request: Request, asked: tuple[str, ...]) -> Choice[Run]:
+    def _choose(self, request: Request, preferred: tuple[str, ...]) -> Choice[Run]:
         listed = self.of_device(request.device)
-        first = [kernel for name in asked for kernel in listed if kernel.name == name]
+        first = [kernel for name in preferred for kernel in listed if kernel.name == name]
         passed_over: list[tuple[str, str]] = []
         if_installed: list[str] = []
         for kernel in (*first, *(kernel for kernel in listed if kernel not in first)):

@@ -1,8 +1,8 @@
 """The tables of rotary embedding: of whole heads, and of the rotary part of latent attention.
 
 J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", section 3.2.2,
-arXiv 2104.09864. The angles decide how positions are stretched (YaRN and others): kernels get
-cosines and sines.
+arXiv 2104.09864. YaRN and other extensions change the angles only: kernels receive cosines and
+sines.
 
 Legend: s sequence, b micro batch, n heads, r rotated channels; of latent attention d channels of a
 head without position and p with it.
@@ -68,7 +68,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, direction: 
         if interleaved:
             target, other, angle = out[..., half::2], x[..., 1 - half :: 2], sin[..., half::2]
         else:
-            # `narrow` costs a fraction of `chunk`, which shows where a row is all there is.
+            # `narrow` is much cheaper than `chunk`, which matters for a single row.
             target = out.narrow(-1, half * width, width)
             other = x.narrow(-1, (1 - half) * width, width)
             angle = sin.narrow(-1, half * width, width)
@@ -105,4 +105,4 @@ LATENT_ROTARY: KernelTable[LatentRotation] = KernelTable(
     },
 )
 UNFUSED = ("passes",)
-"""Kernels that go first with `--no-rope-fusion`."""
+"""Kernels that `--no-rope-fusion` prefers."""

@@ -1,4 +1,4 @@
-"""Rows of each group, known to an accelerator before the host."""
+"""Numbers of rows per group that an accelerator has computed and the host has not read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 
 class RowCounts(Sequence[int]):
-    """How many consecutive rows each group has, where a device has counted them.
+    """How many consecutive rows each group has, counted on a device.
 
-    A kernel takes `ends` and nobody waits. Who asks for the numbers themselves waits for the
-    device, once.
+    A kernel reads `ends` without a wait. The first read of a number waits for the device.
 
     Attributes:
         counts: int64 [l].
@@ -43,7 +42,7 @@ class RowCounts(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        """Return numbers; the first question waits for the device."""
+        """Return numbers of rows; the first call waits for the device."""
         return self._on_host[index]
 
 
@@ -65,21 +64,20 @@ def group_of_row(counts: Tensor, num_rows: int) -> Tensor:
     """Return the group of each row, int64 [n].
 
     Args:
-        counts: int64 [l], rows of each group; there may be rows of none after the last one, which
-            are given the number l.
+        counts: int64 [l], rows of each group; further rows after the last group get the number l.
     """
     rows = torch.arange(num_rows, device=counts.device)
     return torch.searchsorted(counts.cumsum(0), rows, right=True)
 
 
 def split_rows(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
-    """Return the rows [n, ...] of each group; those after the last one are left out."""
+    """Return the rows [n, ...] of each group, without the rows after the last group."""
     sizes = list(counts)
     return x[: sum(sizes)].split(sizes)
 
 
 def join_rows(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Join rows [.., o] of all groups; zeros stand for those after the last one."""
+    """Join rows [.., o] of all groups, and append rows of zeros up to `num_rows`."""
     joined = torch.cat(list(pieces))
     missing = num_rows - joined.shape[0]
     return torch.nn.functional.pad(joined, (0, 0, 0, missing)) if missing else joined

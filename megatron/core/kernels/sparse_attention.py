@@ -24,7 +24,7 @@ from megatron.core.step_context.random_scope import SequenceShard
 
 
 class Compared(Enum):
-    """Over which keys the indexer's distribution is compared with that of attention."""
+    """Keys that the loss uses to compare the indexer's distribution with attention's."""
 
     NOTHING = 0
     CHOSEN = 1
@@ -33,10 +33,10 @@ class Compared(Enum):
 
 @dataclass(frozen=True)
 class SparseSpec:
-    """What all blocks of queries have in common.
+    """Options shared by all blocks of queries.
 
     Attributes:
-        options: of the whole sequence; heads are this rank's.
+        options: options of the whole sequence, for this rank's heads.
         topk: keys that a query attends to.
         uses_relu: negative scores of a head of the indexer count as zero.
         compared: the keys of the loss.
@@ -168,7 +168,7 @@ def _scores(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
     q, b, n, d = query.shape
     rows, columns = (t.permute(1, 2, 0, 3).reshape(b * n, -1, d) for t in (query, key))
     unused = query.new_empty(1).expand(b * n, q, columns.shape[1])
-    # Division by the layer number keeps fp16 scores in range; what follows is in fp32.
+    # Division by the layer number keeps fp16 scores in range; later operations are in fp32.
     scaling = options.layer_scaling
     scores = torch.baddbmm(
         unused, rows, columns.transpose(1, 2), beta=0, alpha=options.scale / scaling
@@ -182,7 +182,7 @@ def _scores(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the probabilities [b, n, q, k]; a sink [n] takes its part of them away."""
+    """Return the probabilities [b, n, q, k]; a sink [n] adds to their denominator."""
     if sink is None:
         return torch.softmax(scores, -1)
     column = sink.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)

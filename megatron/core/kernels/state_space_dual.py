@@ -2,8 +2,8 @@
 
 T. Dao, A. Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through
 Structured State Space Duality", section 6 (the block decomposition of SSD), arXiv 2405.21060, whose
-B, C and X are keys k, queries q and values v here. The decay of a head is a number, so a chunk adds
-a term of its own to a decayed state, and only sums go from chunk to chunk.
+B, C and X are keys k, queries q and values v here. The decay of a head is a number, so a chunk only
+multiplies the state by its decay and adds its own term.
 
 Legend: s rows, b micro batch, g groups, n heads, r = n/g of them to a group, d width of the state
 (keys and queries), e of a head, c chunks, l rows of a chunk. A state is [b, g, d, r, e].
@@ -21,7 +21,7 @@ from megatron.core.kernels.chunks import CHUNK, Cut, DocumentRows, chunk_decays
 
 @dataclass(frozen=True)
 class StateSpaceChunks:
-    """A sequence cut into chunks, after all that does not depend on the state before them.
+    """A sequence cut into chunks, with everything computed that does not need the states.
 
     With S the state before a chunk, its output is `inside` + `since_start` * `queries` @ S, and S
     becomes `keep` * S + `terms`.
@@ -56,7 +56,7 @@ class StateSpaceChunks:
         return self.cut.restore(out.movedim(4, 2)), state
 
     def transition(self) -> Tensor:
-        """Return the decay of all chunks, and the state that they make of none.
+        """Return the decay of all chunks together, and their state after a state of zeros.
 
         Returns:
             [b, g, 1 + d, r, e], the decay before the rows of the state.
@@ -83,7 +83,7 @@ def state_space_chunks(
     *,
     chunk: int = CHUNK,
 ) -> StateSpaceChunks:
-    """Cut a sequence into chunks and compute what does not depend on the state before them.
+    """Cut a sequence into chunks and compute everything that does not need the states.
 
     Args:
         query, key: [s, b, g, d], C and B of the paper.

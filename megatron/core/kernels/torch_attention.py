@@ -28,7 +28,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -
 
 
 def sdpa_with_mask(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Attend through a matrix [.., sq, sk] of what is hidden: windows, documents, given masks.
+    """Attend with a mask [.., sq, sk] of hidden keys: windows, documents, given masks.
 
     [sq, b, n, d], [sk, b, g, d], [sk, b, g, e] -> [sq, b, n*e].
     """
@@ -127,14 +127,14 @@ def kv_cache_attention(
 ) -> Tensor:
     """Attend with new tokens to a cache of keys and values.
 
-    Few queries meet many keys, so the heads that share a group are rows of one product and no key
-    is copied per head. Legend: r = n/g, k keys in the cache.
+    There are few queries and many keys, so the heads that share a group are rows of one product,
+    and no key is copied per head. Legend: r = n/g, k keys in the cache.
 
     Args:
         query: [s, b, n, d]; head i uses group i // r.
         keys: [b, g, k, d], and values: [b, g, k, e]; views of a cache.
-        hidden: [b, 1, s, 1, k], True where a key is hidden; None if none is.
-        sink: [n], score of a key that every query sees and nothing comes from, or None.
+        hidden: [b, 1, s, 1, k], True where a key is hidden, or None.
+        sink: [n], score of a key of value zero that every query sees, or None.
         softcap: bound c of the scaled scores, c * tanh(score / c), or None.
     Returns:
         [s, b, n*e].
@@ -186,7 +186,7 @@ def cpu_block_attention(
     Args:
         query: [s, b, g*r, d].
         key, value: [s, b, g, d]; query head i uses group i // r.
-        options: of which scale, window, dropout and `max_logits` are read.
+        options: only scale, window, dropout and `max_logits` are read.
     Returns:
         [s, b, g*r*d], contiguous.
     """
@@ -262,7 +262,7 @@ class _BlockAttention(torch.autograd.Function):
                 grad_p.mul_(factors)
             grad_values[:, first:last].baddbmm_(dropped.transpose(1, 2), block_grad)
             grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-            # The scale goes into the products, which round once: a factor afterwards rounds again.
+            # The products apply the scale and round once; a separate factor would round again.
             seen = keys[:, first:last]
             grad_rows[:, here] = torch.baddbmm(
                 _not_read(grad_scores, seen.shape[-1]), grad_scores, seen, beta=0, alpha=scale
@@ -274,7 +274,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _not_read(batch: Tensor, columns: int) -> Tensor:
-    """Return what `baddbmm` with beta=0 is given to add: of the product's shape, of one element."""
+    """Return an unread addend for `baddbmm` with beta=0: one element in the product's shape."""
     return batch.new_empty(1).expand(batch.shape[0], batch.shape[1], columns)
 
 

@@ -18,7 +18,7 @@ from megatron.core.kernels import triton_kernels
 from megatron.core.kernels.registry import OTHER_DEVICES, Kernel, KernelTable, Request
 
 BLOCK_BYTES = {"cpu": 2 * 2**20, OTHER_DEVICES: 256 * 2**20}
-"""Fp32 bytes of a block of rows, by device type: on a CPU what a core's cache holds."""
+"""Fp32 bytes of a block of rows, by device type; on a CPU a block fits a core's cache."""
 
 
 def row_blocks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
@@ -77,7 +77,7 @@ def local_softmax(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         out: [r, c] in the arithmetic dtype, contiguous.
     Returns:
         the highest logit of each row, and the log of the sum of exponentials relative to it: two
-        [r], since adding them up would lose the small one beside a large logit.
+        [r], since their sum would lose the bits of a small log next to a large logit.
     """
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)
@@ -91,7 +91,7 @@ def row_softmax(
     factors: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Find the denominators of the softmax over the local columns, and write it if asked.
+    """Compute the denominators of the softmax over the local columns; with `out`, write it.
 
     Args:
         logits: [r, c] of any float dtype.
@@ -136,7 +136,7 @@ def multiply_rows(x: Tensor, coefficient: Tensor) -> None:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """What a cross entropy knows of each row, [r] each, in the arithmetic dtype."""
+    """Statistics of each row for a cross entropy, [r] each, in the arithmetic dtype."""
 
     loss: Tensor
     label_probability: Tensor
@@ -146,30 +146,30 @@ class RowStatistics:
     log_sum: Tensor
     """Logarithm of the sum of all ranks' exponentials relative to it."""
     local_fraction: Tensor | None
-    """Probability mass of this rank's columns; None: it has all columns."""
+    """Probability mass of this rank's columns; None if the rank holds all columns."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What is wanted of rows of logits [r, c]: the gradient of a loss is p - target, scaled."""
+    """Targets of rows of logits [r, c]: the gradient of a loss is p - target, scaled."""
 
     columns: Tensor
-    """[r, 1] column of the label; any where it belongs to another rank."""
+    """[r, 1] column of the label; undefined where another rank holds the column."""
     is_local: Tensor
     """[r, 1] whether the label's column is here."""
     num_valid: int
-    """Columns that are ids; they come first, the others are padding."""
+    """Leading columns that are ids; the columns after them are padding."""
     on_label: float = 1.0
-    """Probability that the label is to have beyond the uniform part."""
+    """Target probability of the label in addition to the uniform part."""
     uniform: float = 0.0
-    """Probability that each id is to have (label smoothing)."""
+    """Target probability of each id (label smoothing)."""
 
 
 class LogitRows(Protocol):
     """The two passes of a cross entropy over rows of logits."""
 
     def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
-        """Compute what the loss needs, from at least one column of ids.
+        """Compute the statistics that the loss needs, from at least one column of ids.
 
         Args:
             logits: [r, c], contiguous; with `in_place` `gradient` will write into them.
@@ -189,16 +189,16 @@ class LogitRows(Protocol):
         """Write the gradient of the logits, zeros at padding.
 
         Args:
-            rows: [r, c], the logits; what `measure` has made of them if it was `in_place`.
+            rows: [r, c], the logits; if `measure` was `in_place`, its result.
             out: [r, c]; `rows` itself if it was `in_place`.
             scale: [r] in the arithmetic dtype, the gradient of each row's loss; None is 1.
         """
 
 
 class KeptSoftmax:
-    """In place, `measure` leaves the softmax over the columns here, rounded to their dtype.
+    """With `in_place`, `measure` replaces the logits by their softmax, rounded to their dtype.
 
-    No exponential is computed twice, which a processor would wait for; see `LogitRows`.
+    So no exponential is computed twice, which dominates the time on a CPU; see `LogitRows`.
     """
 
     def measure(self, logits: Tensor, targets: Targets, local: Tensor, *, in_place: bool) -> None:
@@ -260,5 +260,5 @@ CROSS_ENTROPY: KernelTable[Callable[[], LogitRows]] = KernelTable(
 
 
 def logit_rows(logits: Tensor) -> LogitRows:
-    """Return what computes the cross entropy of logits [r, c]."""
+    """Return the implementation for the cross entropy of logits [r, c]."""
     return CROSS_ENTROPY.choose(Request.of(logits)).kernel.run()

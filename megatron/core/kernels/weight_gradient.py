@@ -20,12 +20,12 @@ OTHER_SUM = "a main gradient that is not fp32"
 
 
 def apart(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Form the product in the dtype of left [m, t] and right [t, n], and add it."""
+    """Compute the product in the dtype of left [m, t] and right [t, n], then add it."""
     accumulate_main_grad(parameter, left @ right)
 
 
 def in_one_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Let the product of left [m, t] and right [t, n] add its fp32 sums: none is rounded before."""
+    """Add left [m, t] @ right [t, n] in one GEMM: its fp32 sums are not rounded before."""
     _add_product(parameter.main_grad, left, right, 0 if parameter.main_grad_is_fresh else 1)
     parameter.main_grad_is_fresh = False
 
@@ -36,7 +36,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, beta: int) -> None:
 
 @functools.cache
 def _missing() -> str | None:
-    """Return why this device's torch cannot; it multiplies once, and compares."""
+    """Return why torch cannot do it on this device; the test is one product."""
     if not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return "needs a torch whose addmm has an out_dtype"
     where = current_device()
@@ -75,7 +75,7 @@ WEIGHT_GRADIENT: KernelTable[Callable[[Tensor, Tensor, Tensor], None]] = KernelT
 def main_grad_addmm(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product left [m, t] @ right [t, n] into the main gradient [m, n].
 
-    Where the dtypes agree the GEMM writes straight into the buffer.
+    Where the dtypes agree the GEMM writes directly into the buffer.
     """
     main_grad = parameter.main_grad
     if main_grad.dtype != left.dtype:

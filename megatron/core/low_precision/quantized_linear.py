@@ -2,7 +2,7 @@
 
 Blocks along tokens never cross samples, so a product does not depend on the number of samples in a
 micro batch. Where ranks hold parts of one block, or of a tensor with one scale, the scale follows
-the largest magnitude over all of them: the numbers are those of one process, up to the order of
+the largest magnitude over all of them: the results equal one process's results, up to the order of
 sums. Stochastic rounding is keyed by sample, position and feature.
 
 Legend: s sequence, b micro batch, i/o input/output features of this rank, t = s * b.
@@ -42,7 +42,7 @@ from megatron.core.transport import collectives, torch_collectives
 
 Product: TypeAlias = Callable[[Quantized, Quantized, torch.dtype, bool], Tensor]
 """(left [m, k], right [n, k], dtype, fast) -> left times the transpose of right, [m, n] in dtype;
-`fast` allows sums of lower precision, which a forward pass can bear (`use_fast_accum`)."""
+`fast` allows sums of lower precision, which suffice in forward (`use_fast_accum`)."""
 
 BLOCK_SCALES = "scales per block"
 
@@ -106,7 +106,7 @@ def _product(left: Quantized, right: Quantized, dtype: torch.dtype, *, fast: boo
 
 @dataclass(frozen=True)
 class GemmContext:
-    """What the backward pass needs to know of the tokens of a forward pass.
+    """Properties of the tokens of a forward pass that its backward pass needs.
 
     Attributes:
         positions: int64 [s], positions of the tokens in their samples; total: length of a sample.
@@ -130,9 +130,9 @@ class QuantizedLinear:
     """The low-precision products of one linear layer.
 
     Attributes:
-        tp: ranks over which the weight is split; cp: ranks over which a sample is split.
+        tp: ranks that split the weight; cp: ranks that split a sample.
         split_dim: dimension of the weight [o, i] that tp splits; None: every rank has the weight.
-        stride: number of blocks of that dimension, each of which is split.
+        stride: number of blocks of that dimension; each block is split.
         has_low_precision_wgrad: weight gradients are computed from rounded operands too.
         history: amaxes of earlier steps, for delayed scaling.
     """
@@ -150,8 +150,8 @@ class QuantizedLinear:
         """Return the positions of the tokens in x [s, b, i], or [n, i] of an expert.
 
         Args:
-            sequence_shards: under sequence parallelism the ranks from which x was gathered, or to
-                which the output will be scattered; the random scope has the positions of this rank.
+            sequence_shards: under sequence parallelism the group that gathered x, or that will
+                scatter the output; the random scope has the positions of this rank.
             records: whether a backward pass follows.
         Communication:
             all-gather of positions over `sequence_shards`.

@@ -67,7 +67,7 @@ def fp8_recipe(kind: str, format: str, margin: int = 0) -> Recipe:
     Args:
         kind: "delayed", "tensorwise", "blockwise" or "mxfp8".
         format: "e4m3" for all operands, or "hybrid": gradients in E5M2, which has more range.
-        margin: for "delayed": powers of two left free above the amax of earlier steps.
+        margin: for "delayed": spare powers of two above the amax of earlier steps.
     """
     gradient = E5M2 if format == "hybrid" else E4M3
     tile = BlockScaling(E4M3, BLOCK, row_block_size=BLOCK)

@@ -87,7 +87,7 @@ class Quantized:
     Attributes:
         data: [rows, k]. With one scale per tensor: FP8. With scales per block: elements times
             scales, in fp32 (or fp64), which holds these products exactly.
-        factor: [] in fp32 (or fp64), by which the product is multiplied at its end; None is 1.
+        factor: [] in fp32 (or fp64), a factor on the finished product; None is 1.
         block_scales: [rows, blocks], or [row tiles, blocks]; None without blocks.
     """
 
@@ -96,7 +96,7 @@ class Quantized:
     block_scales: Tensor | None = None
 
     def dequantized(self) -> Tensor:
-        """Return the numbers that the operand stands for, [rows, k], in fp32 or fp64."""
+        """Return the numbers that the operand represents, [rows, k], in fp32 or fp64."""
         data = in_working_dtype(self.data)
         return data if self.factor is None else data * self.factor
 
@@ -129,7 +129,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How the rows and columns of a matrix are cut; None: this rank holds the whole dimension."""
+    """The cuts of the rows and columns of a matrix; None: this rank holds the whole dimension."""
 
     rows: Cut | None = None
     columns: Cut | None = None
@@ -156,16 +156,16 @@ class Scaling(Protocol):
         Args:
             amax: [] in the working dtype, of the whole tensor; x may be a part of it.
             uniform: in [0, 1), [rows, k]: round E2M1 stochastically. FP8 is rounded to the nearest.
-            cuts: where ranks share blocks; they take part in all-reduces of the blocks' maxima.
+            cuts: given if ranks share blocks: all-reduces compute the blocks' maxima over them.
         """
 
 
 @dataclass(frozen=True)
 class TensorScaling:
-    """One scale, which brings `amax` to the largest number of the FP8 dtype.
+    """One scale, which maps `amax` to the largest number of the FP8 dtype.
 
     Attributes:
-        margin: powers of two that are left free above amax.
+        margin: spare powers of two above amax.
     """
 
     dtype: torch.dtype
@@ -180,7 +180,7 @@ class TensorScaling:
     def scale(self, amax: Tensor) -> Tensor:
         """Return the scale of a tensor with this amax, [] fp32; NaN if amax is not finite.
 
-        A rounded product must not hide infinities of its operands: the loss has to show them.
+        A rounded product must not hide infinities of its operands: they must reach the loss.
         """
         scale = (torch.finfo(self.dtype).max / amax) / 2.0**self.margin
         scale = torch.where(amax == 0, 1.0, scale.clamp(max=_LARGEST_FP32))
@@ -251,7 +251,7 @@ class BlockScaling:
 class TwoLevelScaling:
     """E2M1 elements, an E4M3 scale of each block, and an fp32 scale of the tensor (NVFP4).
 
-    The scale of the tensor brings the largest of the block scales to the largest E4M3 number.
+    The scale of the tensor maps the largest of the block scales to the largest E4M3 number.
 
     Attributes:
         row_block_size: 1, or 16: tiles of weights, whose transpose has the same elements.
@@ -314,7 +314,7 @@ class _Axis:
         return x.unflatten(dim, (self.count, self.block)).amax(dim + 1)
 
     def spread(self, scales: Tensor, dim: int) -> Tensor:
-        """Give every element along a dimension the scale of its block."""
+        """Return the scale of its block for every element along a dimension."""
         if self.numbers is not None:
             return scales.index_select(dim, self.numbers)
         if self.block == 1:
@@ -341,7 +341,7 @@ class _Blocks:
         return found
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Give every element the scale of its block, [row blocks, blocks] -> [rows, k]."""
+        """Return the scale of its block for every element: [row blocks, blocks] -> [rows, k]."""
         if self._rows.block > 1:
             scales = self._rows.spread(scales, 0)
         return self._columns.spread(scales, 1)

@@ -1,7 +1,7 @@
 """Copies between host memory and the device that overlap with computation.
 
-An accelerator copies on a separate stream, from pinned memory (**not run on one**). If the device
-is the host, a thread copies, so that the same program runs there.
+An accelerator copies on a separate stream, from pinned memory (**never run on an accelerator**). If
+the device is the host, a thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Copy(Protocol):
 
 
 class DeviceCopies(Protocol):
-    """Makes copies of one direction, in the order in which they are started."""
+    """Makes copies of one direction, in the order of their starts."""
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
         """Start to copy `source` [n].
@@ -71,7 +71,7 @@ class AsyncFetch:
     def __init__(self, copies: DeviceCopies) -> None:
         """
         Args:
-            copies: to the device; several buckets may share it.
+            copies: copies to the device; several buckets may share it.
         """
         self.copies = copies
         self._pending: list[Copy] = []
@@ -86,7 +86,7 @@ class AsyncFetch:
         self._pending.append(self.copies.start(rounded.copy_(source), values))
 
     def take(self) -> list[Copy]:
-        """Return the copies that nobody has waited for; the caller waits."""
+        """Return the copies that have not been waited for; the caller waits."""
         pending, self._pending = self._pending, []
         return pending
 
@@ -108,7 +108,7 @@ class ThreadCopies:
 
     @contextmanager
     def after(self, copies: Sequence[Copy]) -> Iterator[None]:
-        """Let the caller wait: there is no queue that could."""
+        """Block the caller, because the host has no stream that could wait."""
         for copy in copies:
             copy.wait()
         yield
@@ -162,7 +162,7 @@ class StreamCopies:
 
 class _StreamCopy:
     def __init__(self, source: Tensor, target: Tensor, copied: torch.Event, to_host: bool) -> None:
-        self._source: Tensor | None = source  # kept alive until the copy has been waited for
+        self._source: Tensor | None = source  # kept alive until the copy is complete
         self.target, self._copied, self._to_host = target, copied, to_host
 
     def is_completed(self) -> bool:
@@ -182,7 +182,7 @@ class _StreamCopy:
 
 @contextmanager
 def queued_on(stream: torch.Stream) -> Iterator[None]:
-    """Let this thread queue its work on a stream inside."""
+    """Inside, this thread queues its work on a stream."""
     computing = current_stream()
     set_current_stream(stream)
     try:

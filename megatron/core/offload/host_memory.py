@@ -7,16 +7,16 @@ from pathlib import Path
 from megatron.core.foundation.errors import ConfigError
 
 RESERVE = 0.05
-"""Share of the available memory that is left alone."""
+"""Share of the available memory that is not used."""
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Return what the machine and the process's memory cgroup still have; None if unknown.
+    """Return the free bytes of the machine or of the process's memory cgroup; None if unknown.
 
-    Page cache counts as available: it is given back on demand.
+    Page cache counts as available: the kernel frees it on demand.
 
     Args:
-        root: of the file system that shows /proc and /sys.
+        root: root of the file system that contains /proc and /sys.
     """
     found = [_from_meminfo(root / "proc/meminfo"), *_from_cgroups(root)]
     known = [value for value in found if value is not None]
@@ -26,13 +26,13 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 def host_memory_problem(
     needed_bytes: int, what: str, *, num_local_ranks: int = 1, available: int | None = None
 ) -> ConfigError | None:
-    """Return the problem if the ranks of this machine together need more than there is.
+    """Return the problem if the ranks of this machine together need more memory than is available.
 
     Args:
-        needed_bytes: of one rank.
+        needed_bytes: bytes that one rank needs.
         what: "optimizer state", for the message.
-        num_local_ranks: ranks on this machine that will ask for as much.
-        available: bytes; None asks the machine.
+        num_local_ranks: ranks on this machine that will allocate as much.
+        available: bytes; None reads `available_host_bytes`.
     """
     available = available_host_bytes() if available is None else available
     total = needed_bytes * num_local_ranks
@@ -60,7 +60,7 @@ def _from_meminfo(path: Path) -> int | None:
 
 
 def _from_cgroups(root: Path) -> list[int | None]:
-    """Return what each enclosing cgroup leaves: version 2, or 1 where that is mounted."""
+    """Return the free bytes of each enclosing cgroup: version 2, or 1 where that is mounted."""
     found: list[int | None] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -5,8 +5,8 @@ region. When backward reaches a region, it starts to copy back the tensors of th
 so that the copies overlap with computation (ZeRO-Offload's idea applied to activations: S.
 Rajbhandari et al., "ZeRO-Infinity", section 5.1.3, arXiv 2104.07857). No number changes.
 
-An accelerator copies on two separate streams, through pinned memory (**not run on one**). If the
-device is the host, a thread copies, so that the same program runs there.
+An accelerator copies on two separate streams, through pinned memory (**never run on an
+accelerator**). If the device is the host, a thread copies, so that the same program runs there.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Region:
         self.saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy back the tensors that nobody has read yet."""
+        """Start to copy back the tensors that have not been read yet."""
         for saved in self.saved:
             saved.offloaded.fetch()
 
@@ -124,7 +124,7 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def saving_activations(is_on: bool, min_numel: int) -> AbstractContextManager[None]:
-    """Inside, one micro batch passes one model chunk, whose regions belong together.
+    """Inside, one micro batch runs through one model chunk, whose regions belong together.
 
     Args:
         min_numel: see `SavedActivations`.
@@ -137,8 +137,8 @@ def saving_activations(is_on: bool, min_numel: int) -> AbstractContextManager[No
 def offloading(is_on: bool, *modules: nn.Module) -> AbstractContextManager[None]:
     """Offload the tensors that the computation inside saves for backward.
 
-    Without effect outside of `saving_activations`, and inside a recomputed region, whose
-    activations are short-lived.
+    No effect outside of `saving_activations`, and inside a recomputed region, whose activations are
+    short-lived.
 
     Args:
         modules: their parameters are used inside, and stay on the device.
@@ -166,7 +166,7 @@ class Offloader(Protocol):
     """Offloads the tensors of one device."""
 
     def offload(self, tensor: Tensor) -> OffloadedTensor:
-        """Start to copy a tensor of any shape [...] to the host. Nobody writes to it any more."""
+        """Start to copy a tensor of any shape [...] to the host; it must not change any more."""
         ...
 
 
@@ -177,7 +177,7 @@ def offloader(device: torch.device) -> Offloader:
 
 
 class ThreadOffloader:
-    """Copies by a thread, in the order in which they are started."""
+    """Copies by a thread, in the order of their starts."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-tensors")

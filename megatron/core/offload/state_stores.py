@@ -1,12 +1,12 @@
 """Optimizer state outside of the device: columns of bytes in host memory or in a file.
 
-A store has several columns with the same number of blocks. Its user sweeps over all chunks of
-blocks in order and changes the bytes in place; the store decides where they are and moves them.
+A store has several columns with the same number of blocks. The caller visits all chunks of blocks
+in order and changes the bytes in place; the store keeps them and copies them.
 
 Columns in a file are read ahead, changed in memory and written back after the computation (S.
 Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning",
-section 6.3, arXiv 2104.07857). They take a few buffers of one chunk each in memory, whatever the
-size of the file. The file has no name once it is open, so it is deleted when the process ends.
+section 6.3, arXiv 2104.07857). They take a few buffers of one chunk each in memory, for any size of
+the file. The file has no name once it is open, so it is deleted when the process ends.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class FileStateStore(StateStore):
         return [part[: end - begin] for part in buffer]
 
     def _starts(self, chunk: int) -> list[int]:
-        """Return where the chunk begins in the file, in each column."""
+        """Return the position of the chunk in the file, for each column."""
         begin, _ = self.chunks[chunk]
         return [
             offset + begin * size
@@ -224,7 +224,7 @@ def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str
     """Open a nameless file of `num_bytes` zeros in `directory`, with the disk space reserved.
 
     Args:
-        flag: named the directory.
+        flag: the flag that named the directory.
     Raises:
         ConfigError: the directory is missing or not writable, or the disk is too full.
     """
@@ -240,7 +240,7 @@ def reserve_file(directory: str | os.PathLike[str], num_bytes: int, *, flag: str
         ) from None
     num_bytes = max(num_bytes, 1)
     try:
-        # First: where a file system cannot reserve, the C library writes until the disk is full.
+        # Check first: if a file system cannot reserve, the C library writes until the disk is full.
         if num_bytes > _free_bytes(directory):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if hasattr(os, "posix_fallocate"):

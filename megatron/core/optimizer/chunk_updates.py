@@ -36,7 +36,7 @@ class StoredSegment:
 
 
 def storage_kind(codec: Codec, *, is_remainder: bool) -> int:
-    """Return the number by which Adam's kernel identifies the form of a column."""
+    """Return the number that identifies the form of a column in Adam's kernel."""
     if is_remainder:
         return 4
     if isinstance(codec, Float32Codec):

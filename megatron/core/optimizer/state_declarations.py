@@ -161,7 +161,7 @@ def _initialize_torch_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _take_empty_step(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without gradients, in which an unknown optimizer allocates its state."""
+    """Take a step with zero gradients, so that an unknown optimizer allocates its state."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     if not tensors or any(optimizer.state.get(tensor) for tensor in tensors):
         return

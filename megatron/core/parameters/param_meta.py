@@ -34,8 +34,8 @@ class ParamMeta:
     init_method: Callable[[Tensor], object] | None = None
     """Fills the *full* tensor in place; None if the owning module resets itself."""
     partial_grad_axes: tuple[str, ...] = ()
-    """Axes over which the gradient is a partial sum after backward, for example ("tp",) for norm
-    weights under sequence parallelism, because a rank processes s/tp of the tokens."""
+    """Axes whose ranks hold partial sums of the gradient after backward, for example ("tp",) for
+    norm weights under sequence parallelism, because a rank processes s/tp of the tokens."""
     is_expert: bool = False
     """Belongs to a routed expert: data-parallel reduction uses the expert grid."""
     tied_to: str | None = None

@@ -42,7 +42,7 @@ class PipelineRecorder:
         """Return the timeline of all ranks of the pipeline; it is equal on all ranks.
 
         Ranks on one host share a clock. Ranks on several hosts compare their clocks after a
-        barrier, so the error is the spread of the times at which ranks leave the barrier.
+        barrier, so the error is the spread of the times when ranks leave the barrier.
 
         Communication:
             a barrier and an all-gather of Python objects on `pp_group`.

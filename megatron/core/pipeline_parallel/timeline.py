@@ -197,11 +197,6 @@ def _legend(traces: Sequence[Trace]) -> list[tuple[str, tuple[int, int, int]]]:
     return entries
 
 
-def _common_makespan(trace: Trace, traces: Sequence[Trace]) -> float:
-    """Return the longest makespan among the traces with the unit of `trace`."""
-    return max(other.report().makespan for other in traces if other.unit == trace.unit) or 1.0
-
-
 def _shade(op: Op, chunk: int, num_chunks: int) -> tuple[int, int, int]:
     """Return the colour of an op, lighter for later chunks."""
     lighten = 0.45 * chunk / max(1, num_chunks - 1)
@@ -230,7 +225,8 @@ def draw(traces: Sequence[Trace], path: str | Path) -> None:
     panels = figure.subplots(len(traces), 1, squeeze=False)
     for axis, trace in zip(panels[:, 0], traces, strict=True):
         origin = min((span.start for span in trace.spans), default=0.0)
-        width = _common_makespan(trace, traces)
+        # Traces with the same unit have a common scale.
+        width = max(t.report().makespan for t in traces if t.unit == trace.unit) or 1.0
         for span in trace.spans:
             label = span.step.label(trace.placement.num_chunks)
             colour = _shade(span.step.op, span.step.chunk, trace.placement.num_chunks)

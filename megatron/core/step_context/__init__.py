@@ -1,1 +1,1 @@
-"""What is true for the step, or the half of an overlapped pair, that is being computed."""
+"""State of the running step, or of the running half of an overlapped pair."""

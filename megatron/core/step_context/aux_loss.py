@@ -1,9 +1,9 @@
-"""Auxiliary losses, which enter through backward alone, such as a router's load balancing loss.
+"""Auxiliary losses, such as a router's load balancing loss; only backward uses them.
 
-A layer in the middle of a pipeline never meets the loss function. It attaches its auxiliary loss
-to a tensor that it passes on; when the gradient of that tensor arrives, the auxiliary loss receives
-its own: in every layout, and whatever the main loss is divided by, a mean over the micro batches of
-the step.
+A layer in the middle of a pipeline has no access to the loss function. It attaches its auxiliary
+loss to a tensor that it passes on; when this tensor receives its gradient, the auxiliary loss
+receives its own. In every layout, and for every divisor of the main loss, the auxiliary loss is a
+mean over the micro batches of the step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def set_aux_loss_scale(scale: AuxLossScale) -> None:
 
 
 def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -> Tensor:
-    """Return `carrier`, through whose backward pass `loss` is differentiated, too.
+    """Return `carrier`; its backward pass also differentiates `loss`.
 
     Args:
-        carrier: any tensor whose gradient will be asked for.
+        carrier: any tensor whose gradient will be computed.
         loss: [], this rank's part of the auxiliary loss: the parts of the ranks that share a
             micro batch add up to it.
         num_tokens: tokens of the whole micro batch.
@@ -43,5 +43,5 @@ class _Attached(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         if isinstance(ctx.weight, Tensor):
             return grad, ctx.weight.to(ctx.device, ctx.dtype), None
-        # Filled there: a number would be copied to an accelerator.
+        # Filled on the device: a number would be copied to an accelerator.
         return grad, torch.full((), ctx.weight, dtype=ctx.dtype, device=ctx.device), None

@@ -1,9 +1,9 @@
-"""What the code below the schedule may ask about the step: one object, not a global per module.
+"""State of the step for the code below the schedule: one object instead of a global per module.
 
-A layer does not know its micro batch, whether it is recomputed, or whether its weight gradient is
-deferred. The schedule and activation recomputation set that here, and the modules that need it
-(`rng`, `aux_loss`, `deferred_wgrad`, `tensor_parallel.random`, `overlap`) read and write their own
-field. Where a forward and a backward overlap, each half has a context of its own.
+A layer has no argument for its micro batch, for its recomputation, or for the deferral of its
+weight gradient. The schedule and activation recomputation set these fields here, and the modules
+that need them (`rng`, `aux_loss`, `deferred_wgrad`, `tensor_parallel.random`, `overlap`) read and
+write their own field. Where a forward and a backward overlap, each half has a context of its own.
 
 Not a `ContextVar`: autograd runs the backward of CUDA tensors on a thread of its own, which would
 see the defaults.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.core.topology.group import Group
 
 WeightGradient = Callable[[], None]
-"""Computes one weight gradient and adds it to the parameter's."""
+"""Computes one weight gradient and adds it to the gradient of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class AuxLossScale:
     """The weight of the auxiliary losses of one micro batch."""
 
     factor: float = 1.0
-    """1 / micro batches of the step, times the ranks over which gradients will be averaged although
-    they share a micro batch."""
+    """1 / micro batches of the step, times the number of ranks that share a micro batch if
+    gradients will be averaged over them."""
     per_token: bool = False
     """Gradients will be divided by the tokens of the loss of the whole step."""
     tokens_per_microbatch: Tensor | None = None
-    """Those tokens, [], divided by the micro batches of all replicas, where they are known before
-    the step: then an auxiliary loss is a mean over micro batches too. Unknown, a micro batch counts
-    by its own tokens, as in Megatron-LM."""
+    """These tokens, [], divided by the micro batches of all replicas, if they are known before the
+    step: then an auxiliary loss is a mean over micro batches too. If they are unknown, a micro
+    batch counts by its own tokens, as in Megatron-LM."""
     scale: Callable[[Tensor], Tensor] | None = None
     """The loss scale of fp16."""
 
@@ -49,7 +49,7 @@ class AuxLossScale:
         """Return the gradient [] of the auxiliary loss of a micro batch of `num_tokens`, [].
 
         Args:
-            device: where it is wanted; a number is written there, not copied.
+            device: device of the result; a number is written there, not copied.
         """
         weight: Tensor | float = self.factor
         if self.per_token:
@@ -64,25 +64,25 @@ class AuxLossScale:
 
 @dataclass
 class StepContext:
-    """The state of what is computed now: a micro batch, a half of an overlapped pair, a model that
-    is built."""
+    """State of the current computation: a micro batch, one half of an overlapped pair, or the
+    construction of a model."""
 
     random_scope: RandomScope = RandomScope()
-    """Where the next random draw belongs."""
+    """Scope of the next random draw."""
     aux_loss_scale: AuxLossScale = AuxLossScale()
-    """Of the micro batch that is computed forward."""
+    """Weight of the auxiliary losses of the micro batch in forward."""
     defers_wgrads: bool = False
-    """Layers shall be ready to compute weight gradients apart from input gradients."""
+    """Layers must be able to compute weight gradients separately from input gradients."""
     captured_wgrads: list[WeightGradient] | None = None
-    """Takes the weight gradients that the running backward defers; None: it computes them."""
+    """Receives the weight gradients that the running backward defers; None: it computes them."""
     is_checkpointed: bool = False
-    """What runs will be recomputed, or is."""
+    """The running code will be recomputed in backward, or is being recomputed."""
     is_recomputing: bool = False
-    """What runs has run before: what is counted was counted then."""
+    """The running code is being recomputed: counters must not count it again."""
     initializes_weights: bool = True
-    """Layers that are built fill their weights."""
+    """New layers fill their weights."""
     allocates_weights: bool = True
-    """Models that initialise themselves by name get memory for the weights they draw."""
+    """New models that initialise themselves by name allocate memory for their weights."""
     cp_group: Group | None = None
     """Ranks that split the running micro batch, if they are not the `cp` group of the layout."""
     offload_region: Callable[..., AbstractContextManager[None]] | None = None
@@ -90,8 +90,8 @@ class StepContext:
     expert_loads: Sequence[ref[Any]] = ()
     """The `ExpertLoad` of each router of this stage, after the last step."""
     mtp_losses: dict[str, Tensor] | None = None
-    """Takes further losses for the report, name -> (sum, count) as fp32 [2], which backward fills;
-    None where nobody reports them."""
+    """Receives further losses for the report, name -> (sum, count) as fp32 [2], which backward
+    fills; None if they are not reported."""
     yield_to_peer: Callable[[], None] | None = None
     """Runs the other half of an overlapped pair until it yields; None outside of a pair."""
 
@@ -100,25 +100,25 @@ _current = StepContext()
 
 
 def current_step() -> StepContext:
-    """Return the context of what is computed now."""
+    """Return the context of the current computation."""
     return _current
 
 
 def switch_to(context: StepContext) -> None:
-    """Make another context current: where the halves of an overlapped pair take over."""
+    """Make another context current, when the other half of an overlapped pair resumes."""
     global _current
     _current = context
 
 
 def values_for_recomputation() -> dict[str, object]:
-    """Return the fields, for `within_step`, that a second computation of what runs now needs."""
+    """Return the fields, for `within_step`, that a recomputation of the running code needs."""
     context = current_step()
     return {"random_scope": context.random_scope, "cp_group": context.cp_group}
 
 
 @contextmanager
 def within_step(**values: object) -> Iterator[None]:
-    """Give fields of the current context other values inside."""
+    """Inside, fields of the current context have other values."""
     context = _current
     before = {name: getattr(context, name) for name in values}
     for name, value in values.items():

@@ -1,7 +1,7 @@
 """Deferred weight gradients: the second half of a backward pass that is split in two.
 
-Within `enable_wgrad_deferral` linear layers run so that their weight gradient can be computed apart
-from their input gradient. A backward pass inside `capture_wgrads` appends the weight gradients as
+Within `enable_wgrad_deferral` linear layers can compute their weight gradient separately from their
+input gradient. A backward pass inside `capture_wgrads` appends the weight gradients as
 calls, which the caller runs later, in order. Everything else (biases, norms, embeddings, heads
 with a fused loss) is cheap or inseparable and is computed in the first half.
 

@@ -1,12 +1,12 @@
 """Overlap the forward of one micro batch with the backward of another, on one rank.
 
 `overlap_forward_backward(first, second)` runs each on a thread of its own, but only one at a time.
-Where one has started a collective and would now wait for it, it calls `yield_to_peer`, and resumes
-when the other yields or ends. Which of them runs is decided by these calls alone, never by the
-clock: ranks that run the same two computations start their collectives in the same order.
+When one has started a collective and would wait for it, it calls `yield_to_peer`, and resumes when
+the other yields or ends. Only these calls decide which of them runs, never the clock: ranks with
+the same two computations start their collectives in the same order.
 
-Layers know nothing of it: the calls are in the collectives. Each half has a step context of its
-own, which is the current one while it runs; afterwards that of the first is.
+Layers do not take part: the calls are in the collectives. Each half has a step context of its own,
+which is current while the half runs. Afterwards the context of the first half is current.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megatron.core.step_context.context import current_step, switch_to
 
 
 def yield_to_peer() -> None:
-    """Let the other half run, if there is one that has not ended; resume when it yields."""
+    """Resume the other half, unless it has ended; return when it yields."""
     yield_now = current_step().yield_to_peer
     if yield_now is not None:
         yield_now()
 
 
 def overlap_forward_backward(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run both to their ends; `first` begins, on this thread.
+    """Run both functions to their ends; `first` begins, on this thread.
 
-    If one raises, the other is stopped where it yields next, and the error is raised here.
-    Inside either, a further call runs one after the other.
+    If one raises, the other is stopped at its next yield, and the error is raised here. A nested
+    call runs its two functions one after the other.
     """
     if current_step().yield_to_peer is not None:
         first()
@@ -62,7 +62,7 @@ class _PeerFailed(BaseException):
 
 
 class Overlap:
-    """Which of the two halves runs."""
+    """Switches between the two halves."""
 
     def __init__(self) -> None:
         self._may_go = (threading.Semaphore(0), threading.Semaphore(0))
@@ -76,7 +76,7 @@ class Overlap:
     def run_half(
         self, me: int, function: Callable[[], None], stream: torch.Stream | None = None
     ) -> None:
-        """Run one of the two to its end."""
+        """Run one of the two halves to its end."""
         if me == 1:
             self._may_go[1].acquire()
             device.set_current_stream(stream)
@@ -89,12 +89,12 @@ class Overlap:
             self.error = error
         finally:
             self._has_ended[me] = True
-            # The second always switches back: at the end the context is that of the first.
+            # The second always switches back: at the end the first half's context is current.
             if me == 1 or not self._has_ended[1]:
                 self._switch(me)
 
     def yield_(self) -> None:
-        """Let the other half run, and wait until it yields."""
+        """Resume the other half, and wait until it yields."""
         me = self._active
         if self._has_ended[1 - me]:
             return

@@ -1,4 +1,4 @@
-"""Where a random draw belongs: the sample, the tokens and the part of the model that it is for."""
+"""Scope of a random draw: its sample, its tokens and its part of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which positions of the full sequence a rank's activation holds, in local order.
+    """Positions of the full sequence in a rank's activation, in local order.
 
     ranges: [begin, end) pairs of absolute positions; total: length of the full sequence.
     """
@@ -109,7 +109,7 @@ class JoinedSamples:
 
 @dataclass(frozen=True)
 class RandomScope:
-    """Where in the computation the next draw happens."""
+    """Position of the next draw in the computation."""
 
     first_sample: int = 0
     microbatch: int = 0
@@ -124,5 +124,5 @@ class RandomScope:
     """Number of the pass, from 1, through a layer that every micro batch passes several times; 0
     for other layers."""
     token_range: tuple[int, int, int] | None = None
-    """(first, last, number of local tokens) where a module runs on one range of tokens after the
+    """(first, last, number of local tokens) if a module runs on one range of tokens after the
     other."""

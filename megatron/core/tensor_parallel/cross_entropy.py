@@ -45,9 +45,9 @@ def vocab_parallel_cross_entropy(
         tp_group: None is the tensor-parallel group of the current collection.
         num_valid: number of real ids; columns beyond it pad the vocabulary and take no part.
             None means that all are real.
-        overwrite_logits: the caller gives the logits away: their memory becomes the gradient in
-            backward, on some devices the softmax before, so nothing of size [s, b, v/tp] is
-            allocated.
+        overwrite_logits: the caller does not need the logits any more: backward writes the gradient
+            into their memory (on some devices forward writes the softmax there), so no tensor of
+            size [s, b, v/tp] is allocated.
     Returns:
         fp32 [s, b], the same bits on all ranks.
     Communication:
@@ -83,11 +83,11 @@ def transformer_engine_cross_entropy(
     shard = VocabShard.of(vocab_parallel_logits.shape[-1], num_valid, tp_group)
     check_token_ids(target, shard.num_valid, what="label", ignored=IGNORED_LABEL)
     if shard.num_local_valid < shard.num_local:
-        # It takes every column for an id.
+        # The library treats every column as an id.
         lowest = torch.finfo(vocab_parallel_logits.dtype).min
         is_padding = torch.arange(shard.num_local, device=target.device) >= shard.num_local_valid
         vocab_parallel_logits = vocab_parallel_logits.masked_fill(is_padding, lowest)
-    # Before 2.10 it takes no keywords: no smoothing, and no mean over the tokens.
+    # Before 2.10 it accepts no keywords: no smoothing, and no mean over the tokens.
     group = tp_group if tp_group.size() > 1 else None
     return library.parallel_cross_entropy(vocab_parallel_logits, target, 0.0, False, group)
 

@@ -1,4 +1,4 @@
-"""Give all ranks of a tensor-parallel group the batch that one of them has read."""
+"""Broadcast the batch that one rank of a tensor-parallel group has read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_DIMS = 5
 _OK, _MISSING, _WRONG_DTYPE, _TOO_MANY_DIMS = range(4)
 _PROBLEMS = {
     _MISSING: ("is missing from the batch", "the batch holds every key that is broadcast"),
-    _WRONG_DTYPE: ("has another dtype", "all keys of one broadcast have the dtype asked for"),
+    _WRONG_DTYPE: ("has another dtype", "all keys of one broadcast have the requested dtype"),
     _TOO_MANY_DIMS: ("has too many dimensions", f"a tensor has at most {MAX_DIMS} dimensions"),
 }
 

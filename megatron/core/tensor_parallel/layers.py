@@ -53,12 +53,12 @@ class ColumnParallelLinear(ParallelLinear):
         gather_output: return [s, b, o] on all ranks instead of this rank's part.
         stride: blocks of the output that are each split over the ranks (2 for a gated MLP).
         keep_master_weight_for_test: accepted for compatibility; the full weight is not kept.
-        skip_bias_add: return the bias beside the output, for a fused kernel to add.
-        skip_weight_param_allocation: own no weight; `forward` gets one (a tied head).
+        skip_bias_add: return the bias with the output, for a fused kernel to add.
+        skip_weight_param_allocation: own no weight; it is passed to `forward` (a tied head).
         embedding_activation_buffer, grad_output_buffer: must be None (deferred embedding
             gradients are not supported).
-        is_expert: belongs to a routed expert: split over the expert grid, and communication is
-            left to the token dispatcher.
+        is_expert: belongs to a routed expert: split over the expert grid, and the token dispatcher
+            does the communication.
         tp_comm_buffer_name, name: labels, kept for other backends.
         disable_grad_reduce: leave the sum of the input gradient to the caller.
         output_dtype: cast the output; None keeps the computing dtype.
@@ -205,7 +205,7 @@ class RowParallelLinear(ParallelLinear):
         bias: own a bias [o], which starts at zero.
         input_is_parallel: the input is already this rank's part, [s, b, i/tp]; otherwise the
             layer cuts it out.
-        skip_bias_add: return the bias beside the output, for a fused kernel to add.
+        skip_bias_add: return the bias with the output, for a fused kernel to add.
         stride: blocks of the input that are each split over the ranks.
         keep_master_weight_for_test, is_expert, tp_comm_buffer_name, name, tp_group,
         pg_collection: as in `ColumnParallelLinear`.

@@ -1,11 +1,11 @@
-"""The output head and its cross entropy in one function: the logits of a batch never exist.
+"""The output head and its cross entropy in one function: never all logits of a batch exist.
 
-Logits are computed for a chunk of tokens, turned into their own gradient in place, and used
-up by the two gradient GEMMs before the next chunk takes their memory. All that is known before
+Logits are computed for a chunk of tokens and turned into their own gradient in place. The two
+gradient GEMMs read them before the next chunk reuses their memory. All of this is possible before
 the loss is reduced: only its scale is missing. So forward computes the input gradient of each token
 for a loss weight of one, and the weight gradient for given token weights; backward multiplies.
-(The idea of gradients in forward is that of Liger Kernel, arXiv 2410.10989, section 3.2, which
-needs one common weight; here any weights are exact.)
+(Liger Kernel, arXiv 2410.10989, section 3.2, introduced gradients in forward; it needs one common
+weight, while here any weights are exact.)
 
 Shapes: `s` sequence, `b` micro batch, `h` hidden, `v` padded vocabulary, `t` = s*b; a slash
 divides by the tensor-parallel size.
@@ -38,7 +38,7 @@ MAX_CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class _Head:
-    """What does not change between the chunks of one call."""
+    """Values that are the same for all chunks of one call."""
 
     weight: Tensor
     shard: VocabShard
@@ -69,11 +69,11 @@ def linear_cross_entropy(
         target: labels [s, b]; `IGNORED_LABEL` (-100) gives a loss of zero.
         label_smoothing, num_valid: as in `vocab_parallel_cross_entropy`.
         tp_group: None is the tensor-parallel group of the current collection.
-        token_weights: [s, b], up to a common factor the weights with which the caller will sum
-            the losses (the loss mask); None means equal weights. A promise that saves work, not a
-            factor: if the weights turn out different, backward recomputes the weight gradient.
+        token_weights: [s, b], up to a common factor the weights that the caller will apply to the
+            losses (the loss mask); None means equal weights. They are not applied here, they save
+            work: if the caller applies others, backward recomputes the weight gradient.
         recomputes_logits: compute the logits twice, and no gradient in forward. For schedules that
-            keep several micro batches between forward and backward, each of which would hold a
+            keep several micro batches between forward and backward: each micro batch would hold a
             weight gradient [v/tp, h].
         fuses_main_grad: write the weight gradient into `weight.main_grad` where it exists.
     Returns:
@@ -86,7 +86,7 @@ def linear_cross_entropy(
     group = resolve_group(tp_group, "tp")
     shard = VocabShard.of(weight.shape[0], num_valid, group)
     is_scattered = sequence_parallel and group.size() > 1
-    # Autograd is always off inside forward(): ask here.
+    # Autograd is always off inside forward(), so test it here.
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(
         hidden,
@@ -102,7 +102,7 @@ def linear_cross_entropy(
 
 
 class LinearCrossEntropy(nn.Module):
-    """`linear_cross_entropy` as a module, so that wrappers see who reads the head's weight."""
+    """`linear_cross_entropy` as a module, so that wrappers find the reader of the weight."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call `linear_cross_entropy`."""
@@ -193,7 +193,7 @@ def _pass_over_chunks(
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Form losses and gradients, chunk by chunk.
+    """Compute losses and gradients, chunk by chunk.
 
     Args:
         x: [t, h].
@@ -286,7 +286,7 @@ def _common_factor(scale: Tensor, token_weights: Tensor | None) -> float | None:
 
 
 def _deliver(weight: Tensor, grad: Tensor, factor: float, fuses: bool) -> Tensor | None:
-    """Hand factor * grad to the main gradient (and return None), or return it."""
+    """Add factor * grad to the main gradient (and return None), or return it."""
     if fuses and has_main_grad(weight):
         accumulate_main_grad(weight, grad, scale=factor)
         return None

@@ -2,7 +2,7 @@
 
 Forward may gather its input (sequence parallelism) or reduce its output (row-parallel layers).
 Backward starts the collective of the input gradient, computes the weight gradient meanwhile, and
-writes weight and bias gradients straight into the main gradients where a data-parallel wrapper
+writes weight and bias gradients directly into the main gradients if a data-parallel wrapper
 provides them (see the protocol in `param_meta`).
 
 Shapes: `s` sequence, `b` micro batch, `i`/`o` input/output features of this rank, `t` = s*b.
@@ -36,7 +36,7 @@ from megatron.core.transport import collectives
 
 
 class InputMode(Enum):
-    """What happens to the input of the linear map."""
+    """Communication of the input of the linear map."""
 
     LOCAL = "local"
     """Nothing, forward or backward: the input is this rank's own (row-parallel layers)."""
@@ -48,7 +48,7 @@ class InputMode(Enum):
 
 
 class OutputMode(Enum):
-    """What happens to the output of the linear map."""
+    """Communication of the output of the linear map."""
 
     LOCAL = "local"
     """Nothing: the output is this rank's own (column-parallel layers)."""
@@ -60,7 +60,7 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True)
 class LinearCommSpec:
-    """Everything about one linear layer that does not change from call to call."""
+    """Settings of one linear layer, the same for all calls."""
 
     group: Group
     """Tensor-parallel group; with one rank the modes do nothing."""
@@ -91,7 +91,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
     Returns:
         [s, b, o]; [s/tp, b, o] for REDUCE_SCATTER.
     Communication:
-        as the two modes say, on `plan.group`.
+        decided by the two modes, on `spec.group`.
     """
     communicates = spec.communicates
     if spec.quantized is not None:
@@ -103,7 +103,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
         has_main_grad(weight) or (bias is not None and has_main_grad(bias))
     )
     if not communicates and not (writes_main_grad or deferred_wgrad.wgrad_deferral_enabled()):
-        # Nothing to do beyond torch's own: its C++ autograd is as fast as it gets.
+        # torch's own linear layer suffices, and its C++ autograd is fastest.
         return linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         return _composed_linear(x, weight, bias, spec)
@@ -113,7 +113,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Linear
 def _composed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearCommSpec
 ) -> Tensor:
-    """The same from separate operations: autocast then finds a linear map that it knows."""
+    """The same from separate operations: autocast then applies to `F.linear`."""
     if spec.input_mode is InputMode.REPLICATED:
         x = mappings.copy_to_tensor_model_parallel_region(x, spec.group)
     elif spec.input_mode is InputMode.SEQUENCE_SHARD:
@@ -140,8 +140,8 @@ class _ParallelLinear(torch.autograd.Function):
         records_amax: bool,
     ) -> Tensor:
         ctx.spec, ctx.communicates = spec, communicates
-        # The main gradients hang on the parameter objects, which saved-tensor hooks (activation
-        # recompute, offload) would replace; the tensors for arithmetic are saved as usual.
+        # The main gradients are attributes of the parameter objects, which saved-tensor hooks
+        # (activation recompute, offload) would replace; other tensors are saved as usual.
         ctx.weight, ctx.bias = weight, bias
         ctx.save_for_backward(x, weight)
 
@@ -202,8 +202,8 @@ class _ParallelLinear(torch.autograd.Function):
                 x = gathering.wait()
             grad_weight = _weight_gradient(ctx.weight, grad, x, spec, ctx.context)
         if needs_bias:
-            # Under a scattered output each rank sees its own rows: the sum is partial over the
-            # group, and the parameter's `partial_grad_axes` says so.
+            # With a scattered output each rank has its own rows: the sum is partial over the group,
+            # as the parameter's `partial_grad_axes` states.
             grad_bias = _bias_gradient(ctx.bias, bias_rows, spec)
         if reducing is not None:
             grad_x = reducing.wait()
@@ -224,7 +224,7 @@ def _input_gradient(
 def _weight_gradient(
     weight: Tensor, grad: Tensor, x: Tensor, spec: LinearCommSpec, context: GemmContext | None
 ) -> Tensor | None:
-    """Form grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
+    """Compute grad.T @ x [o, i] in the main gradient (and return None), or as a new tensor."""
     fuses = spec.fuses_main_grad and has_main_grad(weight)
     if spec.quantized is not None:
         assert context is not None
@@ -247,7 +247,7 @@ def _deferred_weight_gradient(
     input_mode: InputMode,
     context: GemmContext | None,
 ) -> None:
-    """Form a weight gradient after its backward pass, and put it where the pass would have."""
+    """Compute a weight gradient after its backward pass, and store it as the pass would have."""
     if input_mode is InputMode.SEQUENCE_SHARD:
         x = collectives.all_gather(x, spec.group)
     total = _weight_gradient(weight, grad, x, spec, context)

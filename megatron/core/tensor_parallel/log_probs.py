@@ -25,12 +25,12 @@ from megatron.core.topology.group import Group
 
 
 class LogProbs(NamedTuple):
-    """What a model thinks of given tokens; all of one shape, that of the labels."""
+    """Probabilities of given tokens under a model; all tensors have the shape of the labels."""
 
     log_probs: Tensor
     """Natural logarithm of the probability of each token, fp32; 0 for `IGNORED_LABEL`."""
     entropy: Tensor
-    """Of the distribution that the token was chosen from, in nats, fp32; 0 for `IGNORED_LABEL`."""
+    """Entropy of the token's distribution in nats, fp32; 0 for `IGNORED_LABEL`."""
     is_greedy: Tensor
     """Bool: no other token is likelier. It has no gradient."""
 
@@ -47,8 +47,8 @@ def vocab_parallel_log_probs(
 
     Args:
         vocab_parallel_logits: [..., v/tp] of any float dtype.
-        target: token ids of the leading dimensions, equal on all ranks; `IGNORED_LABEL` (-100) is
-            not asked for.
+        target: token ids of the leading dimensions, equal on all ranks; tokens of `IGNORED_LABEL`
+            (-100) are skipped.
         temperature: the logits are divided by it, as they were when the tokens were drawn.
         tp_group: None is the tensor-parallel group of the current collection.
         num_valid: number of real ids; columns beyond it pad the vocabulary and take no part. None
@@ -83,7 +83,7 @@ class _LogProbs(torch.autograd.Function):
             local[3, block] = (found.probabilities * found.relative_logits).sum(-1)
         merged = merge_rows(local, shard.group)
         label, weighted = merged.others[:, 0].sum(0), merged.others[:, 1]
-        # fp64: a number of 8 that is rounded three times in fp32 would be off by 1e-6.
+        # fp64: a number near 8 that is rounded three times in fp32 has an error of 1e-6.
         log_probs = (label.double() - merged.highest - merged.log_sum).to(dtype)
         # H = log Z - sum of p * logit; each rank's part is relative to its own highest logit.
         entropy = merged.log_sum - merged.mean(weighted + merged.highest_of_ranks - merged.highest)

@@ -1,4 +1,4 @@
-"""Conjugate pairs: what a collective does forward, its transpose does backward.
+"""Conjugate pairs: a collective in forward, its transpose in backward.
 
 Tensor parallelism (Megatron-LM, section 3, arXiv 1909.08053) needs the pair copy/reduce around
 each block; sequence parallelism (Reducing Activation Recomputation, section 4.2.2, arXiv
@@ -86,7 +86,7 @@ def _identity(x: Tensor, _group: Group) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    # The caller's tensor, and a gradient that another branch of the graph shares, stay as they are.
+    # Copy: the caller, or another branch of the graph, may still use the tensor.
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -137,7 +137,7 @@ class _AsyncAllToAll:
     work: Work[Tensor] | None = None
 
     def start(self, x: Tensor, *, back: bool) -> Tensor:
-        """Start it, forward or `back`; return the tensor that will contain the result."""
+        """Start the exchange, forward or `back`; return the tensor that will contain the result."""
         sizes = (self.output_sizes, self.input_sizes)
         received, sent = reversed(sizes) if back else sizes
         self.work = collectives.start_all_to_all(x, self.group, received, sent)
@@ -167,8 +167,8 @@ class _A2AStart(torch.autograd.Function):
 class _A2AWait(torch.autograd.Function):
     """Forward ends the exchange, backward starts the returning one.
 
-    The engine runs ready nodes in the reverse of the order in which they were made: all that was
-    computed between the two, before the returning exchange is waited for.
+    The autograd engine runs ready nodes in the reverse order of their creation. So the backward of
+    everything computed between the two runs before the engine waits for the returning exchange.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _A2AWait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.exchange.start(grad, back=True)
-        # Any tensor of the input's shape: what the other end passes on is what comes back.
+        # Any tensor of the input's shape: the other end returns the received gradient.
         return grad, None
 
 
@@ -209,7 +209,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group | None 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Collect the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's part.
 
-    For results that all ranks then use in the same way; where each rank goes its own way, use
+    For results that all ranks then use in the same way; if ranks use them differently, use
     `all_gather_last_dim_from_tensor_parallel_region`.
     """
     return _paired(input_, group, _gather_last_dim, _own_last_dim_piece)
@@ -230,9 +230,9 @@ def gather_from_sequence_parallel_region(
     """Collect the rows of all ranks: [s/tp, ...] -> [s, ...].
 
     Args:
-        tensor_parallel_output_grad: True where a tensor-parallel computation follows, whose
-            gradients are partial sums: backward reduce-scatters. False where all ranks follow
-            the same path: backward keeps this rank's rows.
+        tensor_parallel_output_grad: True if a tensor-parallel computation follows, whose gradients
+            are partial sums: backward reduce-scatters. False if all ranks compute the same
+            afterwards: backward keeps this rank's rows.
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
@@ -283,8 +283,8 @@ def all_to_all(
     Args:
         output_split_sizes_, input_split_sizes: rows received from and sent to each rank; None
             for equal pieces.
-        overlap_fn: called while the rows are in flight. The backward pass of what it computes runs
-            while their gradients are.
+        overlap_fn: called while the rows are in flight. The backward pass of its results runs while
+            the gradients of the rows are in flight.
     """
     if group.size() == 1:
         if overlap_fn is not None:
@@ -299,7 +299,7 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Trade split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
+    """Exchange split tokens for a split hidden dimension: [t/tp, ..., h] -> [t, h/tp]."""
     group = resolve_group(group, "tp")
     size = group.size()
     if size == 1:
@@ -310,7 +310,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Trade a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
+    """Exchange a split hidden dimension for split tokens: [t, ..., h/tp] -> [t/tp, h]."""
     group = resolve_group(group, "tp")
     size = group.size()
     if size == 1:

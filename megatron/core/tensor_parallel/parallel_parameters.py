@@ -1,4 +1,4 @@
-"""What parallel layers have in common: their group, their shards, the metadata on them."""
+"""Common parts of parallel layers: their group, their shards, and the shards' metadata."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ParallelLayer(nn.Module):
             init_method: fills the *full* tensor; None leaves zeros. All ranks of the group must
                 hold the same state of the default generator: each draws the full tensor and
                 keeps its shard.
-            num_rows: rows of the full tensor that are no padding; None: all.
+            num_rows: rows of the full tensor that are not padding; None: all.
         """
         device = torch.device("cpu") if self.config.use_cpu_initialization else current_device()
         parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
@@ -104,23 +104,23 @@ class ParallelLayer(nn.Module):
 
 
 class ParallelLinear(ParallelLayer):
-    """A parallel layer with the (empty) `_extra_state` entry that the format gives every linear."""
+    """A parallel layer with Megatron's (empty) `_extra_state` entry of linear layers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.register_load_state_dict_pre_hook(tolerate_missing_extra_state)
 
     def get_extra_state(self) -> None:
-        """Nothing: the entry exists because checkpoints of other backends have one."""
+        """Return None: the entry exists because checkpoints of other backends have one."""
 
     def set_extra_state(self, state: object) -> None:
-        """Accept and ignore what another backend kept (scaling factors of low precisions)."""
+        """Ignore the state of another backend (scaling factors of low precision)."""
 
 
 def tolerate_missing_extra_state(
     _module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object
 ) -> None:
-    """Let a state without the entry load strictly: a hook that runs before loading."""
+    """Add the entry if a state lacks it, so that it loads strictly: a hook before loading."""
     state_dict.setdefault(f"{prefix}_extra_state", None)
 
 
@@ -130,25 +130,25 @@ def tolerate_missing_extra_state(
 def set_tensor_model_parallel_attributes(
     tensor: Tensor, is_parallel: bool, dim: int, stride: int
 ) -> None:
-    """Say that `tensor` is a shard along `dim` (in `stride` blocks), or that it is whole."""
+    """Mark `tensor` as a shard along `dim` (in `stride` blocks), or as whole."""
     meta = ParamMeta(split_dim=dim, split_axis="tp", stride=stride) if is_parallel else ParamMeta()
     set_param_meta(tensor, meta)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Write out the metadata of a tensor that may have none."""
+    """Set default metadata on a tensor without metadata."""
     set_param_meta(tensor, get_param_meta(tensor))
 
 
 def copy_tensor_model_parallel_attributes(
     destination_tensor: Tensor, source_tensor: Tensor
 ) -> None:
-    """Give `destination_tensor` the metadata of `source_tensor`."""
+    """Copy the metadata of `source_tensor` to `destination_tensor`."""
     set_param_meta(destination_tensor, get_param_meta(source_tensor))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group | None = None) -> bool:
-    """Return whether this rank is the one that counts `param` (in a norm, for example)."""
+    """Return whether this rank counts `param`, for example in a norm."""
     if get_param_meta(param).split_dim is not None:
         return True
     return resolve_group(tp_group, "tp").rank() == 0

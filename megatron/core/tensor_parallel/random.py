@@ -53,7 +53,7 @@ def checkpoint(
     """Call `function(*args)`; keep only its arguments, and call it again in backward.
 
     Args:
-        function: returns a tensor or a tuple; `functools.partial` carries keyword arguments.
+        function: returns a tensor or a tuple; pass keyword arguments with `functools.partial`.
         distribute_saved_activations: keep only this rank's part of the first argument (equal on
             all ranks), and gather the parts again in backward.
         args: tensors or anything else; kept until backward.
@@ -214,7 +214,7 @@ class CheckpointWithoutOutput:
                 storage, source = output.untyped_storage(), again.detach().contiguous()
                 if storage.nbytes() == 0 and source.numel():
                     storage.resize_(source.numel() * source.element_size())
-                    # Not `output.copy_`: the consumer would see a changed version.
+                    # Not `output.copy_`: the version of the consumer's tensor would change.
                     output.data.copy_(source)
         self._outputs, self._node = (), None
 
@@ -316,7 +316,7 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Start a stream. Two streams with one seed would repeat each other: refused."""
+        """Start a stream. A seed in use is refused, because two streams would be equal."""
         if seed in self.seeds_ or name in self.states_:
             found = f"stream {name!r}" if name in self.states_ else f"a stream with seed {seed}"
             raise ConfigError(
@@ -333,7 +333,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from stream `name` inside; the default generator goes on unchanged afterwards."""
+        """Draw from stream `name` inside; the default generator is restored afterwards."""
         if name not in self.states_:
             raise ConfigError(
                 f"there is no random stream {name!r}; there are {sorted(self.states_)}.",
@@ -358,10 +358,10 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Prepare the process' tracker. There is one kind, which serves all the switches.
+    """Prepare the process' tracker. There is one kind of tracker for all arguments.
 
     Args:
-        force_reset: forget the streams that exist.
+        force_reset: remove existing streams.
     """
     if force_reset:
         _TRACKER.reset()
@@ -413,9 +413,9 @@ def model_parallel_cuda_manual_seed(
     "expert-parallel-rng" by expert-parallel and expert-tensor-parallel rank.
 
     Args:
-        tp_rank, ep_rank, etp_rank: None takes them from the current collection.
-        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: of an axis
-            that does not exist here; refused unless it has one rank.
+        tp_rank, ep_rank, etp_rank: None reads them from the current collection.
+        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: position on an
+            axis that does not exist here; refused unless the axis has one rank.
         others: there is one kind of tracker, which is always reset.
     """
     refuse_given(

@@ -41,7 +41,7 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: Group | None = None) -> Ten
 
 
 class VocabUtility:
-    """Which ids a rank owns: equal, consecutive ranges in rank order."""
+    """The ids that a rank owns: equal, consecutive ranges in rank order."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

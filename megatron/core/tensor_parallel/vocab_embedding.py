@@ -34,8 +34,7 @@ class VocabParallelEmbedding(ParallelLayer):
         num_embeddings: v, padded so that it splits evenly.
         embedding_dim: h.
         init_method: fills the full table.
-        reduce_scatter_embeddings: give each rank its rows of the sequence instead of all
-            (sequence parallelism).
+        reduce_scatter_embeddings: return only this rank's tokens (sequence parallelism).
         config: `unpadded_vocab_size`, if it has one, is the number of ids that are real.
         tp_group, pg_collection: None falls back to the current collection.
     """

@@ -1,7 +1,7 @@
 """Softmax over a split vocabulary, row block by row block.
 
-Each rank computes the softmax of its own columns; what the ranks must share is a few numbers a
-row, exchanged in one all-gather and merged in rank order, so that all of them hold the same bits.
+Each rank computes the softmax of its own columns. One all-gather exchanges a few numbers per row;
+every rank merges them in rank order, so that all ranks hold the same bits.
 (The merge is the online softmax of Milakov and Gimelshein, arXiv 1805.02867, section 3.)
 
 Shapes: `t` tokens, `v` vocabulary; a slash divides by the size of the group.
@@ -27,7 +27,7 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
 IGNORED_LABEL = -100
-"""A label that takes no part in the loss: its loss and its gradient are zero."""
+"""A label without a loss: its loss and its gradient are zero."""
 
 
 def check_token_ids(
@@ -72,7 +72,7 @@ class VocabShard:
     num_local: int
     """Columns here, padding included."""
     num_local_valid: int
-    """Columns here that are real ids; they come first."""
+    """Number of leading local columns that are real ids."""
     num_valid: int
     """Real ids of the whole vocabulary."""
     group: Group
@@ -90,14 +90,14 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels of t tokens, seen from one shard of the vocabulary."""
+    """Labels of t tokens, located in one shard of the vocabulary."""
 
     columns: Tensor
     """[t, 1] local column of the label; 0 where it belongs to another rank."""
     is_local: Tensor
     """[t, 1] whether the label's column is on this rank."""
     is_ignored: Tensor
-    """[t] whether the token takes no part in the loss."""
+    """[t] whether the token is excluded from the loss."""
 
     @staticmethod
     def locate(target: Tensor, shard: VocabShard) -> Labels:
@@ -126,7 +126,7 @@ def cross_entropy_statistics(
     *,
     in_place: bool,
 ) -> RowStatistics:
-    """Compute the loss of each row, and what its gradient needs.
+    """Compute the loss of each row, and the statistics that its gradient needs.
 
     Args:
         logits: [t, v/tp], contiguous. With `in_place` they are for `cross_entropy_gradient` alone.
@@ -243,7 +243,7 @@ def merge_rows(local: Tensor, group: Group) -> MergedRows:
 def _merge(
     local: Tensor, labels: Labels, shard: VocabShard, label_smoothing: float
 ) -> RowStatistics:
-    """Combine what the ranks know of each row.
+    """Combine the statistics of each row over the ranks.
 
     Args:
         local: [3 or 4, t]: highest logit, log of the sum relative to it, logit of the label (zero

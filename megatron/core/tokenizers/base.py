@@ -1,7 +1,7 @@
 """The interface of all tokenizers.
 
-No torch import: preprocessing starts from here. The libraries are imported by the classes that
-need them, when one is made.
+No torch import, because preprocessing imports this module. Each class imports the library that it
+needs when an object is made.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SMALLEST_VOCABULARY = 32
 almost empty tokenizer instead of an error."""
 
 _BATCH_CHARACTERS = 1 << 16
-"""Characters given to a library at a time: the result, some hundred bytes a token, stays in the
-caches of a core."""
+"""Characters passed to a library at a time: the result, about a hundred bytes per token, stays in
+the caches of a core."""
 
 PROBE = "The quick brown fox jumps over the lazy dog; 0123456789."
 
 
 def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a tokenizer whose library's panic is an error like others.
+    """Return a method that raises `UntokenizableTextError` if the tokenizer's library panics.
 
     A panic of Rust code is no `Exception`, so error handlers would not catch it.
     """
@@ -51,7 +51,7 @@ def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as panic:
             raise UntokenizableTextError(
                 f"the library of {type(self).__name__} gave up: {panic}.",
-                rule="a text is one that the library can cut into words",
+                rule="the library must be able to cut a text into words",
                 flags=["--tokenizer-type"],
                 fix="shorten the text, or its longest run of equal characters",
             ) from panic
@@ -62,8 +62,8 @@ def _without_panic(method: Callable[..., Any]) -> Callable[..., Any]:
 class TextTokenizer(ABC):
     """Text to token ids and back.
 
-    Special ids are None where the tokenizer has none; they are never negative. Text that spells a
-    special token stays text unless the class states otherwise.
+    Special ids are None if the tokenizer lacks them; they are never negative. Text that spells a
+    special token stays text unless the class documents otherwise.
     """
 
     eod: int | None = None
@@ -85,17 +85,17 @@ class TextTokenizer(ABC):
     around_a_text: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """The special ids that `tokenize` writes before and after the ids of a text."""
     spelled_specials: tuple[str, ...] = ()
-    """Special tokens that gigatoken takes for special in a text, and `tokenize` does not."""
+    """Special tokens that gigatoken recognises in a text, unlike `tokenize`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let no library's panic leave the methods that a subclass brings."""
+        """Wrap the methods of a subclass, so that a panic of the library becomes an error."""
         super().__init_subclass__(**options)
         for name in ("tokenize", "tokenize_parts", "encode_flat", "detokenize"):
             if name in cls.__dict__:
                 setattr(cls, name, _without_panic(cls.__dict__[name]))
 
     def __init__(self, **identity: object) -> None:
-        """Remember `identity`, the settings that decide the ids."""
+        """Store `identity`, the settings that decide the ids."""
         self._identity = identity
 
     @property
@@ -105,7 +105,7 @@ class TextTokenizer(ABC):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end a text which a model writes."""
+        """The ids that end a generated text."""
         return frozenset(number for number in (self.eod, self.eos) if number is not None)
 
     @abstractmethod
@@ -148,15 +148,15 @@ class TextTokenizer(ABC):
     def load_into_gigatoken(self, library: object) -> Any | None:
         """Return the same tokenizer as a `gigatoken.Tokenizer`, or None if it has none.
 
-        Its ids are those of `tokenize_part`, less `first_text_id`.
+        Its ids equal the ids of `tokenize_part` minus `first_text_id`.
         """
         return None
 
     def fast_form(self) -> Any | None:
         """Return the same tokenizer as a new `tokenizers.Tokenizer`, or None if it has none.
 
-        Its ids are those of `tokenize` if its `encode_special_tokens` is set; they may differ on
-        some texts, so they are to be compared.
+        Its ids equal the ids of `tokenize` if its `encode_special_tokens` is set. They may differ
+        on some texts, so the caller compares them.
         """
         return None
 
@@ -187,7 +187,7 @@ class TextTokenizer(ABC):
                 f"{type(self).__name__} has no {name} token, which {purpose} needs.",
                 rule="the tokenizer's files must name the token",
                 flags=["--tokenizer-type", "--tokenizer-model"],
-                fix=f"name it in tokenizer_config.json, or go without {purpose}",
+                fix=f"name it in tokenizer_config.json, or do without {purpose}",
             )
         return number
 
@@ -215,7 +215,7 @@ def byte_characters() -> tuple[str, ...]:
 
 
 def digest_of_file(path: str) -> str:
-    """Return a short digest of a file's contents: a tokenizer moved elsewhere stays the same."""
+    """Return a short digest of a file's contents, which does not depend on its path."""
     with open(path, "rb") as file:
         return hashlib.blake2b(file.read(), digest_size=16).hexdigest()
 
@@ -224,8 +224,8 @@ def existing_file(path: str | None, *, flag: str, what: str) -> str:
     """Return `path` if it is a file.
 
     Raises:
-        ConfigError: it was not given.
-        MissingInputError: it is not there.
+        ConfigError: no path was given.
+        MissingInputError: the file does not exist.
     """
     if not path:
         raise ConfigError(f"{what} is needed.", rule=f"{flag} names it", flags=[flag])
@@ -239,7 +239,7 @@ def existing_file(path: str | None, *, flag: str, what: str) -> str:
 
 
 def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
-    """Refuse a tokenizer that was loaded without an error and yet cannot be right.
+    """Refuse a tokenizer that was loaded without an error but is obviously wrong.
 
     Args:
         source: the file or name it was loaded from, for the message.
@@ -271,11 +271,12 @@ def check_loaded(tokenizer: TextTokenizer, source: str) -> None:
 
 
 def pad_vocab_size(vocab_size: int, *, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Round a vocabulary up so that every tensor-parallel rank owns as many rows as the others.
+    """Round a vocabulary up so that all tensor-parallel ranks own equally many rows.
 
     Args:
         vocab_size: entries of the tokenizer.
-        divisible_by: multiple on each rank, for the matmul's sake (--make-vocab-size-divisible-by).
+        divisible_by: the rows of a rank are a multiple of it (--make-vocab-size-divisible-by),
+            for fast products.
         tensor_parallel_size: ranks that share the rows.
     """
     multiple = divisible_by * tensor_parallel_size

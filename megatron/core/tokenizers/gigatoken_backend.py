@@ -1,9 +1,9 @@
-"""The fast way from text to ids: one flat array for many texts, through gigatoken where it can.
+"""Fast conversion of many texts to one flat array of ids, with gigatoken where possible.
 
-gigatoken (MIT) cuts text with vector instructions and remembers the ids of words; it gives the ids
+gigatoken (MIT) cuts text with vector instructions and caches the ids of words; it computes the ids
 of Hugging Face's tokenizers, tiktoken and SentencePiece many times faster. It is optional and never
-trusted: an engine is used only after its ids were found equal to those of the tokenizer's own
-library on texts chosen to tell them apart, and preprocessing goes on comparing as it works.
+trusted: an engine is used only if its ids equal the ids of the tokenizer's own library on texts
+chosen to reveal differences, and preprocessing continues to compare them during the work.
 
 No torch import.
 """
@@ -25,7 +25,7 @@ from megatron.core.tokenizers.base import TextTokenizer
 _SHORT = 512
 """Characters up to which texts are encoded together, in rows as wide as the longest of them."""
 _TOGETHER = 256
-"""Texts at most: bounds the rows at 2 MiB, should one of them need four tokens a character."""
+"""Most texts in a call: bounds the rows at 2 MiB, even at four tokens per character."""
 _LONGEST_COMPARED = 2048
 """Characters of the longest text that is compared during the work."""
 
@@ -34,7 +34,7 @@ class TokenizerBackend(Enum):
     """Values of --tokenizer-backend."""
 
     auto = "auto"
-    """gigatoken where it is installed and gives the same ids, else the tokenizer's own library."""
+    """gigatoken if it is installed and its ids are equal, else the tokenizer's own library."""
     library = "library"
     """The tokenizer's own library."""
     gigatoken = "gigatoken"
@@ -44,13 +44,13 @@ class TokenizerBackend(Enum):
 class GigatokenEngine:
     """gigatoken, one text after the other on this thread.
 
-    Of each batch it compares the first text of at most `_LONGEST_COMPARED` characters with the
-    tokenizer's own library.
+    In each batch it compares the ids of the first text of at most `_LONGEST_COMPARED` characters
+    with the ids of the tokenizer's own library.
     """
 
     def __init__(self, tokenizer: TextTokenizer, model: Any) -> None:
         self._model = model
-        # Its SentencePiece models set themselves up anew, for 1 ms, in each call of many texts.
+        # Each call for many texts initialises gigatoken's SentencePiece models again, for 1 ms.
         self._takes_many = type(model.backend).__name__ == "BPETokenizer"
         self._tokenizer = tokenizer
         spelled = map(re.escape, tokenizer.spelled_specials)
@@ -59,7 +59,7 @@ class GigatokenEngine:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker that is spawned loads the model again.
+        # A spawned worker loads the model again.
         return _load_gigatoken, (self._tokenizer,)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -145,14 +145,14 @@ PROBES = (
     " leading",
     "\u0130\u0131 \u01c5 \u02b0 \u0300 \u2160 \u2460 \u4e00a1 a\u4e001 \U0001d54f",
 )
-"""Texts on which tokenizers that are almost the same differ: white space, contractions, digits,
-scripts, composed and joined characters, controls, spellings of special tokens, long runs."""
+"""Texts that reveal differences of similar tokenizers: white space, contractions, digits, scripts,
+composed and joined characters, controls, spellings of special tokens, long runs."""
 
 
 def make_engine(
     tokenizer: TextTokenizer, backend: TokenizerBackend
 ) -> tuple[TextTokenizer | GigatokenEngine, str]:
-    """Choose how a tokenizer's texts are encoded.
+    """Choose the engine that encodes the texts of a tokenizer.
 
     Returns:
         (gigatoken or the tokenizer itself, one line with the choice and the reason).
@@ -160,7 +160,7 @@ def make_engine(
         ConfigError: gigatoken is required and cannot be used.
     """
     if backend is TokenizerBackend.library:
-        return tokenizer, "tokenizer library, as --tokenizer-backend says"
+        return tokenizer, "tokenizer library, chosen by --tokenizer-backend"
     reason, engine = "", None
     if not has("gigatoken"):
         reason = "gigatoken is not installed (pip install 'megatron-lattice[fast]')"
@@ -174,7 +174,7 @@ def make_engine(
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of its Rust code is no Exception
-            reason = f"gigatoken does not take this tokenizer: {str(error).splitlines()[0]}"
+            reason = f"gigatoken refuses this tokenizer: {str(error).splitlines()[0]}"
     if engine is not None and not reason:
         return engine, f"gigatoken, ids equal on {len(PROBES)} probe texts"
     if backend is TokenizerBackend.gigatoken:
@@ -194,7 +194,7 @@ def _load_gigatoken(tokenizer: TextTokenizer) -> GigatokenEngine | None:
 
 
 def difference(engine: GigatokenEngine, tokenizer: TextTokenizer, texts: Sequence[str]) -> str:
-    """Return how the ids of gigatoken differ from the tokenizer's own, or nothing."""
+    """Describe the first difference between ids of gigatoken and of the tokenizer; "" if equal."""
     ids, counts = engine.encode_unchecked(texts)
     ends = np.cumsum(counts)
     for text, begin, end in zip(texts, ends - counts, ends, strict=True):

@@ -1,7 +1,7 @@
 """Tokenizers of Hugging Face's `tokenizers` library: GPT-2's, BERT's, and `tokenizer.json`.
 
 The data files are read directly, so nothing that a model's author wrote is executed. Only a
-folder without `tokenizer.json` goes through `transformers`.
+folder without `tokenizer.json` is read with `transformers`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _USUAL_END_TOKENS = (
     "<|im_end|>",
     "<｜end▁of▁sentence｜>",
 )
-"""Looked for, in this order, when no file names the end of a sequence."""
+"""Tokens to try, in this order, if no file names the end of a sequence."""
 
 
 class FastTokenizer(TextTokenizer):
@@ -45,12 +45,12 @@ class FastTokenizer(TextTokenizer):
     _adds_special_tokens = False
 
     def _use(self, backend: Any) -> None:
-        # A saved tokenizer may remember a maximum length and would cut documents silently.
+        # A saved tokenizer may contain a maximum length, which would cut documents silently.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        # Ids may have holes: the count of tokens is then too small for the embedding.
+        # Ids may have holes: then the count of tokens is too small for the embedding.
         self._vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -146,7 +146,7 @@ class BertWordPieceTokenizer(FastTokenizer):
 
     Args:
         vocab_file: one token a line; it holds [CLS], [SEP], [PAD], [MASK] and [UNK].
-        lower_case: lower the text and take accents off, as the uncased models do.
+        lower_case: lower the text and remove accents, as for the uncased models.
         extra_ids: sentinels <extra_id_0>, <extra_id_1>, ... of span corruption.
     """
 
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer(FastTokenizer):
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that its folder names for `generate()`; the end of a sequence without such."""
+        """The ids that its folder names for `generate()`, by default the end of a sequence."""
         return super().ends if self._stated_ends is None else self._stated_ends
 
     def _find_special_tokens_around_a_text(self) -> None:
@@ -241,7 +241,7 @@ class HuggingFaceTokenizer(FastTokenizer):
                 "the post-processor of tokenizer.json changes the ids of a text.",
                 rule="a post-processor puts special tokens before and after a text",
                 flags=["--tokenizer-model", "--tokenizer-hf-no-include-special-tokens"],
-                fix="--tokenizer-hf-no-include-special-tokens does without the post-processor",
+                fix="--tokenizer-hf-no-include-special-tokens disables the post-processor",
             )
         self.around_a_text = tuple(whole[:at]), tuple(whole[at + len(part) :])
         self._adds_special_tokens = len(whole) > len(part)
@@ -255,7 +255,7 @@ class HuggingFaceTokenizer(FastTokenizer):
 
 
 def _named_tokens(folder: str) -> dict[str, str]:
-    """Read which tokens a folder calls eos_token, pad_token and so on."""
+    """Read the tokens of a folder by their roles: eos_token, pad_token and so on."""
     named: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = os.path.join(folder, name)
@@ -270,7 +270,7 @@ def _named_tokens(folder: str) -> dict[str, str]:
 
 
 def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
-    """Load a folder or a name without tokenizer.json; return its fast backend and its names."""
+    """Load a folder or a hub name without tokenizer.json; return fast backend and named tokens."""
     config = os.path.join(path, "tokenizer_config.json")
     if (
         os.path.isfile(config)
@@ -279,7 +279,7 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
     ):
         raise ConfigError(
             f"the tokenizer in {path} wants to run its own Python code (auto_map).",
-            rule="code that comes with a tokenizer is not run unless it is trusted",
+            rule="the code in a tokenizer's folder is not run unless it is trusted",
             flags=["--trust-remote-code"],
             fix="read the code, then pass --trust-remote-code, or use a folder with tokenizer.json",
         )
@@ -311,9 +311,9 @@ def _through_transformers(path: str, trust_remote_code: bool) -> tuple[Any, dict
 
 
 def _may_reach_hub() -> bool:
-    """Return whether the hub's name resolves; without a network its client tries for half a minute.
+    """Return whether the hub's name resolves; without a network its client retries for 30 s.
 
-    Behind a proxy names need not resolve here.
+    With a proxy this machine need not resolve names.
     """
     if urllib.request.getproxies():
         return True

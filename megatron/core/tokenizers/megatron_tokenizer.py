@@ -1,4 +1,4 @@
-"""Open any tokenizer: by Megatron's type name, or by looking at the files."""
+"""Open any tokenizer, by Megatron's type name or by its files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TYPE_OF_LIBRARY = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Arguments of `make_tokenizer`: the flags of the same names."""
+    """Arguments of `make_tokenizer`, named like the flags."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -191,9 +191,9 @@ class MegatronTokenizer:
         """Make a tokenizer from its files.
 
         Args:
-            tokenizer_path: a file, a folder or a hub name; None for those without files.
-            metadata_path: {"library": ...} or a JSON file with it; None looks for
-                `tokenizer_metadata.json` beside the tokenizer, then at the files themselves.
+            tokenizer_path: a file, a folder or a hub name; None for tokenizers without files.
+            metadata_path: {"library": ...} or a JSON file with it; None reads
+                `tokenizer_metadata.json` in the tokenizer's folder, or else the files themselves.
             kwargs: settings of `make_tokenizer`, for example `vocab_size` of a null tokenizer, also
                 by Megatron's names; None and empty lists count as not given.
         Raises:
@@ -212,7 +212,7 @@ class MegatronTokenizer:
         overwrite: bool = False,
         metadata_path: str | None = None,
     ) -> None:
-        """Write beside a tokenizer which library reads it."""
+        """Write the name of a tokenizer's library into its folder."""
         _type_by_library(tokenizer_library)
         path = metadata_path or _metadata_beside(tokenizer_path)
         if os.path.exists(path) and not overwrite:
@@ -230,11 +230,11 @@ _OUR_NAMES = {
 """Megatron's name of a setting of a library -> the name in `make_tokenizer`."""
 
 _INSTEAD = {
-    "chat_template": "write it beside the tokenizer as chat_template.jinja, for"
+    "chat_template": "write it next to the tokenizer as chat_template.jinja, for"
     " tools/preprocess_data.py and the server",
     "additional_special_tokens": "add them to the files of the tokenizer",
 }
-"""Unsupported settings -> what to do instead."""
+"""Unsupported settings -> advice."""
 
 
 def _settings_by_our_names(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron.core.tokenizers.base import TextTokenizer, byte_characters
 
 
 class NullTokenizer(TextTokenizer):
-    """Text that already is ids, as decimal numbers between spaces.
+    """Text that consists of ids, as decimal numbers between spaces.
 
     The last id of the given vocabulary ends a document.
     """
@@ -29,7 +29,7 @@ class NullTokenizer(TextTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """The given size, the end of a document among it."""
+        """The given size, including the end of a document."""
         assert self.eod is not None
         return self.eod + 1
 
@@ -37,7 +37,7 @@ class NullTokenizer(TextTokenizer):
         """Read the numbers.
 
         Raises:
-            ValueError: something else than a number, or an id outside the vocabulary.
+            ValueError: a word that is not a number, or an id outside the vocabulary.
         """
         ids = [int(number) for number in text.split()]
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
@@ -51,7 +51,7 @@ class NullTokenizer(TextTokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Every number by its own name."""
+        """Every number as text -> the number."""
         return {str(number): number for number in range(self.vocab_size)}
 
 

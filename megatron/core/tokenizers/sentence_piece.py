@@ -1,7 +1,7 @@
-"""SentencePiece models, in the three ways Megatron uses them.
+"""SentencePiece models, in Megatron's three variants.
 
-The format of a model is sentencepiece_model.proto of https://github.com/google/sentencepiece; it is
-read here without protobuf. No torch import.
+The format of a model is sentencepiece_model.proto of https://github.com/google/sentencepiece; this
+module reads it without protobuf. No torch import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class GPTSentencePieceTokenizer(TextTokenizer):
-    """A SentencePiece model as it is; its end-of-sequence piece ends a document."""
+    """An unchanged SentencePiece model; its end-of-sequence piece ends a document."""
 
     def __init__(self, model_file: str, **identity: object) -> None:
         library = require("sentencepiece", purpose=type(self).__name__)
@@ -35,7 +35,7 @@ class GPTSentencePieceTokenizer(TextTokenizer):
                 flags=["--tokenizer-model", "--tokenizer-type"],
                 fix="for a tokenizer.json use --tokenizer-type HuggingFaceTokenizer",
             ) from error
-        # The library returns -1 for an id that the model lacks; it must never reach the data.
+        # The library returns -1 for an id that the model lacks; -1 must never reach the data.
         self.bos = _or_none(self._model.bos_id())
         self.eos = _or_none(self._model.eos_id())
         self.pad = _or_none(self._model.pad_id())
@@ -131,7 +131,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         self.around_a_text = (() if self.bos is None else (self.bos,)), ()
 
     def fast_form(self) -> Any | None:
-        """Return the same pieces, with a post-processor that begins a text."""
+        """Return the same pieces, with a post-processor that puts the begin piece before a text."""
         fast = super().fast_form()
         if fast is not None and self.bos is not None:
             library = require("tokenizers", purpose="a tokenizer.json of SentencePiece")
@@ -142,7 +142,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         return fast
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
-        """Return the ids, after the begin piece and before the end piece if asked."""
+        """Return the ids; `bos` puts the begin piece before them, `eos` the end piece after."""
         begin = self.around_a_text[0] if bos else ()
         end = [self.eos] if eos and self.eos is not None else []
         return [*begin, *super().tokenize(text), *end]
@@ -208,7 +208,7 @@ def _texts(pieces: list[tuple[str, float, int]], kind: int) -> list[str]:
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """Return the pairs that make pieces, the best first: SentencePiece joins by score."""
+    """Return the pairs that make pieces, by score: SentencePiece joins the best pair first."""
     ids = {text: number for number, (text, _, of) in enumerate(pieces) if of == _NORMAL}
     found = []
     for text, score, of in pieces:

@@ -1,4 +1,4 @@
-"""Special ids that the files of a model state, as Transformers reads them. No torch import."""
+"""Special ids in the files of a model, read like Transformers. No torch import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GENERATION_NAME = "generation_config.json"
 
 
 def ends_of_generation(folder: str) -> frozenset[int] | None:
-    """Return the ids with which `generate()` of Transformers ends a text.
+    """Return the ids that end a text in `generate()` of Transformers.
 
     They are the `eos_token_id` of generation_config.json, one id or a list. Without that file
     they are the ids of config.json, or of its `text_config`.
@@ -20,7 +20,7 @@ def ends_of_generation(folder: str) -> frozenset[int] | None:
     Returns:
         None if neither file names an end.
     Raises:
-        DataError: a file holds no JSON object, or names something else than ids.
+        DataError: a file holds no JSON object, or its value is not an id or a list of ids.
     """
     for name in (GENERATION_NAME, "config.json"):
         path = os.path.join(folder, name)

@@ -2,7 +2,7 @@
 
 Three kinds of files: a list of ranks as Megatron and NVIDIA's models use it (JSON), Mistral's
 Tekken (the same list inside an object with its settings), and `.tiktoken` (one base64 token and
-its rank on each line). Also the names that tiktoken itself knows, from its cache.
+its rank on each line). Also the names in tiktoken's own list, from its cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TikTokenizer(TextTokenizer):
 
     Args:
         path: a rank file, or a name such as "cl100k_base".
-        pattern: a key of `PATTERNS` or a regular expression; None takes the file's own.
+        pattern: a key of `PATTERNS` or a regular expression; None uses the file's pattern.
         vocab_size: limit of a rank list, special tokens included.
         num_special_tokens: ids reserved in a rank list.
         special_tokens: names of the first of them.
@@ -174,16 +174,16 @@ class TikTokenizer(TextTokenizer):
         except ValueError as error:
             raise UntokenizableTextError(
                 f"a text of {len(text):,} characters cannot be cut into words: {error}.",
-                rule="the library follows the pattern through a word up to a bound",
+                rule="the library matches the pattern in words up to a bound",
                 flags=["--tiktoken-pattern"],
                 fix="shorten the text, or its longest run of equal characters",
             ) from error
         return self._shifted(ids.tolist())
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts, one after the other, and how many each has (int64)."""
-        # One by one: the library's batch call starts a thread pool each time. As arrays: lists of
-        # Python's integers cost a sixth of the time.
+        """Return the ids of all texts, one after the other, and their number per text (int64)."""
+        # One by one, because the library's batch call starts a thread pool each time. As arrays,
+        # because lists of Python integers take a sixth of the time.
         encode = self._model.encode_to_numpy
         arrays = [encode(text, disallowed_special=()) for text in texts]
         counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
@@ -191,7 +191,7 @@ class TikTokenizer(TextTokenizer):
         return ids + np.uint32(self.first_text_id), counts
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
-        """Return the same ranks as a `gigatoken.Tokenizer` if it knows the pattern."""
+        """Return the same ranks as a `gigatoken.Tokenizer` if it supports the pattern."""
         schemes = {PATTERNS[name]: scheme for name, scheme in _GIGATOKEN_SCHEMES.items()}
         scheme = schemes.get(self._model._pat_str)
         if scheme is None:
@@ -206,7 +206,7 @@ class TikTokenizer(TextTokenizer):
             )
 
     def fast_form(self) -> Any:
-        """Return the ranks as a byte-level BPE whose merges are found again."""
+        """Return the ranks as a byte-level BPE; its merges are derived from the ranks."""
         library = require("tokenizers", purpose="a tokenizer.json of tiktoken's ranks")
         ranks: dict[bytes, int] = self._model._mergeable_ranks
         characters = byte_characters()
@@ -255,7 +255,7 @@ class TikTokenizer(TextTokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Token text (broken UTF-8 replaced, so some may coincide) to id."""
+        """Token text to id; broken UTF-8 is replaced, so some texts may be equal."""
         ranks = {
             token.decode("utf-8", "backslashreplace"): rank + self.first_text_id
             for token, rank in self._model._mergeable_ranks.items()
@@ -264,7 +264,7 @@ class TikTokenizer(TextTokenizer):
 
 
 def _parts_before(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return what the merges of lower rank make of a token: its two parts if it is reachable."""
+    """Apply all merges of lower rank to a token: two parts remain if the token is reachable."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
@@ -295,7 +295,7 @@ def _encoding(
 def _named_encoding(library: Any, name: str) -> Any:
     if name not in library.list_encoding_names():
         raise MissingInputError(
-            f"{name!r} is neither a file nor a name that tiktoken knows.",
+            f"{name!r} is neither a file nor a name of a tiktoken encoding.",
             rule="a rank file (.json or .tiktoken) or one of "
             + ", ".join(library.list_encoding_names()),
             flags=["--tokenizer-model"],
@@ -312,7 +312,7 @@ def _named_encoding(library: Any, name: str) -> Any:
 
 
 def _read_list(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Read a rank list and the settings beside it."""
+    """Read a rank list and its settings."""
     try:
         with open(path, encoding="utf-8") as file:
             content = parse_json(file.read())
@@ -359,7 +359,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
 
 def _no_pattern(path: str) -> ConfigError:
     return ConfigError(
-        f"{path} does not say how text is cut before the merges.",
+        f"{path} does not contain the pattern that cuts text before the merges.",
         rule=f"one of {', '.join(PATTERNS)}, or a regular expression",
         flags=["--tiktoken-pattern"],
         fix="--tiktoken-pattern v2",

@@ -1,1 +1,1 @@
-"""Which rank stands where in the grid of parallel axes."""
+"""The positions of ranks in the grid of parallel axes."""

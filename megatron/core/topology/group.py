@@ -1,4 +1,4 @@
-"""The ranks of one axis: a process group, or `SINGLE_RANK` where the axis does not exist."""
+"""The ranks of one axis: a process group, or `SINGLE_RANK` if the axis does not exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SingleRank:
-    """The group of an axis that does not exist: this rank alone, with nobody to talk to."""
+    """The group of an axis that does not exist: this rank alone, without communication."""
 
     def rank(self) -> int:
         """Return this rank's position in the group."""
@@ -34,12 +34,12 @@ _KEPT: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary(
 def keep_for_group(
     group: dist.ProcessGroup, name: str, make: Callable[[dist.ProcessGroup], T]
 ) -> T:
-    """Return what `make` makes of `group` at the first call; it is kept as long as the group is.
+    """Return `make(group)`, computed at the first call and cached as long as the group exists.
 
     For connections of the ranks of a group, which are expensive to make.
 
     Args:
-        name: tells what is kept from what others keep for the group.
+        name: key of this cached object among the objects cached for the group.
     """
     kept = _KEPT.get(group)
     if kept is None:

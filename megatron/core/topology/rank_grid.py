@@ -1,4 +1,4 @@
-"""Topology as arithmetic: which ranks form which group. Pure integers, no torch.
+"""Topology as arithmetic: the ranks of each group. Pure integers, no torch.
 
 A grid is an n-dimensional arrangement of consecutive ranks. The first axis varies fastest: with
 the order "tp-cp-ep-dp-pp", tensor-parallel neighbours have adjacent ranks and pipeline stages
@@ -82,7 +82,7 @@ class RankGrid:
         ]
 
     def _distances(self, axes: Sequence[str]) -> list[int]:
-        """Return how far the ranks along `axes` are from the first of them, ascending."""
+        """Return the distances of the ranks along `axes` from the first of them, ascending."""
         steps = accumulate(self.sizes, mul, initial=1)
         found = [0]
         for axis, size, step in zip(self.axes, self.sizes, steps, strict=False):
@@ -177,7 +177,7 @@ def plan_layout(
                 "--expert-tensor-parallel-size",
                 "--context-parallel-size",
             ],
-            fix="leave out --use-tp-pp-dp-mapping (pp comes last in the order), or use "
+            fix="leave out --use-tp-pp-dp-mapping (pp is last in the order), or use "
             f"--expert-tensor-parallel-size {tp} and --context-parallel-size 1",
         )
     return Layout(dense, expert)
@@ -192,9 +192,9 @@ def _nearest_multiple(world_size: int, model: int) -> int:
 
 
 def nested_sizes(num_ranks: int) -> list[int]:
-    """Return sizes of groups of neighbours of which each divides the next: 1, 2, 4, ...
+    """Return sizes of groups of neighbours; each size divides the next one: 1, 2, 4, ...
 
-    An odd rest is divided out last: 1, 2, 4, 12 of 12 ranks.
+    Odd factors are last: 1, 2, 4, 12 of 12 ranks.
     """
     sizes, rest = [1], num_ranks
     while rest > 1:

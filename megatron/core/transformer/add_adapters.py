@@ -1,4 +1,4 @@
-"""Give the layers of a model their low-rank adapters."""
+"""Add low-rank adapters to the layers of a model."""
 
 from __future__ import annotations
 

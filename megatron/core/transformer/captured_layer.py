@@ -160,8 +160,8 @@ class CapturedLayer:
     """Calls a layer by graphs if they compute the same, otherwise eagerly.
 
     Args:
-        num_warm_ups: passes before each capture, at least one, in which libraries choose kernels
-            and allocate memory.
+        num_warm_ups: passes before each capture, at least one: libraries choose kernels and
+            allocate memory in them.
     """
 
     def __init__(self, layer: nn.Module, num_warm_ups: int) -> None:

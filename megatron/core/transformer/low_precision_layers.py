@@ -1,4 +1,4 @@
-"""Give the linear layers of a transformer layer their low-precision products.
+"""Attach low-precision products to the linear layers of a transformer layer.
 
 The column-parallel, row-parallel and grouped layers of attention, MLP and experts multiply in low
 precision. Embedding, output layer, router, and projections that tensor parallelism does not split
@@ -50,7 +50,7 @@ def multiplies_in_low_precision(config: TransformerConfig, layer_number: int) ->
 
 
 def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupCollection) -> None:
-    """Give the linear layers inside a transformer layer the products of their config's recipe.
+    """Attach the products of the config's recipe to the linear layers in a transformer layer.
 
     Raises:
         ConfigError: the layer has no linear layer that supports low precision.

@@ -119,7 +119,7 @@ class AdapterSettings:
     alpha: float
     """The product is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Of the adapter's input, in training."""
+    """Dropout of the adapter's input, in training."""
     target_modules: tuple[str, ...] = TARGETS
     use_dora: bool = False
     """Train a magnitude of each output, too."""

@@ -48,5 +48,5 @@ class ReplicatedLinear(ParallelLayer):
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return ([..., output] of x [..., input], None: no bias is left to be added)."""
+        """Return ([..., output] of x [..., input], None); the bias is already added."""
         return F.linear(x, self.weight, self.bias), None

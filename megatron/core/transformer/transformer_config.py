@@ -120,7 +120,7 @@ class TransformerConfig(
     ShapeConfig,
     ModelParallelConfig,
 ):
-    """Everything that layers need to know. Names and defaults are Megatron's."""
+    """All settings of layers. Names and defaults are Megatron's."""
 
     def __post_init__(self) -> None:
         """Derive what follows from other fields, then raise all problems together."""
@@ -128,7 +128,7 @@ class TransformerConfig(
         self._derive_layers()
         self._derive_parallel()
         if self.fp32_residual_connection and self.pipeline_dtype is None:
-            self.pipeline_dtype = torch.float32  # stages hand on the residual stream
+            self.pipeline_dtype = torch.float32  # stages send the residual stream
         for derive in _DERIVATIONS:
             derive(self)
         problems = [*self.check_parallel(), *refused_settings(self)]
@@ -142,17 +142,17 @@ class TransformerConfig(
         warn_of_unused_settings(self)
 
     def offloads(self, module: str) -> bool:
-        """Return whether what this part of a layer saves is kept in host memory."""
+        """Return whether the saved activations of this part of a layer are kept in host memory."""
         is_dropped = any(map(self.recomputes, DROPPED_BY.get(module, ())))
         return module in self.modules_to_offload and not is_dropped
 
     @property
     def num_offloaded_layers(self) -> int:
-        """Layers of a chunk, from its first, of which everything saved is kept there."""
+        """Number of layers at the start of a chunk with all saved activations in host memory."""
         return 0 if self.overlap_moe_expert_parallel_comm else self.cpu_offloading_num_layers
 
     def _derive_layers(self) -> None:
-        """Fill what the letters of the layers say of their number, experts and stages."""
+        """Derive number, experts and stages of the layers from the letters of the layers."""
         try:
             pattern = self.pattern
         except ConfigError:
@@ -168,21 +168,21 @@ class TransformerConfig(
 
     @property
     def sends_both_stacks(self) -> bool:
-        """Whether what crosses a stage boundary has the rows of an encoder and of a decoder."""
+        """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return self.encoder_num_layers is not None
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return what each layer of the model is made of."""
+        """Return the kind of each layer of the model."""
         return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
 
     def layer_kind(self, layer_number: int) -> LayerKind:
-        """Return what a layer is made of, by its 1-based number in the whole model; the layers of
+        """Return the kind of a layer, by its 1-based number in the whole model; the layers of
         `prediction_kinds` have the numbers after the last one."""
         kinds = (*self.layer_kinds(), *chain.from_iterable(self.prediction_kinds()))
         return kinds[min(layer_number, len(kinds)) - 1]
 
     def prediction_kinds(self) -> tuple[tuple[LayerKind, ...], ...]:
-        """Return what the layers of each depth of multi-token prediction are made of."""
+        """Return the kinds of the layers of each depth of multi-token prediction."""
         depths = range(1, self.num_built_prediction_layers + 1)
         if self.pattern is None:
             return (self.layer_kinds()[-1:],) * len(depths)

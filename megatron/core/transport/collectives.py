@@ -1,11 +1,11 @@
 """Collectives between the ranks of a group, without autograd: the best algorithm of each backend.
 
-Everything here works on dimension 0 ("rows") of contiguous tensors; `tensor_parallel.mappings` puts
-autograd and other dimensions on top. Sums are computed in a fixed order, so all ranks of a group
-hold the same bits: replicated weights stay equal without ever being compared.
+All functions work on dimension 0 ("rows") of contiguous tensors; `tensor_parallel.mappings` adds
+autograd and other dimensions. Sums are computed in a fixed order, so all ranks of a group hold the
+same bits: replicated weights stay equal without a comparison.
 
-Each operation comes twice: `start_all_gather` returns `Work`, whose `wait()` returns what
-`all_gather` returns. Do not touch the tensors of an operation in between.
+Each operation has two forms: `start_all_gather` returns `Work`, and its `wait()` returns the result
+of `all_gather`. Do not touch the tensors of an operation in between.
 
 Shapes: `t` rows of the full tensor, a slash divides by the size of the group.
 """

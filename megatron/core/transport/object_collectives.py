@@ -51,7 +51,7 @@ def broadcast_object(value: object, source: int, group: Group) -> Any:
 
 
 def any_across_ranks(claim: bool, group: Group) -> bool:
-    """Return whether any rank of `group` makes the claim.
+    """Return whether `claim` is True on any rank of `group`.
 
     Communication:
         one all-reduce of one number; none in a group of one.
@@ -100,7 +100,7 @@ def sum_across_ranks(values: Sequence[float], group: Group) -> list[float]:
 
 
 def union_across_ranks(names: Sequence[str], group: Group) -> list[str]:
-    """Return the names that any rank of `group` has, in one order on all of them.
+    """Return the names that any rank of `group` has, in the same order on all ranks.
 
     Communication:
         one all-gather of small Python objects; none in a group of one.
@@ -114,7 +114,7 @@ def union_across_ranks(names: Sequence[str], group: Group) -> list[str]:
 
 
 class ControlGroup(Protocol):
-    """Ranks that decide together. Every method is a collective.
+    """Ranks that exchange Python values. Every method is a collective.
 
     A Protocol, so that tests can replace the ranks by threads of one process.
     """

@@ -20,7 +20,7 @@ from megatron.core.transport.work import Handle, Work
 
 
 def world() -> Group:
-    """Return the group of all processes; this one alone without torch.distributed."""
+    """Return the group of all processes; without torch.distributed this process alone."""
     group = dist.group.WORLD if dist.is_available() else None
     return SINGLE_RANK if group is None else group
 

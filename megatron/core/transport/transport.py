@@ -3,7 +3,7 @@
 | transport | for | later steps of an operation |
 |---|---|---|
 | `NativeTransport` | accelerators: the collectives of the backend (NCCL) | none |
-| `GlooTransport` | activations and weights on CPUs | in the order in which operations start |
+| `GlooTransport` | activations and weights on CPUs | in the order of the operations' starts |
 | `MessageTransport` | buckets on CPUs, several in flight | matched by a message tag |
 
 On CPUs sums over ranks are computed in rank order. The result has the same bits on all ranks, in
@@ -26,14 +26,14 @@ from megatron.core.topology.group import Group
 from megatron.core.transport import torch_collectives
 from megatron.core.transport.work import Handle, Steps, Work
 
-# torch 2.13 renamed the two; the old names warn there, the new ones are absent before.
+# torch 2.13 renamed these two functions; its old names warn, and older versions lack the new ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sizes = Sequence[int] | None
 """Rows of each rank; None: all have the same number."""
 STRETCH = 1 << 16
-"""Elements that `ordered_sum` adds, scales and writes before the next ones: they stay in cache."""
+"""Elements that `ordered_sum` adds, scales and writes at a time: they stay in the cache."""
 
 
 class Transport(Protocol):
@@ -61,7 +61,7 @@ class Transport(Protocol):
         """Return the pieces of all ranks in rank order: [t/tp, ...] -> [t, ...].
 
         Args:
-            out: receives them; `x` may be this rank's piece of it. None allocates it.
+            out: receives the pieces; `x` may be this rank's piece of it. None allocates it.
         """
         ...
 
@@ -77,11 +77,11 @@ def select_transport(x: Tensor, group: Group) -> Transport:
 def bucket_transport(
     group: Group, tag: int, *, averages: bool = False, is_in_order: bool = False
 ) -> MessageTransport | NativeTransport:
-    """Return the transport for flat buckets, of which several are in flight.
+    """Return the transport for flat buckets; several may be in flight.
 
     Args:
-        tag: separates the messages of different buckets, where the backend has tags.
-        averages: the collective averages over the ranks, where the backend can.
+        tag: separates the messages of different buckets, if the backend has tags.
+        averages: the collective averages over the ranks, if the backend can.
         is_in_order: all ranks start the operations in the same order. This holds for the first
             step of a bucket; ranks reach later steps in different orders.
     """
@@ -222,7 +222,7 @@ class MessageTransport:
 
     def _all_reduce(self, x: Tensor, scale: float) -> Steps[Tensor]:
         if self._is_in_order and self.size == 2 and not _is_half(x):
-            # a + b = b + a to the bit, and gloo's threads make progress without our help.
+            # a + b = b + a to the bit, and gloo's threads make progress by themselves.
             yield [dist.all_reduce(x, group=self.group, async_op=True)]
             if scale != 1.0:
                 x.mul_(scale)
@@ -272,7 +272,7 @@ def exchange_and_add(
     *,
     out: Tensor | None = None,
 ) -> Work[Tensor]:
-    """Exchange pieces of `x` [t, ...], of which this rank owns `num_own` rows; add in rank order.
+    """Exchange pieces of `x` [t, ...], and add in rank order the `num_own` rows of this rank.
 
     Args:
         sizes: rows of each rank's piece; equal if None.
@@ -407,5 +407,5 @@ def _gathered_like(x: Tensor, size: int) -> Tensor:
 
 
 def _until(handle: dist.Work | None, result: Tensor) -> Work[Tensor]:
-    """Return the work that ends with `handle`; None has ended."""
+    """Return the work that ends with `handle`; with None it has already ended."""
     return Work.completed(result) if handle is None else Work.of([handle], result)

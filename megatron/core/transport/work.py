@@ -14,7 +14,7 @@ Next = TypeVar("Next")
 
 
 class Handle(Protocol):
-    """One operation of a backend: what `torch.distributed` calls Work has these methods."""
+    """One operation of a backend: the methods of Work in `torch.distributed`."""
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -87,12 +87,12 @@ class Work(Generic[Result]):
         return self._result
 
     def poll(self) -> None:
-        """Take the next step if it does not wait. Without effect if the backend cannot tell."""
+        """Take the next step if it does not wait; no effect if the backend cannot test for it."""
         if self._handles is not None and all(handle.is_completed() for handle in self._handles):
             self.advance()
 
     def advance(self) -> None:
-        """Wait for what is in flight, compute on it, and start the next step."""
+        """Wait for the operations in flight, compute on their results, and start the next step."""
         if self._handles is None:
             return
         problem = None
@@ -144,11 +144,11 @@ AnyWork = Work[Tensor] | Work[None]
 
 
 def wait_all(works: Sequence[AnyWork]) -> None:
-    """Wait for several works, keeping all of them moving.
+    """Wait for several works, and advance all of them meanwhile.
 
-    Always advances the first of the works with the fewest steps. Polling leaves them at different
-    steps on each rank: if one rank waited for a late step of one work while the others wait for an
-    early step of another work, all would wait for ever.
+    Always advances the first of the works with the fewest steps. After polling, works are at
+    different steps on each rank: if one rank waited for a late step of one work while the others
+    wait for an early step of another work, all ranks would wait forever.
     """
     num_done = 0
     while not all(work.is_completed() for work in works):

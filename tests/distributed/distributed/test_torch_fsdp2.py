@@ -146,7 +146,7 @@ class MixedLayer(torch.nn.Module):
 @distributed(world_size=2, ep=2)
 def test_experts_that_torch_cannot_tell_from_the_rest_are_refused(groups):
     settings = DistributedDataParallelConfig()
-    with pytest.raises(ConfigError, match="MixedLayer has parameters of experts beside others"):
+    with pytest.raises(ConfigError, match="MixedLayer has parameters of experts and other"):
         TorchFullyShardedDataParallel(
             SimpleNamespace(), settings, MixedLayer(), pg_collection=groups
         )

@@ -146,4 +146,4 @@ def test_a_lost_unfinished_file_is_named(tmp_path, capsys):
     assert run(tmp_path) == 1
     os.truncate(tmp_path / "out_text_document.bin.unfinished", 10)
     assert run(tmp_path) == 1
-    assert "10 bytes, the note of the run says" in capsys.readouterr().err
+    assert "10 bytes, fewer than the" in capsys.readouterr().err

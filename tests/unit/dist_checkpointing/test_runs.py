@@ -90,7 +90,7 @@ def test_strictness_decides_about_keys_that_differ(ram_path: Path, caplog) -> No
     for refused in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
         with pytest.raises(CheckpointError, match="not in the checkpoint: x"):
             dist_checkpointing.load(template(), ram_path / "c", strict=refused)
-    with pytest.raises(CheckpointError, match="asked for by no rank: b"):
+    with pytest.raises(CheckpointError, match="requested by no rank: b"):
         dist_checkpointing.load({"a": one_tensor("a")}, ram_path / "c", strict="raise_all")
     state, missing, unexpected = dist_checkpointing.load(
         template(), ram_path / "c", strict=StrictHandling.RETURN_ALL

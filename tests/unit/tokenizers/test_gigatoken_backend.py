@@ -89,7 +89,7 @@ def test_a_panic_while_loading_falls_back(bpe_folder, monkeypatch):
     monkeypatch.setattr(gigatoken_backend, "_load_gigatoken", panic)
     engine, reason = make_engine(tokenizer, TokenizerBackend.auto)
     assert engine is tokenizer
-    assert reason.endswith("gigatoken does not take this tokenizer: index out of bounds")
+    assert reason.endswith("gigatoken refuses this tokenizer: index out of bounds")
 
 
 def test_without_gigatoken_the_library_works_and_the_extra_is_named(bpe_folder, monkeypatch):

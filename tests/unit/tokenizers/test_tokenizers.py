@@ -334,7 +334,7 @@ def test_missing_files_and_flags_are_named(tmp_path):
     message = refusal("SentencePieceTokenizer", tokenizer_model=missing)
     assert "where a SentencePiece model was expected" in message
     message = refusal("TikTokenizer", tokenizer_model="no_such_set")
-    assert "neither a file nor a name that tiktoken knows" in message
+    assert "neither a file nor a name of a tiktoken encoding" in message
 
 
 def test_garbage_files_are_refused(tmp_path, rank_file, bpe_folder):
@@ -356,7 +356,7 @@ def test_garbage_files_are_refused(tmp_path, rank_file, bpe_folder):
     message = refusal("TikTokenizer", tokenizer_model=str(bpe_folder / "tokenizer.json"))
     assert "for a tokenizer.json use --tokenizer-type HuggingFaceTokenizer" in message
     message = refusal("TikTokenizer", ConfigError, tokenizer_model=rank_file)
-    assert "does not say how text is cut" in message
+    assert "does not contain the pattern that cuts text" in message
 
 
 def test_unknown_and_unsupported_types_say_what_there_is():

@@ -1,4 +1,4 @@
-"""Recognise a corpus by its contents, and notice that its files change while a run reads them.
+"""Identify a corpus by its contents, and detect changes of its files while a run reads them.
 
 No torch import.
 """
@@ -44,15 +44,15 @@ def sampled_digest_of_file(path: str) -> str:
 
 
 class ChangeWatch:
-    """Look twice a second, while tokens are read, whether the files are written to.
+    """Check twice a second, while tokens are read, whether the files have changed.
 
-    A file that is replaced under its name is no change: this process keeps the file that it has
-    opened, and a resumed run compares the contents of the new one with its checkpoint.
+    Replacing a file under its name is not a change: this process continues to read the opened file,
+    and a resumed run compares the contents of the new file with its checkpoint.
 
     Args:
         paths: files of the corpus.
-        digest: returns a digest of the contents. It is computed at the first look, and again only
-            where the size or the time of a file has changed.
+        digest: returns a digest of the contents. It is computed at the first check, and again only
+            if the size or the time of a file has changed.
     """
 
     def __init__(self, paths: Sequence[str], digest: Callable[[], str]) -> None:
@@ -63,7 +63,7 @@ class ChangeWatch:
         self._contents = ""
 
     def look(self) -> None:
-        """Compare the files with what they were.
+        """Compare the files with their earlier state.
 
         Raises:
             DataError: a file was cut, or other contents were written into it.
@@ -74,7 +74,7 @@ class ChangeWatch:
         self._due = now + _INTERVAL_S
         try:
             stats = [os.stat(path) for path in self._paths]
-        except FileNotFoundError:  # removed under its name: the opened file lives on
+        except FileNotFoundError:  # removed under its name: the opened file remains
             return
         inodes = [found.st_ino for found in stats]
         marks = [(found.st_size, found.st_mtime_ns) for found in stats]

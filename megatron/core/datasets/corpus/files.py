@@ -38,7 +38,7 @@ def pair_exists(path_prefix: str) -> bool:
 
 
 def check_pair_exists(path_prefix: str) -> None:
-    """Raise `DataError` with the nearest that exists, unless both files of a corpus are there."""
+    """Raise `DataError` with a similar existing name unless both files of a corpus exist."""
     bin_path, idx_path = get_bin_path(path_prefix), get_idx_path(path_prefix)
     missing = [] if tokens_exist(bin_path) else [bin_path]
     missing += [] if os.path.isfile(idx_path) else [idx_path]
@@ -57,7 +57,7 @@ def check_pair_exists(path_prefix: str) -> None:
 
 
 def _similar_prefix(path_prefix: str) -> str:
-    """Return a hint when the usual suffix of the preprocessing tool was forgotten."""
+    """Return a hint if the usual suffix of the preprocessing tool is missing."""
     directory, name = os.path.split(path_prefix)
     directory = directory or "."
     if not os.path.isdir(directory):
@@ -107,8 +107,8 @@ def token_files(bin_path: str) -> list[str]:
                 f"{path} names {shown(name)} as a part of the corpus.",
                 rule="a part is the token file of another corpus, *.bin, relative to the list",
                 flags=["--data-path"],
-                fix="do not use the corpus if it came from a stranger; join the shards again if "
-                "it is yours",
+                fix="join the shards again if the corpus is yours; do not use it if it is from a "
+                "stranger",
             )
         part = os.path.normpath(os.path.join(folder, name))
         found = os.path.getsize(part) if os.path.isfile(part) else None
@@ -117,9 +117,9 @@ def token_files(bin_path: str) -> list[str]:
             raise DataError(
                 f"{part}, a part of {bin_path.removesuffix('.bin')}, {what}; it had {size:,} bytes "
                 "when the parts were joined.",
-                rule="a corpus that was joined without copying lives in its parts",
+                rule="a corpus that was joined without copying needs its parts",
                 flags=["--data-path"],
-                fix="bring the part back, or join the shards again",
+                fix="restore the part, or join the shards again",
             )
         files.append(part)
     return files

@@ -13,8 +13,8 @@ All numbers are little-endian; S sequences, D = documents + 1 entries in the doc
     34+12S        int64[D] document boundaries: 0, then the running number of sequences
     34+12S+8D     int8[S] mode of each sequence, multimodal sets only
 
-The arrays are not aligned (34 is even, 34+12S need not be a multiple of 8); numpy reads them so.
-No torch import: the preprocessing tools start from here.
+The arrays are not aligned (34+12S need not be a multiple of 8); numpy reads unaligned arrays.
+No torch import: the preprocessing tools import this module.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class IndexArrays:
 
 
 def disagreement(path: str, position: int, found: str, expected: str) -> DataError:
-    """Say that the bytes of `path` at `position` are not what the format or the pair demands."""
+    """Return the error for bytes of `path` at `position` that break the format or the pair."""
     return DataError(
         f"{path}: byte {position}: found {found}, expected {expected}.",
         rule="a .bin/.idx pair must follow the indexed dataset format and belong together",
@@ -105,7 +105,7 @@ def read_index(path: str, *, multimodal: bool = False) -> IndexArrays:
 
     Args:
         path: the `.idx` file.
-        multimodal: whether the sequence modes at its end are wanted.
+        multimodal: also read the sequence modes at its end.
     Raises:
         DataError: missing, not an index, another version, an unknown dtype, or cut off.
     """
@@ -149,10 +149,10 @@ def read_index(path: str, *, multimodal: bool = False) -> IndexArrays:
 
 
 def check_index(arrays: IndexArrays, idx_path: str, bin_path: str, num_bytes: int) -> None:
-    """Prove that lengths, offsets, documents and the size of the token file agree.
+    """Check that lengths, offsets, documents and the size of the token file agree.
 
-    One pass over the index (a second for some hundred million sequences); the tokens themselves
-    are not read.
+    It takes one pass over the index (a second for some hundred million sequences) and does not read
+    the tokens.
 
     Args:
         num_bytes: size of the token file.
@@ -169,7 +169,7 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str, num_bytes: in
             arrays.document_indices,
             token_bytes,
         )
-    if end < 0:  # not compiled, or damaged: find the place
+    if end < 0:  # not compiled, or damaged: find the position
         end = _check_sequences(arrays, idx_path)
         _check_documents(arrays.document_indices, num_sequences, idx_path)
     if num_bytes != end:
@@ -183,7 +183,7 @@ def check_index(arrays: IndexArrays, idx_path: str, bin_path: str, num_bytes: in
 
 
 def _check_sequences(arrays: IndexArrays, idx_path: str) -> int:
-    """Prove that each sequence begins where the one before ends; return the end of the last."""
+    """Check that each sequence begins at the end of its predecessor; return the last end."""
     num_sequences = len(arrays.sequence_lengths)
     token_bytes = np.dtype(arrays.dtype).itemsize
     pointers_at = HEADER.size + 4 * num_sequences
@@ -216,7 +216,7 @@ def _check_sequences(arrays: IndexArrays, idx_path: str) -> int:
 
 
 def _check_documents(documents: np.ndarray, num_sequences: int, idx_path: str) -> None:
-    """Prove that the document boundaries rise from 0 to the number of sequences."""
+    """Check that the document boundaries rise from 0 to the number of sequences."""
     documents_at = HEADER.size + 12 * num_sequences
     if documents[0] != 0:
         raise disagreement(idx_path, documents_at, f"first document at {documents[0]}", "0")

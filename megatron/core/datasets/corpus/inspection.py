@@ -26,16 +26,16 @@ class Statistics:
     num_sequences: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
-    """Of the token file."""
+    """Size of the token file."""
     dtype: str = ""
     num_empty_documents: int = 0
     shortest: int = 0
     longest: int = 0
     mean: float = 0.0
     percentiles: dict[int, int] = field(default_factory=dict)
-    """Length of the document below which so many percent of the documents are."""
+    """Percentage -> length of a document; so many percent of the documents are shorter."""
     histogram: dict[int, int] = field(default_factory=dict)
-    """Power of two -> documents at least that long and shorter than twice that; 0: empty ones."""
+    """Power of two p -> number of documents with length in [p, 2 p); 0 -> empty documents."""
 
 
 def statistics(corpus: IndexedDataset) -> Statistics:
@@ -65,7 +65,7 @@ def statistics(corpus: IndexedDataset) -> Statistics:
 
 @dataclass(frozen=True)
 class BadToken:
-    """A token that does not belong."""
+    """A token outside the vocabulary."""
 
     document: int
     position: int
@@ -84,7 +84,7 @@ def tokens_outside(corpus: IndexedDataset, vocab_size: int, max_found: int = 10)
     found: list[BadToken] = []
     ends = np.cumsum(corpus.document_lengths())
     for first, tokens in blocks(corpus):
-        # The extremes are cheap; most corpora have nothing to look for.
+        # The extremes are cheap to compute, and most corpora have no bad token.
         if int(tokens.max()) < vocab_size and int(tokens.min()) >= 0:
             continue
         for at in np.flatnonzero((tokens < 0) | (tokens >= vocab_size)).tolist():
@@ -122,8 +122,8 @@ class Duplicates:
 def find_duplicates(corpora: Sequence[IndexedDataset]) -> Duplicates:
     """Find exact duplicates within and between corpora.
 
-    A document is remembered as 128 bits of BLAKE2b over its tokens as int64, so that corpora of
-    different token types compare; 32 bytes of memory for each document.
+    A document is stored as 128 bits of BLAKE2b over its tokens as int64, so that corpora of
+    different token types are comparable; each document takes 32 bytes of memory.
     """
     counts = [len(corpus.document_indices) - 1 for corpus in corpora]
     digests = np.empty((sum(counts), 2), np.uint64)
@@ -158,7 +158,7 @@ def find_duplicates(corpora: Sequence[IndexedDataset]) -> Duplicates:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two corpora part."""
+    """The first difference of two corpora."""
 
     what: str
     first: str
@@ -166,9 +166,9 @@ class Difference:
 
 
 def compare(first: IndexedDataset, second: IndexedDataset) -> Difference | None:
-    """Return the first difference between two corpora, or None if they hold the same.
+    """Return the first difference between the documents of two corpora, or None.
 
-    The type of the tokens is not part of what they hold.
+    Tokens are compared by value: their dtypes may differ.
     """
     sizes = [len(corpus.document_indices) - 1 for corpus in (first, second)]
     lengths = [corpus.document_lengths() for corpus in (first, second)]

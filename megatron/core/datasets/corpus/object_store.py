@@ -1,4 +1,4 @@
-"""Corpora behind a URL (s3://, gs://, ...): the index is copied once, tokens are read in blocks.
+"""Corpora at a URL (s3://, gs://, ...): the index is copied once, tokens are read in blocks.
 
 Each fetched block of the token file is kept in a local folder, named after the address, size and
 version of the object, so that all processes of a machine, and the next run, read it from there.
@@ -72,7 +72,7 @@ class StoredObject:
     def fetch(self, begin: int, end: int) -> bytes:
         """Return bytes from the store itself."""
         try:
-            # Found again for each process: connections do not survive a fork.
+            # Opened again in each process: connections do not survive a fork.
             system = self._system()
             data: bytes = system.cat_file(system._strip_protocol(self.url), start=begin, end=end)
         except DataError:
@@ -81,7 +81,7 @@ class StoredObject:
             raise _unreadable(self.url, error) from error
         if len(data) != end - begin:
             raise DataError(
-                f"{self.url}: {len(data)} bytes came where {end - begin} were asked for.",
+                f"{self.url}: received {len(data)} bytes instead of {end - begin}.",
                 rule="a corpus must not change while it is in use",
                 flags=["--data-path"],
                 fix="restore the object and start again",
@@ -89,7 +89,7 @@ class StoredObject:
         return data
 
     def block(self, number: int) -> bytes:
-        """Return block `number` of the object, from the folder if it is there and sound."""
+        """Return block `number` of the object, from the folder if its copy there is intact."""
         begin = number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.num_bytes)
         path = os.path.join(self.folder, f"{number:08d}")
@@ -108,7 +108,7 @@ class StoredObject:
     def full(self) -> str:
         """Return a local copy of the whole object."""
         path = os.path.join(self.folder, "whole")
-        # Written under another name and renamed, so it is complete if it is there.
+        # Written under another name and renamed, so an existing copy is complete.
         if not (os.path.isfile(path) and os.path.getsize(path) == self.num_bytes):
             copy = AtomicFile(path)
             for begin in range(0, self.num_bytes, 64 * BLOCK_BYTES):

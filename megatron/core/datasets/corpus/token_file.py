@@ -31,7 +31,7 @@ class TokenReader(Protocol):
 
     @property
     def buffer(self) -> np.ndarray | None:
-        """uint8, the whole file, where it is mapped; None otherwise."""
+        """uint8, the whole file, if it is mapped, else None."""
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
         """Return `count` tokens from byte `offset`; the array may be read-only."""
@@ -123,7 +123,7 @@ def explain_full_disk(path: str, written: int) -> Iterator[None]:
 
 
 class AtomicFile:
-    """A file written under a temporary name beside its final one.
+    """A file written under a temporary name in the folder of its final name.
 
     `commit` makes it durable and renames it; `discard` removes the partial file, and so does an
     error while writing.
@@ -133,14 +133,14 @@ class AtomicFile:
         self.path = path
         self.bytes_written = 0
         self._file: BinaryIO | None = None
-        # A new file under an unpredictable name: in a folder that other users can write, a
-        # link of that name would lead anywhere, and two machines have processes of one number.
+        # A new file under an unpredictable name: other users with write access to the folder could
+        # create a link of a known name, and processes on two machines may have the same number.
         self._partial = f"{path}.partial-{os.getpid()}-{secrets.token_hex(4)}"
         directory = os.path.dirname(os.path.abspath(path))
         try:
             with explain_full_disk(path, 0):
                 os.makedirs(directory, exist_ok=True)
-                # A buffer of 1 MiB: documents are small, system calls are not.
+                # A buffer of 1 MiB: documents are small, and system calls are expensive.
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(self._partial, flags, 0o666)
                 self._file = io.BufferedWriter(io.FileIO(descriptor, "w"), 1 << 20)
@@ -177,7 +177,7 @@ class AtomicFile:
             os.fsync(file.fileno())
 
     def rename(self) -> None:
-        """Give the flushed file its final name, replacing what stood there."""
+        """Give the flushed file its final name, replacing an older file."""
         with self._guarded() as file:
             file.close()
             os.replace(self._partial, self.path)

@@ -1,1 +1,1 @@
-"""Images beside text: patches, their positions, and samples that are packed from both."""
+"""Images with text: patches, their positions, and samples that are packed from both."""

@@ -1,9 +1,9 @@
-"""Where patches of images lie: in the image, in windows of attention, and among tokens.
+"""Positions of image patches: in the image, in windows of attention, and among tokens.
 
-An image (or clip) is a grid of t x h x w patches. Its patches come block by block: m x m neighbours
-of a frame, which one token of the language model stands for, are beside each other, row by row of
-blocks. This is the order of Qwen2-VL's processor: P. Wang et al., "Qwen2-VL: Enhancing
-Vision-Language Model's Perception of the World at Any Resolution", section 2.1, arXiv 2409.12191.
+An image (or clip) is a grid of t x h x w patches, ordered block by block: the m x m patches of a
+block follow each other and become one token of the language model. The blocks of a frame are
+ordered row by row, as in Qwen2-VL's processor: P. Wang et al., "Qwen2-VL: Enhancing Vision-Language
+Model's Perception of the World at Any Resolution", section 2.1, arXiv 2409.12191.
 
 Legend: p patches of all images, m patches of a side of a block, i tokens of images = p / m^2.
 """
@@ -20,7 +20,7 @@ Grid = tuple[int, int, int]
 
 
 def grids_of(image_grid_thw: Tensor | Iterable[Sequence[int]]) -> list[Grid]:
-    """Return the grids that the rows of [images, 3] give."""
+    """Return the rows of [images, 3] as grids."""
     rows = image_grid_thw.tolist() if isinstance(image_grid_thw, Tensor) else image_grid_thw
     return [(int(t), int(h), int(w)) for t, h, w in rows]
 
@@ -50,7 +50,7 @@ def patch_positions(grids: Sequence[Grid], merge: int) -> Tensor:
 
 
 def frame_of_patches(grids: Sequence[Grid]) -> Tensor:
-    """Return the number of the frame of each patch, through all images: int32 [p]."""
+    """Return the number of each patch's frame, counted over all images: int32 [p]."""
     sizes = torch.tensor([h * w for t, h, w in grids for _ in range(t)])
     return torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(sizes)
 
@@ -61,8 +61,8 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tenso
     Args:
         side: blocks of a window's side.
     Returns:
-        (order, int64 [i]: the number of each block, window by window; window of each of these,
-        int32 [i], rising through all images).
+        (order, int64 [i]: the number of each block, window by window; window of each of these
+        blocks, int32 [i], counted over all images).
     """
     order, numbers, first, num_windows = [], [], 0, 0
     for t, h, w in grids:
@@ -80,7 +80,7 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tenso
 
 
 def interpolation(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Say how a table of side x side positions is resampled to each image, bilinearly.
+    """Return the bilinear interpolation of a table of side x side positions to each image.
 
     The corners of an image and of the table coincide.
 
@@ -105,7 +105,7 @@ def interpolation(grids: Sequence[Grid], merge: int, side: int) -> tuple[Tensor,
 
 
 def _between(size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Spread `size` points over 0 ... side - 1: the places below and above each, and its share."""
+    """Spread `size` points over 0 ... side - 1; return the places around each, and its fraction."""
     points = torch.linspace(0, side - 1, size, dtype=torch.float32)
     low = points.long()
     return low, (low + 1).clamp(max=side - 1), points - low
@@ -116,9 +116,9 @@ def text_and_image_positions(
 ) -> Tensor:
     """Return the position of each token of a text with images in time, height and width.
 
-    A token of text has one number for all three. An image counts its frames, rows and columns of
-    blocks from the number that the next token would have, and the text after it continues after the
-    largest of them: "Qwen2-VL", section 2.1 (M-RoPE).
+    A token of text has the same position in all three. Frames, rows and columns of an image's
+    blocks are counted from the position of the next token, and the text after the image continues
+    after the largest position: "Qwen2-VL", section 2.1 (M-RoPE).
 
     Args:
         is_image: bool [s], True for a token of a block of an image.

@@ -2,9 +2,9 @@
 
 A line is `{"images": ["a.png"], "messages": [{"role": "user", "content": "<image>\\nWhat is it?"},
 {"role": "assistant", "content": "A cat."}]}`. `<image>` in a text, or `{"type": "image"}` in a list
-of contents, stands for the next image; an image that no text names comes before the first one. The
-spelling of LLaVA is read as well: `"image": "a.png"`, `"conversations": [{"from": "human", "value":
-...}, {"from": "gpt", ...}]`. Paths are relative to the folder of the file.
+of contents, is the place of the next image; images without a place are put before the first text.
+The spelling of LLaVA is read as well: `"image": "a.png"`, `"conversations": [{"from": "human",
+"value": ...}, {"from": "gpt", ...}]`. Paths are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.foundation.json_text import parse_json
 from megatron.core.foundation.optional_imports import require
 
 IMAGE_MARK = "<image>"
-"""Stands for an image in a text."""
+"""Marks the place of an image in a text."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Part:
     """A run of tokens, or an image.
 
     Attributes:
-        tokens: empty of an image.
-        is_learned: the loss counts here.
-        image: its number in the sample; None of text.
+        tokens: empty for an image.
+        is_learned: whether these tokens have a loss.
+        image: its number in the sample; None for text.
     """
 
     tokens: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class ImageTexts(Protocol):
     """Samples by number."""
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
 
     def parts(self, number: int) -> list[Part]:
         """Return the text and the images of a sample, in their order."""
@@ -76,15 +76,15 @@ class ImageTexts(Protocol):
         """Return where the sample is from, for messages."""
 
     def identity(self) -> str:
-        """Return a digest of what the samples are made of."""
+        """Return a digest of the sources of the samples."""
 
 
 class JsonLines:
     """Files of conversations, one after the other.
 
     Args:
-        template: writes messages; None: they follow each other, and an answer ends with the end of
-            document.
+        template: writes messages; None joins the texts of messages, and ends answers with the
+            end-of-document token.
     Raises:
         DataError: a file cannot be read, or is empty.
     """
@@ -106,7 +106,7 @@ class JsonLines:
         if not starts:
             raise DataError(
                 f"{', '.join(self.paths)}: no conversations.",
-                rule="each line is one",
+                rule="each line is a conversation",
                 flags=["--data-path", "--train-data-path"],
                 fix="write one JSON object in each line",
             )
@@ -180,7 +180,7 @@ class JsonLines:
         return found
 
     def _segments(self, messages: list[dict[str, Any]], tools: Any) -> list[str]:
-        """Return given and learned text, in turn."""
+        """Return alternating given and learned texts."""
         if self.template is not None:
             return self.template.segments(messages, tools)
         if tools is not None or any(
@@ -196,7 +196,7 @@ class JsonLines:
         return segments
 
     def size(self, number: int, image: int) -> tuple[int, int]:
-        """Return height and width, as the file's header has them."""
+        """Return height and width from the file's header."""
         with self._opened(number, image) as opened:
             return opened.height, opened.width
 
@@ -220,14 +220,14 @@ class JsonLines:
         return DataError(
             f"{self.place(number)}: {found}.",
             rule='a line is {"images": [paths], "messages": [{"role": ..., "content": ...}, ...]},'
-            f" and {IMAGE_MARK} in a content stands for an image",
+            f" and {IMAGE_MARK} in a content marks the place of an image",
             flags=["--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"],
             fix="correct the line, or leave it out",
         )
 
 
 def _lines_of(path: str) -> list[tuple[int, int]]:
-    """Return where each line that is not blank begins and ends."""
+    """Return begin and end of each line that is not blank."""
     found, begin = [], 0
     try:
         with open(path, "rb") as file:
@@ -264,7 +264,7 @@ def _with_marks(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _naming_all(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Return the messages with images that no text names before the first question."""
+    """Return the messages with marks for all images; missing marks precede the first question."""
     named = sum(message["content"].count(IMAGE_MARK) for message in messages)
     missing = max(0, num_images - named)
     first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -279,8 +279,8 @@ class MockImageTexts:
     """Computed samples: noise of a few sizes, and an answer of random tokens.
 
     Args:
-        vocab_size: the tokens are the first of the vocabulary.
-        side: of the smallest image, in pixels.
+        vocab_size: number of tokens to draw from, the first of the vocabulary.
+        side: side of the smallest image, in pixels.
     """
 
     num_samples = 2000
@@ -300,7 +300,7 @@ class MockImageTexts:
         return repr((self._vocab_size, self._side, self._channels))
 
     def parts(self, number: int) -> list[Part]:
-        """Return a question, one or two images, and an answer; every fifth has none."""
+        """Return a question, one or two images, and an answer; every fifth sample has no image."""
         random = np.random.default_rng((1, number))
         words = [
             tuple(random.integers(0, self._vocab_size, random.integers(2, 7)).tolist())

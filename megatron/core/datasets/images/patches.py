@@ -1,8 +1,8 @@
 """From an image to patches: resize, normalise, cut.
 
-The sizes are those of Qwen2-VL's processor ("Qwen2-VL", section 2.1, arXiv 2409.12191): an image
-keeps its proportions and as many pixels as it has, within bounds, and its sides become whole
-numbers of blocks. Images are decoded by Pillow.
+The sizes equal the sizes in Qwen2-VL's processor ("Qwen2-VL", section 2.1, arXiv 2409.12191): an
+image keeps its proportions and, within bounds, its number of pixels; its sides become whole numbers
+of blocks. Pillow decodes the images.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
 
 LARGEST_RATIO = 200
-"""Of the sides of an image: a longer strip would become a single row of blocks."""
+"""Largest ratio of an image's sides: a longer strip would become a single row of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchShape:
-    """How images become patches.
+    """Settings that convert images to patches.
 
     Attributes:
         patch_size: pixels of a side of a patch.
         merge_size: patches of a side of a block.
         temporal_size: frames of a patch.
-        min_pixels, max_pixels: of a resized image.
-        mean, std: of red, green and blue in 0 ... 1.
+        min_pixels, max_pixels: bounds of the pixels of a resized image.
+        mean, std: mean and deviation of red, green and blue in 0 ... 1.
     """
 
     patch_size: int
@@ -42,7 +42,7 @@ class PatchShape:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Refuse bounds within which no image is."""
+        """Raise for bounds that no image fits."""
         if not self.block**2 <= self.max_pixels or self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"images between {self.min_pixels} and {self.max_pixels} pixels, of blocks of"
@@ -56,7 +56,7 @@ class PatchShape:
                 f"--image-mean {self.mean} and --image-std {self.std}.",
                 rule="each channel has a mean and a positive deviation",
                 flags=["--image-mean", "--image-std", "--num-channels"],
-                fix="leave them out for those of the kind of encoder",
+                fix="leave them out to use the values of the encoder",
             )
 
     @property
@@ -70,10 +70,10 @@ class PatchShape:
         return len(self.mean)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return the sides that an image gets.
+        """Return the sides of a resized image.
 
         Raises:
-            ValueError: it is a strip.
+            ValueError: the image is a strip.
         """
         if max(height, width) > LARGEST_RATIO * min(height, width):
             raise ValueError(f"sides of {height} and {width} pixels")

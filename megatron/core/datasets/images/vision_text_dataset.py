@@ -1,9 +1,9 @@
 """Samples that are packed from conversations about images while training reads them.
 
-The order of an epoch is a keyed permutation. Runs of it are packed into rows of one length by
-`packing.pack`; images are read and texts tokenised when a row is asked for. Which conversations are
-in which row follows from the lengths, the seed and the number of the row alone, so that a run
-resumes at any sample, in any layout.
+The order of an epoch is a keyed permutation. `packing.pack` packs runs of it into samples of one
+length; images are read and texts tokenised when a sample is read. The conversations in a sample
+follow from the lengths, the seed and the number of the sample alone, so that a run resumes at any
+sample, in any layout.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megatron.core.foundation.errors import DataError
 from megatron.core.settings.field_types import check_types
 
 PACKED_AT_ONCE = 1024
-"""Conversations among which those that share a row are chosen."""
+"""Number of consecutive conversations that are packed into samples together."""
 RAGGED = ("patches", "image_grid_thw")
 """Entries of a sample whose size depends on its images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTextConfig:
-    """How conversations become samples.
+    """Settings that convert conversations to samples.
 
     Attributes:
         sequence_length: tokens of a sample.
-        random_seed: of the order.
+        random_seed: seed of the order.
         shape: how images become patches.
         image_token: the token of a block of patches.
         before_image, after_image: tokens around an image; None adds no token.
         vocab_size: ids are below it.
-        has_patches: images are decoded; off where no stage of a rank reads them.
+        has_patches: decode images; False if no stage of a rank reads them.
     """
 
     sequence_length: int
@@ -58,15 +58,15 @@ class VisionTextConfig:
 
 
 class VisionTextDataset:
-    """Rows of conversations with images.
+    """Packed samples of conversations with images.
 
     Args:
         texts: all conversations.
         numbers: conversations of this split.
         num_samples: number of packed sequences; None is one epoch.
-        name: of the split, a part of the order's key.
+        name: name of the split, a part of the order's key.
     Raises:
-        DataError: a conversation is longer than a row, or cannot be read.
+        DataError: a conversation is longer than a sample, or cannot be read.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class VisionTextDataset:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Rows of the first epoch."""
+        """Samples of the first epoch."""
         return float(len(self._epochs[0]))
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return what the order of the samples follows from."""
+        """Return the inputs of the samples' order."""
         config = self.config
         return {
             "sample_order": "packed images and texts",
@@ -133,7 +133,7 @@ class VisionTextDataset:
             ) from None
 
     def _rows_of_epoch(self, epoch: int) -> list[list[int]]:
-        """Return the conversations of each row, as positions in `numbers`."""
+        """Return the conversations of each sample, as positions in `numbers`."""
         count = len(self.numbers)
         order = KeyedPermutation(
             count, "images and texts", self.name, self.config.random_seed, epoch
@@ -146,7 +146,7 @@ class VisionTextDataset:
         return rows
 
     def conversations(self, idx: int) -> list[int]:
-        """Return the numbers of the conversations of row `idx`."""
+        """Return the numbers of the conversations of sample `idx`."""
         if not 0 <= idx < len(self):
             raise IndexError(f"sample {idx} of {len(self)}")
         while idx >= self._first_rows[-1] + len(self._epochs[-1]):
@@ -156,12 +156,12 @@ class VisionTextDataset:
         return [self.numbers[n] for n in self._epochs[epoch][idx - self._first_rows[epoch]]]
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
-        """Return one row; None gives one without loss.
+        """Return one sample; None returns a sample without loss.
 
         Returns:
             tokens and labels, int64 [s]; loss_mask, float32 [s]; position_ids, int64 [3, s];
             document_starts, int32 [s]; patches, float32 [p, pixels of a patch] and image_grid_thw,
-            int64 [images, 3], of all images of the row. Without `has_patches` p is 0.
+            int64 [images, 3], of all images of the sample. Without `has_patches` p is 0.
         Raises:
             DataError: a line or an image cannot be read; a token id is outside the vocabulary.
         """
@@ -206,7 +206,7 @@ class VisionTextDataset:
     def _conversation(
         self, number: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[int, int, int]]]:
-        """Return the tokens of a conversation, which are learned, which of images; the grids."""
+        """Return the tokens of a conversation, masks of learned and of image tokens, and grids."""
         config = self.config
         ids: list[int] = []
         learned: list[float] = []
@@ -238,7 +238,7 @@ class VisionTextDataset:
             raise DataError(
                 f"{self.texts.place(number)}: token {wrong[0]} in a text.",
                 rule=f"ids are below the vocabulary's size of {config.vocab_size}, and"
-                f" {config.image_token} stands for images alone",
+                f" {config.image_token} is reserved for images",
                 flags=["--image-token-id", "--vocab-size"],
                 fix="use the tokenizer of the model, and <image> for an image",
             )

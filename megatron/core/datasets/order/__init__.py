@@ -1,1 +1,1 @@
-"""The order in which a corpus becomes samples, and its index arrays on disk."""
+"""The order of a corpus's samples, and its index arrays on disk."""

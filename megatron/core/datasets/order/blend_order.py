@@ -1,4 +1,4 @@
-"""The order of a blend: which dataset gives sample s, and which of its samples that is.
+"""The order of a blend: the dataset of sample s, and the number of the sample in this dataset.
 
 `GreedyOrder` is Megatron-LM's order, bit for bit. It stores how many samples each dataset has given
 before every few hundred samples, and computes the choices between from there. `SpacedOrder` stores
@@ -33,8 +33,8 @@ def greedy_walk(
         weights: [D] float64, summing to 1; fewer than 32,767 datasets.
         counts: [D] float64 (exact up to 2**53), the samples that each dataset has given before;
             updated in place.
-        capacities: [D] float64, the samples of each dataset: a dataset that is used up is left
-            out (the exhaustive variant). None: every dataset is large enough.
+        capacities: [D] float64, the samples of each dataset: an exhausted dataset is skipped. None:
+            every dataset is large enough.
     """
     picks = np.empty(steps, np.int16)
     if native.compiled is not None:
@@ -50,7 +50,7 @@ def greedy_walk(
 
 
 def stride_of_table(num_datasets: int) -> int:
-    """Return the samples between two lines of a table; a line of many datasets must be worth it."""
+    """Return the number of samples between two lines of a table; more for many datasets."""
     return max(256, 4 * num_datasets)
 
 
@@ -141,7 +141,7 @@ class GreedyOrder:
 
 
 class SpacedOrder:
-    """Every dataset at even distances, the phases spread out; no table at all.
+    """Samples of every dataset at even distances, with different phases; it needs no table.
 
     Sample j of dataset d is due at (j + p_d) / w_d, and samples are ordered by their due times.
     This is the rank-order form of a divisor method of apportionment (Balinski and Young, "Fair
@@ -197,11 +197,12 @@ class SpacedOrder:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return candidates for samples begin..end-1.
 
-        Before time t, t - D to t + D samples are due, so all samples due before `begin` minus a
-        little more than D come before it, and none due after `end` plus that comes before `end`.
+        Before time t, t - D to t + D samples are due. So all samples that are due before `begin`
+        minus a little more than D precede `begin`, and all that are due after `end` plus the same
+        follow `end`.
 
         Returns:
-            [D] samples of each dataset that come before all candidates; dataset and number of the
+            [D] samples of each dataset that precede all candidates; dataset and number of the
             candidates; their places in order of due time.
         """
         slack = len(self.weights) + 2

@@ -3,13 +3,12 @@
 Three arrays turn a corpus into samples of a fixed length:
 
 * document index: the documents of every epoch, shuffled;
-* sample index: where in that stream of documents each sample begins;
-* shuffle index: the order in which samples are handed out.
+* sample index: the position in this stream of documents where each sample begins;
+* shuffle index: the order of reading the samples.
 
-The arrays equal those that Megatron-LM makes from the same inputs. Where the original walks
-through the documents, this file uses that sample k begins exactly k * sequence_length tokens
-into the stream, so a running sum and one sorted search replace the walk (and where the compiled
-part was built, a walk that needs neither).
+The arrays equal the arrays of Megatron-LM for the same inputs. The original walks through the
+documents. Here sample k begins exactly k * sequence_length tokens into the stream, so a running sum
+and one sorted search replace the walk; the compiled part, if it was built, walks without them.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _SEARCH_BLOCK = 1 << 22
 _NUMBER = re.compile(r"[.0-9]+")
 
 _SEPARATE_BELOW = 0.80
-"""A last epoch that is used to less than this share is shuffled by itself."""
+"""If less than this share of the last epoch is used, it is shuffled by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How often the documents are repeated, and whether the last epoch is shuffled by itself.
+    """The number of epochs, and whether the last epoch is shuffled by itself.
 
     If only a small part of the last epoch is needed, it is shuffled by itself. Otherwise its
     documents would be seen more often than the others during the first epochs.
@@ -58,7 +57,7 @@ class EpochPlan:
         tokens = self.num_epochs * self.tokens_per_epoch - self.extra_token
         if drop_last:
             return tokens // self.sequence_length
-        # Single precision on purpose: the recipe rounds here, and the array must be equal.
+        # Single precision on purpose: Megatron-LM rounds here, and the arrays must be equal.
         return int(np.ceil(np.float32(tokens) / np.float32(self.sequence_length)))
 
 
@@ -71,7 +70,7 @@ def plan_epochs(
         tokens_per_epoch: sum of the lengths of the documents of this split.
         sequence_length: tokens per sample, without the extra one.
         extra_token: 0 or 1, see `EpochPlan`.
-        num_samples: wanted; None or 0 means one epoch.
+        num_samples: wanted number of samples; None or 0 means one epoch.
     Raises:
         DataError: there are no tokens.
     """
@@ -199,7 +198,7 @@ def build_shuffle_index(
 
 
 def _shuffle(random: np.random.RandomState, order: np.ndarray) -> None:
-    """Do what `random.shuffle(order)` does; the compiled form spends half the time."""
+    """Shuffle exactly like `random.shuffle(order)`; the compiled form takes half the time."""
     if native.compiled is None or order.itemsize != 4:
         random.shuffle(order)
         return

@@ -44,13 +44,13 @@ class Expected:
     """Type and shape that a cached array must have to be used."""
 
     dtypes: tuple[type[np.number], ...]
-    """Any of these."""
+    """Allowed types."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexCache:
-    """A place for the index arrays of one dataset.
+    """The cached index arrays of one dataset.
 
     Args:
         directory: created if needed; None keeps everything in memory.
@@ -70,7 +70,7 @@ class IndexCache:
     def load_or_build(
         self, build: Callable[[], dict[str, np.ndarray]], expected: Mapping[str, Expected]
     ) -> dict[str, np.ndarray]:
-        """Return the arrays, mapped from the cache if they are there and right.
+        """Return the arrays, mapped from the cache if they exist and are valid.
 
         Args:
             build: makes all arrays; called at most once, by at most one process at a time.
@@ -88,7 +88,7 @@ class IndexCache:
             arrays = build()
             if not self._store(arrays):
                 return arrays
-        # Mapped, so that processes share the pages; summed up a moment ago, when it was written.
+        # Mapped, so that processes share the pages; its checksum was computed by the write.
         return self._load(expected, is_our_own=True) or arrays
 
     def _load(
@@ -167,10 +167,10 @@ class IndexCache:
 
 
 def _mapped_array(path: str, wanted: Expected) -> np.ndarray:
-    """Map an array of one of the types and the shape that are wanted.
+    """Map an array, which must have one of the wanted types and the wanted shape.
 
     Raises:
-        ValueError: the file holds another one, or is cut off.
+        ValueError: the file contains another array, or is cut off.
     """
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype not in wanted.dtypes or array.shape != wanted.shape:
@@ -206,7 +206,7 @@ def checksums_of(array: np.ndarray) -> list[int]:
 class Fingerprinted:
     """A dataset whose index arrays follow from `unique_identifiers`, and are named after them.
 
-    Arrays that are mapped travel by the names of their files when it is pickled, without a copy.
+    Pickling stores mapped arrays as the names of their files, without a copy.
     """
 
     unique_identifiers: OrderedDict[str, Any]

@@ -1,7 +1,7 @@
-"""A random order of n things in constant memory: the i-th one is computed, not looked up.
+"""A random order of n items in constant memory: the i-th item is computed, not looked up.
 
 A Feistel network over the mixed-radix digits (i // b, i % b) of i, with a * b just above n, and
-cycle walking: what falls outside 0..n-1 is encrypted again, so the map stays one-to-one on it
+cycle walking: a result outside 0..n-1 is encrypted again, so the map stays one-to-one on 0..n-1
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5;
 the additive rounds over unequal halves are their generalised network). Since a * b - n < a, a
 walk is taken once in about sqrt(n) draws. The round function is the finaliser of SplitMix64
@@ -24,7 +24,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 class KeyedPermutation:
-    """The numbers 0..size-1 in the order that `key` names.
+    """The numbers 0..size-1 in an order that `key` determines.
 
     Args:
         size: at least 1, below 2**62.
@@ -55,7 +55,7 @@ class KeyedPermutation:
             for key in self._keys:
                 mixed = ((right ^ key) * _FIRST) & _MASK
                 mixed = ((mixed ^ (mixed >> 32)) * _SECOND) & _MASK
-                # Radices trade places with the halves, so that each half keeps its own range.
+                # Swap the radices with the halves, so that each half keeps its own range.
                 left, right = right, (left + (mixed ^ (mixed >> 31))) % here
                 here, there = there, here
             index = left * low + right

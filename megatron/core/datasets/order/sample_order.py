@@ -1,11 +1,11 @@
-"""Two orders in which a corpus becomes samples, and how the tokens of a sample are fetched.
+"""Two orders of a corpus's samples, and how the tokens of a sample are fetched.
 
 `ShuffledDocuments` is Megatron-LM's order: three index arrays, one entry per document and sample
-(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split are side by side
-in the token file, an epoch cuts them into windows of `sequence_length` tokens, and a keyed
-permutation hands the windows out. It opens in microseconds at any size and reads every sample in
-one piece. What it gives up: documents that are neighbours in the file stay neighbours inside a
-window, so a corpus sorted by source should be shuffled once when it is written.
+(see `index_building`). `ShuffledWindows` has no arrays: the documents of a split are contiguous in
+the token file, an epoch cuts them into windows of `sequence_length` tokens, and a keyed permutation
+orders the windows. It opens in microseconds at any size and reads every sample in one piece. Its
+disadvantage: documents that are neighbours in the file stay neighbours inside a window, so a corpus
+sorted by source should be shuffled once when it is written.
 
 No torch import.
 """
@@ -23,8 +23,8 @@ from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.foundation.errors import ConfigError
 
 Fetched = tuple[int, int, int, int]
-"""What `read` put into its array: the number of tokens, from the first on; the smallest id, or 0
-if that is smaller; the largest, or 0; how many equal the pad id."""
+"""Statistics of a `read`: number of tokens written, from the first element on; min(smallest id, 0);
+max(largest id, 0); number of pad ids."""
 
 
 def _seen(tokens: np.ndarray, filled: int, pad: int) -> Fetched:
@@ -40,7 +40,7 @@ class ShuffledDocuments:
     Args:
         corpus: has `get(document, offset, length)`; `read_tokens` and `buffer` make it faster.
         arrays: `document_index`, `sample_index`, `shuffle_index` of `index_building`.
-        extra_token: 1 if a sample holds one token more than the next one is apart from it.
+        extra_token: 1 if a sample overlaps the next sample by one token.
         pad: id to count.
     """
 
@@ -48,7 +48,7 @@ class ShuffledDocuments:
         self, corpus: Any, arrays: dict[str, np.ndarray], extra_token: int, pad: int
     ) -> None:
         self._corpus = corpus
-        # Plain views: indexing a numpy.memmap makes an object of Python's for every slice.
+        # Plain views: indexing a numpy.memmap creates a Python object for every slice.
         self._documents = np.asarray(arrays["document_index"])
         self._samples = np.asarray(arrays["sample_index"])
         self._shuffle = np.asarray(arrays["shuffle_index"])
@@ -90,7 +90,7 @@ class ShuffledDocuments:
         return _seen(out, filled, self._pad)
 
     def _runs(self, first: int, offset: int, last: int, end: int) -> list[tuple[int, int, int]]:
-        """Return (document, first token, tokens) of the pieces that are in one stretch each."""
+        """Return (document, first token, tokens) of each contiguous piece."""
         documents = self._documents[first : last + 1]
         lengths = self._corpus.sequence_lengths[documents].astype(np.int64)
         lengths[-1] = end
@@ -114,19 +114,19 @@ class ShuffledDocuments:
 
 
 class ShuffledWindows:
-    """Samples that are windows of the documents as they are in the file, in a keyed order.
+    """Samples that are windows of the token file, in a keyed order.
 
-    Epoch e begins `shift(e)` tokens into the split and goes round, so that windows of different
-    epochs are cut at different places; epoch 0 begins at the first token. An epoch gives every
-    window of it once.
+    Epoch e begins `shift(e)` tokens into the split and wraps around, so that windows of different
+    epochs are cut at different places; epoch 0 begins at the first token. An epoch contains each of
+    its windows once.
 
     Args:
         stream: the tokens of the split.
         sequence_length: distance of two windows.
-        extra_token: a window is longer by this.
-        num_samples: how many there are; None is one epoch.
-        keeps_partial: one more window at the end of the only epoch, not full.
-        seed: names the order.
+        extra_token: number of additional tokens of a window.
+        num_samples: number of samples; None is one epoch.
+        keeps_partial: keep an incomplete window at the end of the only epoch.
+        seed: seed of the order.
         pad: id to count.
     """
 
@@ -151,7 +151,7 @@ class ShuffledWindows:
         self._per_epoch = full + int(bool(rest) and keeps_partial and self._is_one_epoch)
         self._size = self._per_epoch if num_samples is None else num_samples
         if self._size > self._per_epoch:
-            # Less than one window of tokens: every window is the whole split, gone round.
+            # Fewer tokens than a window: every window repeats the whole split.
             self._per_epoch = max(self._per_epoch, 1)
         self._epoch: tuple[int, KeyedPermutation, int] | None = None
 
@@ -159,7 +159,7 @@ class ShuffledWindows:
         return self._size
 
     def window(self, idx: int) -> int:
-        """Return the token of the split at which sample `idx` begins."""
+        """Return the position in the split of the first token of sample `idx`."""
         if not 0 <= idx < self._size:
             raise IndexError(f"sample {idx} of {self._size}")
         epoch, position = divmod(idx, self._per_epoch)
@@ -182,7 +182,7 @@ class ShuffledWindows:
             count = min(wanted - filled, num_tokens - begin)
             out[filled : filled + count] = self._stream.read(begin, count)
             filled += count
-            begin = 0  # round the end of the split
+            begin = 0  # wrap around at the end of the split
         return _seen(out, filled, self._pad)
 
     def locate_sample(self, idx: int, at: int) -> tuple[int, int]:
@@ -195,8 +195,8 @@ class TokenStream:
 
     Args:
         corpus: with `sequence_pointers` and `read_tokens` its file is addressed directly; others
-            are read document by document through a table of where each ends.
-        documents: which.
+            are read document by document, with a table of the documents' ends.
+        documents: numbers of the documents.
     """
 
     def __init__(self, corpus: Any, documents: range) -> None:
@@ -230,7 +230,7 @@ class TokenStream:
             return self._documents[position], token - int(self._ends[position - 1] * (position > 0))
         pointers = self._corpus.sequence_pointers
         at = (self._first + token) * self._token_bytes
-        # Not numpy's search: it copies an array that is not aligned, the whole of it.
+        # Not numpy's search, which would copy the whole unaligned array.
         document = bisect_right(pointers, at, self._documents.start, self._documents.stop) - 1
         return document, (at - int(pointers[document])) // self._token_bytes
 

@@ -1,6 +1,6 @@
 """From text to token files, on one machine or many.
 
-    inputs          which files, in which format; the share of one shard
+    inputs          the files, their formats, and the part that belongs to one shard
     units           files as bytes, cut into pieces of about a megabyte
     documents       lines and rows into documents, with every fault named
     transforms      fill in the middle, sentences

@@ -50,11 +50,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class RefusedError(Exception):
-    """The template does not write these messages."""
+    """The template refuses or omits a part of these messages."""
 
 
 class NotTextError(Exception):
-    """The template writes a value that is not text, which Python would spell."""
+    """The template writes a value that is not text, for example None."""
 
 
 def _as_text(value: Any) -> Any:
@@ -127,7 +127,7 @@ class Renderer:
         self.special_tokens, self.seconds = special_tokens, seconds
         self.most_characters = memory_bytes // MEMORY_PER_CHARACTER
         for limit, most in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CORE, 0)):
-            # Not every system has the limit, and an administrator's limit may be lower already.
+            # Some systems lack the limit, and an administrator's limit may already be lower.
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(limit, (most, most))
         # Jinja computes expressions of constants when it compiles them.

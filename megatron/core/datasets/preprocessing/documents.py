@@ -1,4 +1,4 @@
-"""Lines, rows and files into documents, with every fault named.
+"""Convert lines, rows and files into documents, and describe every fault.
 
 No torch import.
 """
@@ -20,7 +20,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BadDocumentError(Exception):
-    """Not a document. `reason` is one of few texts, `detail` describes this case."""
+    """Raised for faulty input. `reason` is one of few texts, `detail` describes this case."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -71,7 +71,7 @@ def documents_of(
         unit: from `units.read_units`.
         keys: JSON members or columns that hold text; plain text has one.
         parse: turns an object into texts; None takes the texts under `keys`.
-        longest_line_bytes: a longer line is a fault and is not held.
+        longest_line_bytes: a longer line is a fault and is not kept in memory.
     Raises:
         DataError: the file changed or cannot be read.
     """
@@ -113,7 +113,7 @@ def documents_of(
 def _contents(
     unit: Unit, data: bytes | None, found: Documents, longest: int
 ) -> Iterator[tuple[str, int, Any]]:
-    """Yield (path, number, content) of everything that may be a document.
+    """Yield (path, number, content) of each possible document.
 
     A content is bytes, the values of a row, or an error.
     """
@@ -196,7 +196,7 @@ _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 def _parse_plainly(line: bytes) -> Any:
     """Read a line that is one JSON value and nothing else, or raise ValueError.
 
-    A third of the time of `json.loads`, which looks for white space around the value.
+    It takes a third of the time of `json.loads`, which also skips white space around the value.
     """
     decoded = line.decode()
     try:
@@ -212,8 +212,8 @@ def _parse_plainly(line: bytes) -> Any:
 def _quick_parser() -> Callable[[bytes], Any]:
     """Return the fastest parser of usual lines: orjson takes a third of the json module's time.
 
-    Lines that it refuses are parsed again by `_parse_object`, which reads all that it reads (except
-    nesting of a thousand levels, where the limits differ by a few).
+    `_parse_object` parses lines again that orjson refuses; it accepts all lines that orjson accepts
+    (except for nesting of about a thousand levels, where the limits differ by a few).
     """
     if has("orjson"):
         parse: Callable[[bytes], Any] = require("orjson", purpose="reading JSON lines").loads
@@ -226,7 +226,7 @@ def _usual_documents(
 ) -> Documents | None:
     """Return the documents of a unit whose lines are all usual, read together.
 
-    None if one line is not: then each line is read by itself, and every fault is named.
+    None if a line is unusual: then the caller reads each line by itself and describes every fault.
     """
     lines, columns = _split(data), []
     try:
@@ -266,7 +266,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _refuse_duplicate(line: bytes, key: str) -> None:
-    """Refuse a line with a key twice: either value may be meant."""
+    """Refuse a line with a repeated key, because it is ambiguous."""
     objects: list[list[tuple[str, Any]]] = []
     json.loads(line, object_pairs_hook=objects.append)
     # The outermost object ends last.
@@ -301,7 +301,7 @@ def check_unicode(text: str) -> None:
     """Refuse half a character (a lone surrogate): JSON can spell it, no tokenizer accepts it.
 
     Raises:
-        BadDocumentError: with its place.
+        BadDocumentError: names the position of the surrogate.
     """
     if not text.isascii():
         try:

@@ -89,7 +89,7 @@ class Encoder:
     """Turn units into tokens. Picklable; made once, used by every worker.
 
     Args:
-        engine: does the work, all texts of a unit in one call.
+        engine: tokenizes all texts of a unit in one call.
         keys: members or columns that hold text; each fills the corpus of its name. Document i of
             one corpus is document i of the others.
         dtype: of the tokens.
@@ -97,7 +97,7 @@ class Encoder:
         around_a_text: ids written before and after each sequence.
         end_of_document: id appended to every document, or None.
         split: cuts a text into sequences; None keeps it whole.
-        transform: works on the text before it is encoded (see `fill_in_middle`).
+        transform: changes the text before it is encoded (see `fill_in_middle`).
     """
 
     engine: FlatEncoder
@@ -162,7 +162,7 @@ class Encoder:
         return found
 
     def _separate(self, texts: list[Texts]) -> tuple[list[int], dict[int, tuple[str, str]]]:
-        """Find the documents that the tokenizer does not take: (good ones, number -> reason)."""
+        """Return (documents that the tokenizer accepts, number -> reason for the others)."""
         kept, rejected = [], {}
         for at, document in enumerate(texts):
             try:
@@ -263,7 +263,7 @@ class ConversationEncoder:
     """Turn units into tokens and masks. Picklable; made once, used by every worker.
 
     Args:
-        engine: does the work, all segments of a unit in one call.
+        engine: tokenizes all segments of a unit in one call.
         template: writes a conversation.
         key: member that holds the messages; it names the corpora.
         dtype: of the tokens.
@@ -288,7 +288,7 @@ class ConversationEncoder:
         return {self.key: self.dtype, self.key + MASK_SUFFIX: np.uint8}
 
     def __call__(self, unit: Unit) -> EncodedUnit:
-        """Parse, write through the template and tokenize; faulty ones are returned by name."""
+        """Parse, render with the template and tokenize; return faulty documents by name."""
         documents = documents_of(
             unit, [self.key], parse=self.template, longest_line_bytes=self.longest_line_bytes
         )
@@ -305,7 +305,7 @@ class ConversationEncoder:
         tokens, masks = self._conversations(ids, mask, ends)
         limit = self.pack_length
         num_cut = 0 if limit is None else sum(len(one) > limit for one in tokens)
-        # A conversation with nothing to learn takes no space.
+        # Drop conversations without a learned token.
         kept = [at for at, one in enumerate(masks) if one[:limit].any()]
         packs = [[at] for at in kept]
         if limit is not None:

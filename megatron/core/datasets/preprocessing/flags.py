@@ -29,7 +29,7 @@ class InputFlags:
     input: tuple[str, ...] = flag(metavar="PATH")
     """Files, folders, glob patterns or URLs; .gz, .bz2, .xz and .zst are decompressed."""
     input_format: InputFormat | None = flag(None, values={one.value: one for one in InputFormat})
-    """Of every file; by the suffix if not given."""
+    """Format of all files; by default it follows from the suffix of each file."""
     json_keys: tuple[str, ...] = ()
     """Members that hold text (by default 'text')."""
     split_sentences: bool = False
@@ -49,9 +49,9 @@ class FillInMiddleFlags:
     fim_rate: float = 0.0
     """Share of documents cut in three (%(default)s: none)."""
     fim_spm_rate: float = 0.5
-    """Of those, suffix first (%(default)s)."""
+    """Share of the cut documents that begin with the suffix (%(default)s)."""
     fim_seed: int = 1234
-    """Names the cuts (%(default)s)."""
+    """Seed of the cuts (%(default)s)."""
     fim_tokens: tuple[str, str, str] | None = flag(None, metavar=("PREFIX", "MIDDLE", "SUFFIX"))
     """Tokens of the vocabulary; the usual names if not given."""
 
@@ -62,11 +62,11 @@ class ConversationFlags:
 
     sft: bool = False
     """Documents are lists of messages, under --json-keys (by default 'messages'); a loss mask is
-    written beside the tokens."""
+    written in addition to the tokens."""
     pack_length: int | None = None
     """Pack conversations into samples of this many tokens."""
     chat_template: str | None = flag(None, metavar="FILE")
-    """Jinja; the tokenizer's own if not given."""
+    """Jinja template; by default the tokenizer's template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class OutputFlags:
     report: str | None = flag(None, metavar="FILE")
     """Lengths of documents: .html or .png."""
     restart: bool = False
-    """Forget an unfinished run and a finished output."""
+    """Ignore an unfinished run and a finished output, and begin again."""
     dataset_impl: str = flag("mmap", choices=["mmap"], is_hidden=True)
 
 
@@ -87,11 +87,11 @@ class ShardFlags:
     """Many machines."""
 
     num_shards: int | None = None
-    """Outputs that the input is cut into."""
+    """Number of shards, each with its own output."""
     rank: int | None = None
-    """Of this process; SLURM's variables if not given."""
+    """Rank of this process; by default from SLURM's variables."""
     world_size: int | None = None
-    """Processes that share the shards."""
+    """Number of processes that share the shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,9 @@ class RunningFlags:
     """Running."""
 
     workers: int = usable_cores()
-    """Processes that tokenize; 0: this one (one for each core: %(default)s)."""
+    """Processes that tokenize; 0 tokenizes in this process (one for each core: %(default)s)."""
     partitions: int = 1
-    """Accepted, without effect: the workers share one ordered stream."""
+    """Accepted without effect: the workers share one ordered stream."""
     keep_sequential_samples: bool = False
     """Accepted: documents always stay in the order of the input."""
     log_interval: int = 1000
@@ -113,7 +113,7 @@ class RunningFlags:
     workers_to_check: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of workers to measure (1 2 4 8 16)."""
     max_documents: int = 100_000
-    """Measured on (%(default)s)."""
+    """Number of documents to measure on (%(default)s)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class PreprocessingFlags:
         return list(self.input.json_keys) or ["messages" if self.conversations.sft else "text"]
 
     def check(self, files: Sequence[InputFile]) -> None:
-        """Refuse flags that cannot work together, all of them in one message."""
+        """Raise one error for all flags that exclude each other."""
         raise_together([*self._problems(files)], summary="this command line")
 
     def _problems(self, files: Sequence[InputFile]) -> Iterator[ConfigError]:
@@ -189,7 +189,7 @@ def rank_and_world(
     world_size: int | None,
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[int, int]:
-    """Return (rank, processes) of this process among those that share the shards.
+    """Return (rank, number of processes) of this process among the processes that share the shards.
 
     The flags are used first, then a SLURM array, SLURM's process number, and torchrun's variables.
     A task of an array is one of `world_size`, by default of `num_shards`, even if only a part of

@@ -1,6 +1,6 @@
-"""Which files are read, in which order and format; the part of them that one shard reads.
+"""The input files, their order and formats, and the part that one shard reads.
 
-A name is a file, a folder (all the documents below it), a pattern, or a URL that fsspec knows.
+A name is a file, a folder (all the documents below it), a pattern, or a URL that fsspec supports.
 No torch import.
 """
 
@@ -20,7 +20,7 @@ COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 
 
 class InputFormat(Enum):
-    """How documents are in a file."""
+    """Format of the documents in a file."""
 
     jsonl = "jsonl"
     """A JSON object on each line."""
@@ -52,9 +52,9 @@ class InputFile:
     path: str
     format: InputFormat
     size: int
-    """Bytes as stored, 0 where that is not known (pipes, some URLs)."""
+    """Bytes as stored, 0 if unknown (pipes, some URLs)."""
     modified_ns: int
-    """Time of the last change, 0 where that is not known."""
+    """Time of the last change, 0 if unknown."""
     first_byte: int = 0
     """Lines that begin before it belong to another shard."""
     end_byte: int | None = None
@@ -88,9 +88,9 @@ def expand_inputs(inputs: Sequence[str], format: InputFormat | None = None) -> l
 
     Args:
         inputs: files, folders, patterns or URLs.
-        format: of all files. None decides by the suffix: a named file with an unknown suffix is
-            JSON lines, and a folder stands for its JSON-lines and parquet files or, if it has
-            none, for its text files.
+        format: format of all files. None decides by the suffix: a named file with an unknown suffix
+            is JSON lines; a folder is replaced by its JSON-lines and parquet files or, if it has
+            none, by its text files.
     Raises:
         DataError: no file belongs to one of the names.
     """
@@ -171,7 +171,7 @@ def remote_file_system(url: str) -> tuple[Any, str]:
 
     Raises:
         MissingExtraError: fsspec is not installed.
-        DataError: fsspec does not know the scheme or lacks the library for it.
+        DataError: fsspec does not support the scheme or lacks the library for it.
     """
     fsspec = require("fsspec", purpose=f"reading {url}")
     try:
@@ -194,10 +194,9 @@ def unreadable(path: str, error: Exception) -> DataError:
 def share_of(files: Sequence[InputFile], shard: int, num_shards: int) -> list[InputFile]:
     """Return the part of the files that one of several shards reads.
 
-    The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A file
-    that can be cut gives each shard the lines that begin in its range; any other file belongs whole
-    to the shard where it begins. So the shards, joined in their order, hold the documents of one
-    run over everything in the same order.
+    The bytes of all files, one after the other, are cut into `num_shards` equal ranges. A shard
+    reads the lines that begin in its range; a file that cannot be cut belongs to the shard of its
+    first byte. So the joined shards contain the same documents in the same order as a single run.
 
     Raises:
         ConfigError: there is no such shard.

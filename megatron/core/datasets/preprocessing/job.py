@@ -1,14 +1,14 @@
-"""One run of preprocessing, from its input files to the final names; it begins or continues.
+"""One run of preprocessing, from its input files to the final names; new or continued.
 
-A run writes `PREFIX.bin.unfinished` and the lengths of its sequences and documents beside it. From
-time to time it notes in `PREFIX.preprocessed.json` how far the input was read and how long each
-file was then. After a kill at any moment the same command cuts the files back to the last note and
-continues; the output equals the output of an undisturbed run to the byte. The final names appear
-when everything is written; a kill between two renames is continued as well. The note of a finished
-run records its input, settings and counts.
+A run writes `PREFIX.bin.unfinished`, and next to it the lengths of its sequences and documents. At
+intervals it notes the position in the input and the length of each file in
+`PREFIX.preprocessed.json`. After a kill at any moment the same command cuts the files back to the
+last note and continues; the output equals the output of an undisturbed run to the byte. The files
+get their final names when they are complete; a run that was killed between two renames continues as
+well. The note of a finished run records its input, settings and counts.
 
-Units go through worker processes and come back in the order of the input. The memory held does not
-grow with the corpus. No torch import.
+Worker processes encode the units; the results are written in the order of the input. The memory
+held does not grow with the corpus. No torch import.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.core.foundation.errors import DataError, MegatronError
 from megatron.core.foundation.processes import die_with_parent
 
 FORMAT_VERSION = 2
-"""Raised when the same input and settings would give other bytes than before."""
+"""Incremented if the same input and settings give other bytes than before."""
 
 Work = Callable[[Unit], EncodedUnit]
 
@@ -99,7 +99,7 @@ class Job:
         return f"{self.output}.preprocessed.json"
 
     def run(self) -> CorpusStats:
-        """Do all of the work, or the work that is left.
+        """Do all of the work, or the remaining work of an unfinished run.
 
         Raises:
             DataError: a faulty document, a damaged input, a full disk, or an unfinished run with
@@ -205,7 +205,7 @@ class Job:
         write_whole(self.note_path, lambda file: file.write(text))
 
     def _continue_from(self, note: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
-        """Check that an unfinished run is a run of this job; take over its counts."""
+        """Check that an unfinished run belongs to this job, and restore its counts."""
         earlier = note["signature"]
         # Files that the run had not begun may have changed since.
         num_read = len(self.files) if note["finished"] else note["file"] + (note["place"] > 0)
@@ -232,7 +232,7 @@ class Job:
         )
 
     def _sizes(self) -> list[int]:
-        """Return the bytes of all outputs; -1 stands for a missing file."""
+        """Return the bytes of all outputs; -1 for a missing file."""
         names = [
             f"{prefix}{end}" for prefix, _ in self.corpora.values() for end in (".bin", ".idx")
         ]
@@ -253,13 +253,13 @@ class Job:
             rule="each document is a JSON object in UTF-8 (or a row) that holds text under every "
             "key of --json-keys",
             flags=["--input", "--json-keys", "--skip-bad-lines"],
-            fix="mend it, or pass --skip-bad-lines to leave such documents out and count them",
+            fix="correct it, or pass --skip-bad-lines to leave such documents out and count them",
         )
 
 
 @contextmanager
 def only_writer(output: str) -> Iterator[None]:
-    """Hold the lock of an output: this process alone, not the workers it forks, until it dies.
+    """Hold the lock of an output until this process ends; forked workers do not hold it.
 
     Raises:
         DataError: another process holds it, or the folder cannot be written.
@@ -318,7 +318,7 @@ def encode_in_order(
     try:
         for unit in units:
             under_way.append((unit, pool.submit(_work_on, unit)))
-            # Enough to keep all workers busy while the oldest is slow; not the whole input.
+            # Enough units to keep all workers busy while the oldest unit is slow.
             if len(under_way) > 3 * num_workers:
                 yield _result(*under_way.popleft())
         while under_way:
@@ -350,7 +350,7 @@ def _begin_work(work: Work, parent: int) -> None:
     die_with_parent(parent)
     # Ctrl-C reaches the whole process group; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Lists of numbers form no cycles, and repeated collections through all of them cost time.
+    # Lists of numbers form no cycles, and garbage collections that scan all of them cost time.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -362,7 +362,7 @@ def _work_on(unit: Unit) -> EncodedUnit:
 
 
 def _explained(work: Work, unit: Unit) -> EncodedUnit:
-    """Work on a unit; name the place in the input where an unforeseen error happened."""
+    """Work on a unit; an unexpected error names its place in the input."""
     try:
         return work(unit)
     except (MegatronError, KeyboardInterrupt, SystemExit, MemoryError):

@@ -33,13 +33,13 @@ class CorpusStats:
 
     lines: int = 0
     file: int = 0
-    """The file that was read last."""
+    """Number of the last file read."""
     lines_of_file: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     """Reason -> documents left out as faulty."""
     corpora: dict[str, CorpusTally] = field(default_factory=dict)
     seconds: float = 0.0
-    """Of all runs that worked on it."""
+    """Seconds of all runs that worked on the output."""
 
     def add(self, unit: EncodedUnit) -> None:
         """Count one unit."""
@@ -101,7 +101,7 @@ class Progress:
 
     Args:
         interval: documents between two lines.
-        total_bytes: stored size of the input; 0 if it is not known.
+        total_bytes: stored size of the input; 0 if unknown.
         begun_with: counts of an earlier run that this run continues.
     """
 

@@ -40,7 +40,7 @@ class FillInMiddle:
     Args:
         rate: share of the documents that are cut.
         spm_rate: share of the cut documents in the order SPM; the others are PSM.
-        seed: another seed cuts elsewhere.
+        seed: seed of the cuts.
         prefix, middle, suffix: ids of the three tokens.
     """
 
@@ -52,7 +52,7 @@ class FillInMiddle:
     suffix: int
 
     def __call__(self, texts: Sequence[str], encode: Encode) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all texts and how many each has."""
+        """Return the ids of all texts, and the number of ids of each text."""
         pieces: list[str] = []
         orders: list[list[int | None]] = []  # ids to insert; None takes the next piece
         for text in texts:
@@ -92,7 +92,7 @@ def fill_in_middle(
 
     Args:
         vocab: token text -> id.
-        names: of the prefix, middle and suffix token; None looks for the usual ones.
+        names: names of the prefix, middle and suffix token; None tries the usual names.
     Raises:
         ConfigError: a rate outside [0, 1], or the tokenizer has no such tokens.
     """
@@ -121,7 +121,7 @@ class SentenceSplitter:
 
     Args:
         language: name of NLTK's model, for example "english".
-        keep_newlines: leave the white space after a sentence with it instead of dropping it.
+        keep_newlines: keep the white space after a sentence as part of the sentence.
     """
 
     def __init__(self, language: str, *, keep_newlines: bool = False) -> None:

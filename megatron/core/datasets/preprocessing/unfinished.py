@@ -1,4 +1,4 @@
-"""The files of a corpus that preprocessing has not finished, and how they get their final names.
+"""The files of an unfinished corpus, and renaming them to their final names.
 
 No torch import.
 """
@@ -21,12 +21,12 @@ _SUFFIX = ".unfinished"
 
 
 class UnfinishedCorpus:
-    """A `.bin`/`.idx` pair that grows in files of its own until it is complete.
+    """A `.bin`/`.idx` pair that is written to temporary files until it is complete.
 
     Args:
         prefix: path without `.bin` and `.idx`.
         dtype: type of the tokens.
-        sizes: an earlier result of `flush_to_disk`, to continue from; None begins anew.
+        sizes: an earlier result of `flush_to_disk`, to continue from; None begins a new corpus.
     Raises:
         DataError: the files are shorter than `sizes`, or cannot be written.
     """
@@ -40,7 +40,7 @@ class UnfinishedCorpus:
             if found < size:
                 self.close()
                 raise DataError(
-                    f"{path}: {found:,} bytes, the note of the run says {size:,}.",
+                    f"{path}: {found:,} bytes, fewer than the {size:,} bytes in the run's note.",
                     rule="the files of an unfinished run belong together",
                     flags=["--output-prefix", "--restart"],
                     fix="pass --restart to begin again",
@@ -86,8 +86,8 @@ def _paths(prefix: str) -> list[str]:
 def finish_corpus(prefix: str, dtype: type[np.number]) -> None:
     """Write the index of a complete corpus and give both files their final names.
 
-    May be called again after a kill within it. The old index is removed before the new tokens get
-    their name, so no reader ever sees one beside the other.
+    After a kill it may be called again. The old index is removed before the new token file is
+    renamed, so readers never find one with the other.
     """
     tokens, lengths, documents = _paths(prefix)
     if os.path.exists(tokens):
@@ -110,7 +110,7 @@ def finish_corpus(prefix: str, dtype: type[np.number]) -> None:
 
 
 def _numbers_in(path: str, dtype: type[np.number]) -> np.ndarray:
-    """Return the numbers of a file, mapped: an index is written without holding all of them."""
+    """Return the numbers of a file, mapped, so that an index is written in little memory."""
     if not os.path.getsize(path):
         return np.empty(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype, "r")

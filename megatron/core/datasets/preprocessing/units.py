@@ -1,7 +1,7 @@
 """Read the input and cut it into units of about a megabyte: the work of one process at a time.
 
-The cut depends only on the files, so that the output does not depend on which process works on a
-unit. Plain local files are not read here: a unit names a range of bytes that ends with a line, and
+The cut depends only on the files, so that the output is the same whichever process works on a unit.
+Plain local files are not read here: a unit names a range of bytes that ends with a line, and
 the worker reads it. All other files (compressed, remote, parquet) are read here, and their lines or
 rows are passed to the worker. Damage is reported with its place.
 
@@ -32,13 +32,13 @@ from megatron.core.foundation.optional_imports import require
 
 UNIT_BYTES = 1 << 20
 LONGEST_LINE_BYTES = 1 << 29
-"""A file with a longer line is taken for a file that is not made of lines."""
+"""A file with a longer line is refused as a file without lines."""
 _KEPT_OF_OVERLONG = 80
-"""Bytes kept of a line or document that is too long to be held."""
+"""Bytes kept of an overlong line or document."""
 _BLOCK_BYTES = 1 << 20
-"""Read or decompressed at a time."""
+"""Bytes read or decompressed at a time."""
 _ZSTD_BYTES = 1 << 9
-"""Given to the zstandard decompressor at a time: four bytes can expand to a block of 128 KiB, so
+"""Input of the zstandard decompressor at a time: four bytes can expand to a block of 128 KiB, so
 one call returns 16 MiB at most. (The library refuses a window above 128 MiB.)"""
 
 
@@ -53,21 +53,21 @@ class Unit:
     start: int = 0
     """First byte of the decompressed text, or first row of a parquet file."""
     end: int = 0
-    """Where the next unit begins."""
+    """Beginning of the next unit."""
     data: bytes | None = None
-    """Its lines; None: the worker reads bytes `start` to `end` of `path`."""
+    """Lines of the unit; None: the worker reads bytes `start` to `end` of `path`."""
     rows: list[dict[str, Any]] | None = None
-    """Its rows of a parquet file."""
+    """Rows of a parquet file."""
     whole_files: tuple[str, ...] = ()
     """Files of one document each, which the worker reads."""
     is_overlong: bool = False
-    """It is one line that is too long to be held; `data` is the beginning of the line."""
+    """The unit is one overlong line; `data` is the beginning of the line."""
     consumed: int = field(compare=False, default=0)
     """Stored bytes of all files up to its end, for the progress line."""
 
     @property
     def next_position(self) -> tuple[int, int]:
-        """The (file, place in it) where reading continues after this unit."""
+        """The (file, position in it) of the next unit."""
         return (self.file + len(self.whole_files), 0) if self.whole_files else (self.file, self.end)
 
 
@@ -85,7 +85,7 @@ def read_units(
         files: from `inputs.share_of`.
         keys: columns read from parquet.
         start: an earlier `Unit.next_position`, to continue from there.
-        unit_bytes: wanted size.
+        unit_bytes: wanted size of a unit.
         longest_line_bytes: a longer line is reported instead of being held in memory.
     Raises:
         DataError: a file cannot be read or decompressed; the message has the place.
@@ -146,7 +146,7 @@ def _spans(
 
 
 def _line_begin(opened: IO[bytes], position: int) -> int:
-    """Return where the first line begins at or after a position."""
+    """Return the beginning of the first line at or after a position."""
     if position == 0:
         return 0
     opened.seek(position - 1)
@@ -156,7 +156,7 @@ def _line_begin(opened: IO[bytes], position: int) -> int:
 
 
 def lines_before(file: InputFile) -> int:
-    """Return how many lines begin before a shard's first line: only for a message."""
+    """Return how many lines begin before a shard's first line, for a message."""
     count, position = 0, file.first_byte
     last = b"\n"
     with open(file.path, "rb") as opened:
@@ -164,7 +164,7 @@ def lines_before(file: InputFile) -> int:
             count += block.count(b"\n")
             position -= len(block)
             last = block[-1:]
-    # If the range begins within a line, this line belongs to the shard before.
+    # If the range begins within a line, this line belongs to the previous shard.
     return count + (last != b"\n")
 
 
@@ -210,7 +210,7 @@ def _stream_units(
             if not end:
                 searched = len(held)
                 if searched > longest + unit_bytes:
-                    # The line that crosses the mark is too long; those before it are not.
+                    # Only the line that crosses the limit is too long, not the lines before it.
                     end = held.rfind(b"\n", 0, unit_bytes) + 1
                     if end:
                         yield unit(bytes(held[:end]), end)

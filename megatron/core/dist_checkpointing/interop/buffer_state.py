@@ -4,9 +4,9 @@
 
 A buffer holds the parameters of one model-parallel rank I (tensor rank fastest) and virtual stage
 G in reverse order, each beginning at a multiple of 64 elements; buckets cut it between parameters
-and are padded at their end. Names are not stored. They follow from the order of the model, of
-which there are two (local layers and Transformer Engine's); which one it is, and that a name is
-right, is checked by content: the main weight rounded must be the weight that the model stored.
+and are padded at their end. Names are not stored. They follow from the order of parameters in the
+model. There are two orders (local layers and Transformer Engine's). The right order and each name
+are verified by content: the rounded main weight must equal the weight that the model stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.shard_plan import ShardIndex
 
 ALIGNMENT = 64
-"""Elements; where a parameter of a buffer may begin."""
+"""A parameter of a buffer begins at a multiple of so many elements."""
 MAX_LAYERS = 1 << 14
 KEY = re.compile(
     r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)"
@@ -63,7 +63,7 @@ Buckets = dict[int, dict[str, list[tuple[int, SavedTensor]]]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the run that saved was spread."""
+    """The parallel layout of the run that saved the checkpoint."""
 
     tp: int = 1
     pp: int = 1
@@ -75,12 +75,12 @@ class _Parameter:
     """A parameter of one rank."""
 
     key: str
-    """Of the stored tensor: a stack for layers."""
+    """Key of the stored tensor: a stack for layers."""
     layer: int | None
     shape: tuple[int, ...]
     split: Split
     is_copy: bool = False
-    """It takes space in the buffer and is stored elsewhere (a tied head on the last stage)."""
+    """The buffer contains it, but it is stored elsewhere (a tied head on the last stage)."""
 
 
 def add_buffers(
@@ -130,7 +130,7 @@ def _pieces(
     layout: Layout,
     order: Sequence[str],
 ) -> Iterator[_Piece | None]:
-    """Yield all pieces; None where a buffer does not have the shape that the model gives it."""
+    """Yield all pieces; None for a buffer whose shape differs from the model's parameters."""
     for (rank, chunk), buckets in buffers.items():
         t, p = rank % layout.tp, rank // layout.tp
         position, bucket = 0, 0
@@ -214,7 +214,7 @@ def _cut(
                 shape, dim, rank=rank, size=size, stride=blocks, flat_range=bounds
             )
         lead = () if parameter.layer is None else (parameter.layer,)
-        # A parameter that ranks do not split is stored by the first of them.
+        # The first rank stores parameters that ranks do not split.
         if dim is not None or rank == 0:
             for box, offset in boxes:
                 part = SavedPart(saved, begin - first, shape, box)

@@ -1,8 +1,8 @@
-"""A checkpoint of another program, under this one's names: tensors made of views into its files.
+"""A checkpoint of another program, under this program's names: tensors are views into its files.
 
-A reader of a format (`torch_dist`, `legacy`, `deepspeed`) fills a `ContentsBuilder`; what comes out
-is the same description that a native checkpoint has, so that the loader needs to know no format:
-it asks for boxes of global tensors, and only the bytes around them are read.
+A reader of a format (`torch_dist`, `legacy`, `deepspeed`) fills a `ContentsBuilder`. The builder
+returns the same description that a native checkpoint has, so the loader does not depend on the
+format: it requests boxes of global tensors, and only the bytes around these boxes are read.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class SavedPart:
 
     saved: SavedTensor
     first: int
-    """Element of the flat tensor where the tensor begins; negative if its beginning is not there.
-    The box is."""
+    """Element of the flat tensor where the full tensor would begin; negative if its beginning is
+    stored elsewhere. The box itself is in the flat tensor."""
     full: tuple[int, ...]
     """Shape of the tensor."""
     box: Box
@@ -74,10 +74,10 @@ Source = StoredView | SavedTensor | SavedPart
 
 @dataclass(frozen=True)
 class InteropShard(Shard):
-    """A box of a global tensor, and where it is."""
+    """A box of a global tensor, and its source."""
 
     source: Source = field(kw_only=True)
-    """Of the box's shape; leading axes of size 1 may be absent."""
+    """Data in the box's shape; leading axes of size 1 may be absent."""
 
     @classmethod
     def of(cls, offset: tuple[int, ...], source: Source) -> InteropShard:
@@ -90,7 +90,7 @@ class InteropShard(Shard):
 
 @dataclass
 class ViewContents(Contents):
-    """State of this program, with its keys and plain values, in files of another format; opened."""
+    """An opened checkpoint of this program, with its keys and plain values, in another format."""
 
     def open_reader(self) -> InteropReader:
         """Return a reader of its shards."""
@@ -99,15 +99,15 @@ class ViewContents(Contents):
 
 @dataclass
 class InteropContents(ViewContents):
-    """A checkpoint of another program, opened."""
+    """An opened checkpoint of another program."""
 
     kind: str = ""
     """Name of the format, for people."""
     notes: list[str] = field(default_factory=list)
-    """What is worth saying about it."""
+    """Notes for the log."""
     optimizer_step: int = 0
     no_optimizer: str | None = None
-    """Why the optimizer state cannot be read, if so."""
+    """Why the optimizer state cannot be read; None if it can."""
 
     @property
     def has_optimizer(self) -> bool:
@@ -115,7 +115,7 @@ class InteropContents(ViewContents):
         return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
 
     def as_slice_of_stack(self, declaration: ShardedTensor) -> ShardedTensor:
-        """Return a declaration of one layer's tensor as a slice of the stack that is stored.
+        """Return a declaration of one layer's tensor as a slice of the stored stack.
 
         Models of this library declare stacks themselves; others name every layer.
         """
@@ -137,7 +137,7 @@ class InteropContents(ViewContents):
         )
 
     def complete_optimizer(self, state: Any, template: Any) -> None:
-        """Fill in, in place, the plain values that the optimizer expects beside its tensors.
+        """Fill in, in place, the plain values that the optimizer needs in addition to its tensors.
 
         Args:
             state: the loaded optimizer state.
@@ -178,11 +178,11 @@ class InteropReader:
         return self._views.bytes_read
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """See `read`; it is done when this returns."""
+        """See `read`; `into` is filled when this returns."""
         self.read(tensor, read, into)
 
     def finish(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: reads are synchronous."""
 
     def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
         """Fill `into`, of the shape of `read`."""
@@ -223,7 +223,7 @@ class InteropReader:
 
 
 class ContentsBuilder:
-    """What a reader has found so far."""
+    """Collects the tensors that the reader of a format finds."""
 
     def __init__(self, directory: Path, kind: str) -> None:
         self.directory, self.kind = directory, kind
@@ -234,7 +234,7 @@ class ContentsBuilder:
         self._tensors: dict[str, tuple[str, tuple[int, ...], list[InteropShard]]] = {}
 
     def declare(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Say that there is a tensor; a second declaration must agree."""
+        """Declare a tensor; a second declaration must be equal."""
         name = dtype_name(dtype)
         known = self._tensors.setdefault(key, (name, tuple(shape), []))
         if known[:2] != (name, tuple(shape)):
@@ -249,7 +249,7 @@ class ContentsBuilder:
         self._tensors[key][2].append(InteropShard.of(offset, source))
 
     def stored(self) -> dict[str, StoredTensor]:
-        """Return what is described so far."""
+        """Return the tensors described so far."""
         return {k: StoredTensor(d, s, tuple(v)) for k, (d, s, v) in self._tensors.items()}
 
     def add_whole(self, key: str, source: StoredView) -> None:
@@ -299,14 +299,14 @@ class ContentsBuilder:
             if problem is not None:
                 raise DamagedCheckpointError(
                     f"{self.directory} is incomplete or damaged: {shown(key, 120)}: {problem}.",
-                    rule="the pieces of a tensor make it up exactly once",
+                    rule="the pieces of a tensor cover each element exactly once",
                     fix="use another checkpoint, or fetch the files that are missing",
                 )
             tensors[key] = StoredTensor(dtype, shape, tuple(shards), key.endswith(PADDED_KEYS))
         return tensors
 
     def _check_amount(self) -> None:
-        """Refuse tensors of far more bytes than the files have: views that share their storage."""
+        """Refuse tensors with far more bytes than the files: views that share their storage."""
         claimed, storages = 0, {}
         for _, _, shards in self._tensors.values():
             for shard in shards:
@@ -319,7 +319,7 @@ class ContentsBuilder:
                 f"CKPT_UNSAFE file={self.directory}: it lists tensors of {claimed} bytes over "
                 f"storages of {stored} bytes.",
                 rule=f"tensors may share a storage (tied weights), but are at most {MAX_SHARING} "
-                "times as large as what is stored",
+                "times as large as all storages",
                 fix="use another checkpoint",
             )
 
@@ -327,8 +327,8 @@ class ContentsBuilder:
 def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Add stacks of layers that are stored one by one: `layers.<name>`, layer axis first.
 
-    Where all layers are equal the stacks replace the layers; otherwise both are kept,
-    since a model of different layers asks for each by its number.
+    Where all layers are equal the stacks replace the layers; otherwise both are kept, since a model
+    with different layers requests each layer by its number.
     """
     groups: dict[str, dict[int, str]] = {}
     for key in tensors:
@@ -355,7 +355,7 @@ def _with_stacks(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, Any]:
-    """Return what can be kept of values of another program: numbers, text and containers of them.
+    """Reduce values of another program to numbers, text and containers of them.
 
     A tensor of one element becomes a number; other tensors are left out; an object becomes the
     name of its class.
@@ -398,12 +398,12 @@ def _enum_value(record: Record) -> str:
 
 
 def listed(directory: Path) -> list[str]:
-    """Return the names in a directory; none if it is not one."""
+    """Return the names in a directory; an empty list if it is not a directory."""
     return sorted(os.listdir(directory)) if directory.is_dir() else []
 
 
 def not_readable(directory: Path, found: str, fix: str) -> CheckpointError:
-    """Return the error for a checkpoint of another program of a kind that cannot be read."""
+    """Return the error for an unsupported checkpoint of another program."""
     return CheckpointError(
         f"{directory} cannot be loaded: {found}.",
         rule="Megatron-LM checkpoints of the formats torch_dist and torch, and DeepSpeed's ZeRO "
@@ -415,14 +415,13 @@ def not_readable(directory: Path, found: str, fix: str) -> CheckpointError:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """Files of a checkpoint, as another program or an extension of this one arranges them."""
+    """A file format of checkpoints, of another program or of an extension of this one."""
 
     name: str
     """Value of `tools/checkpoint export --format`."""
     recognises: Callable[[Path], bool]
-    """Says by the names in a directory whether it holds such a checkpoint."""
+    """Returns, by the names in a directory, whether it holds such a checkpoint."""
     open: Callable[[Path], Contents]
-    """Reads what is there; tensors are read later, slice by slice."""
+    """Reads the description; tensors are read later, slice by slice."""
     write: Callable[[Contents, Path, bool], None] | None = None
-    """Writes into an empty directory; the last argument is whether the optimizer state goes
-    along."""
+    """Writes into an empty directory; the last argument includes the optimizer state."""

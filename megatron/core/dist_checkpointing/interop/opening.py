@@ -33,12 +33,12 @@ _TAG = re.compile(r"[\w.-]{1,200}", re.ASCII)
 
 
 def recognise(directory: StoragePath) -> Opener | None:
-    """Return what opens a checkpoint of another program; None if it is not one.
+    """Return the function that opens a checkpoint of another program; None for other directories.
 
     Checkpoints of other programs are read from file systems, not from object stores.
 
     Raises:
-        CheckpointError: it is one of a kind that cannot be read.
+        CheckpointError: its format is not supported.
     """
     if not isinstance(directory, Path):
         return None
@@ -86,9 +86,9 @@ def find_deepspeed(directory: StoragePath) -> list[FoundCheckpoint]:
 
 
 def open_any(directory: str | os.PathLike[str] | StoragePath, *, peers: ControlGroup) -> Contents:
-    """Open a checkpoint, whoever wrote it: collective.
+    """Open a checkpoint of any program: collective.
 
-    The coordinator recognises it and reads its description; every rank continues with the same.
+    The coordinator recognises it and reads its description, which all ranks then use.
 
     Raises:
         CheckpointError: on every rank.
@@ -114,7 +114,7 @@ def write_format(
     Args:
         contents: any checkpoint that can be opened.
         save: directory to write into; a checkpoint of the same iteration must not be there.
-        with_optimizer: also write the optimizer state, where there is any.
+        with_optimizer: also write the optimizer state, if there is any.
     Returns:
         the directory of the checkpoint.
     Raises:

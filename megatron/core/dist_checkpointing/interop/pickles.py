@@ -1,9 +1,9 @@
 """Read the pickled `.metadata` of torch's distributed checkpoints as data: nothing is executed.
 
 `torch.load` reads no bare pickle. A pickle is a program for a stack machine; two of its
-instructions name Python objects to import and call. Here a name gives an inert class whose
-instances (`Record`) keep their arguments and state, and a name on no list ends the reading with its
-file and offset. `pickletools.genops` splits the stream into instructions; it builds nothing.
+instructions name Python objects to import and call. Here an allowed name is replaced by an inert
+class whose instances (`Record`) keep their arguments and state; any other name raises an error with
+its file and offset. `pickletools.genops` splits the stream into instructions; it builds nothing.
 
 Time and memory are proportional to the pickle's length. An instruction may repeat a value that is
 stored elsewhere (the memo), so everything that an instruction costs is bounded: a key is small
@@ -32,8 +32,8 @@ MAX_NAME = 1 << 10
 MAX_KEY_PARTS = 256
 MAX_KEY_BYTES = 1 << 16
 MAX_NUMBER_KEYS = 1 << 17
-"""Numbers in one dict: whoever writes the file can make their hashes collide, while Python salts
-the hashes of text."""
+"""Most numbers that are keys of one dict: a hostile file can make the hashes of numbers collide,
+while Python salts the hashes of text."""
 PARTS_PER_BYTE = 64
 FREE_PARTS = 1 << 20
 _INERT = re.compile(
@@ -43,11 +43,11 @@ _INERT = re.compile(
     r"|argparse Namespace|torch\.serialization _get_layout|torch device",
     re.ASCII,
 )
-"""Classes and enums of the programs that write checkpoints: data whose meaning is not needed."""
+"""Classes and enums of programs that write checkpoints; their instances are kept as inert data."""
 
 
 class UnsafePickleError(DamagedCheckpointError):
-    """A file names something that is not on the allowlist, or no normal writer made it."""
+    """A file names an object that is not on the allowlist, or is unlike any writer's output."""
 
 
 class Record:
@@ -59,7 +59,7 @@ class Record:
     def __init__(self, *args: object) -> None:
         self.args, self.state = args, None
         self.key: tuple[Any, ...] | None = None
-        """The parts that it was hashed by, if it was: a later instruction may change its state."""
+        """The parts when it was hashed, else None: a later instruction may change its state."""
 
     def __new__(cls, *args: object) -> Record:
         """Make an instance; `NEWOBJ` calls this alone."""
@@ -81,7 +81,7 @@ class Record:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def parts(self) -> tuple[Any, ...]:
-        """Return class, arguments and state, by which records are compared."""
+        """Return class, arguments and state, which comparisons of records use."""
         if self.key is not None:
             return self.key
         state = self.state
@@ -97,7 +97,7 @@ class Record:
 
 @lru_cache(maxsize=1 << 12)
 def inert_class(name: str) -> type[Record] | None:
-    """Return the class of records that stands for "module name"; None if it is on no list."""
+    """Return the class of records that replaces "module name"; None if it is on no list."""
     if _INERT.fullmatch(name) is None:
         return None
     return type(name.split()[1], (Record,), {"kind": name.replace(" ", ".")})
@@ -131,7 +131,7 @@ def load_pickle(data: bytes, *, what: str) -> Any:
 
 
 class _Machine:
-    """The stack machine of pickles, less the instructions that plain data does not need."""
+    """The stack machine of pickles, without the instructions that plain data does not need."""
 
     def __init__(self, what: str) -> None:
         self.what, self.position = what, 0
@@ -263,7 +263,7 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
 
 
 def is_key(key: object) -> bool:
-    """Return whether the hash of a value is ours or a builtin's, and cheap.
+    """Return whether hashing a value is cheap and calls only this module's or builtin code.
 
     Parts are counted as often as a hash visits them, so a tuple of shared tuples is a large key.
     """
@@ -288,10 +288,10 @@ def is_key(key: object) -> bool:
 
 
 def check_tree(root: object, what: str, max_parts: int) -> None:
-    """Refuse a value that is not a tree of a sane size; each container is visited once.
+    """Refuse a value that is not a tree of reasonable size; each container is visited once.
 
-    Parts are counted wherever they occur, as code that walks or writes the tree visits them; 256
-    characters of text or bytes are one.
+    A part that occurs several times counts each time, because code that walks or writes the tree
+    visits it each time; 256 characters of text or bytes are one part.
     """
     known: dict[int, tuple[int, int]] = {}
 
@@ -325,7 +325,7 @@ def _children(value: Any) -> list[Any] | None:
 
 
 def refuse(what: str, found: str, offset: int | None = None) -> NoReturn:
-    """Raise the error for a file that holds what is not on the allowlist."""
+    """Raise the error for a file with an object that is not on the allowlist."""
     where = "" if offset is None else f" offset={offset}"
     raise UnsafePickleError(
         f"CKPT_UNSAFE file={what}{where}: {found} is not on the allowlist.",

@@ -26,10 +26,10 @@ MAX_NAME = 1 << 12
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor-parallel ranks share a parameter."""
+    """Split of a parameter over tensor-parallel ranks."""
 
     dim: int | None
-    """The dimension that is cut; None: every rank has all of it."""
+    """The split dimension; None: every rank has the whole parameter."""
     is_gated: bool = False
     """Each rank holds [gate_shard; up_shard]."""
 
@@ -106,7 +106,7 @@ def split_of(name: str, *, is_gated: bool) -> Split | None:
 
 
 def is_gated_mlp(tensors: Mapping[str, StoredView]) -> bool:
-    """Return whether the first MLP layer is twice as wide as the second one takes."""
+    """Return whether the output of the first MLP layer is twice the input of the second one."""
     for name, view in tensors.items():
         if name.endswith(".mlp.linear_fc1.weight"):
             second = tensors.get(name.replace("linear_fc1", "linear_fc2"))
@@ -141,10 +141,10 @@ def add_stage(
 
     Args:
         ranks: per tensor-parallel rank, tensors by the names of the file.
-        prefix: of the keys, for optimizer state.
+        prefix: prefix of the keys, for optimizer state.
         where: the directory, for messages.
     Returns:
-        names that were left out, because it is not known how ranks split them.
+        names that were left out, because their split over ranks is unknown.
     """
     unknown = []
     for name, first in ranks[0].items():
@@ -188,7 +188,7 @@ _LAYOUT = {
 def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (state to keep, settings of the run) from the common state.
 
-    Counters of samples stand among Megatron's settings; loss scaler and scheduler have the same
+    Megatron's settings contain the counters of samples; loss scaler and scheduler have the same
     fields here and there. Random states belong to another generator and are left out.
     """
     args = common.get("args")
@@ -202,12 +202,12 @@ def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[st
 
 
 def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
-    """Take over how many updates the optimizer has made."""
+    """Store the number of updates that the optimizer has made in `builder`."""
     builder.optimizer_step = steps_in(optimizer)
 
 
 def steps_in(optimizer: object) -> int:
-    """Return how many updates an optimizer's plain state says that it has made; 0 if nothing."""
+    """Return the number of updates in an optimizer's plain state; 0 if there is none."""
     found = [value for name in ("step", "common_step") for value in _found(optimizer, name)]
     numbers = plain_values({str(i): value for i, value in enumerate(found)}).values()
     steps = [value for value in numbers if isinstance(value, (int, float))]

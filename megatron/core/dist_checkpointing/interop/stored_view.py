@@ -1,7 +1,7 @@
-"""Tensors that are in a file: where their bytes are, and how to read a box of one.
+"""Tensors in files: the positions of their bytes, and reading a box of a tensor.
 
-Nothing is read until a box is asked for; then only the bytes around that box are, in pieces of a
-bounded size.
+Nothing is read until a box is requested. Then only the bytes around that box are read, in pieces of
+a bounded size.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class StoredBytes:
     begin: int
     num_bytes: int
     crc32: int | None = None
-    """Checksum of all of them, where the file has one."""
+    """Checksum of these bytes, if the file has one."""
     memory: Tensor | None = field(default=None, compare=False)
-    """The bytes themselves, where torch had to load the file."""
+    """The bytes themselves, if torch had to load the file."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StoredView:
     offset: int = 0
 
     def problem(self) -> str | None:
-        """Say why this is not a tensor inside its storage; None if it is one."""
+        """Return why this is not a tensor inside its storage; None if it is one."""
         if len(self.shape) != len(self.stride) or len(self.shape) > MAX_DIMS:
             return f"shape {shown(self.shape)} and strides {shown(self.stride)} of one tensor"
         if self.offset < 0 or any(n < 0 for n in (*self.shape, *self.stride)):
@@ -163,7 +163,7 @@ class ViewReader:
             self.bytes_read += into.numel() * item
             return
         if _is_same_memory(view, into):
-            # Nothing to rearrange: the file's bytes are the tensor's.
+            # The file's bytes are the tensor's bytes in the same order.
             memory = as_bytes(into)
             position = view.storage.begin + view.offset * item
             read_exactly(self.descriptor(view.storage.path), memory, position, view.storage.path)

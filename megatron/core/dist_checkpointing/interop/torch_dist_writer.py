@@ -1,6 +1,6 @@
 """Write a checkpoint in Megatron-LM's `torch_dist` format, one tensor slice in memory at a time.
 
-torch's distributed checkpointing writes the files. This module gives it the chunks (one per layer
+torch's distributed checkpointing writes the files. This module passes it the chunks (one per layer
 of a stack, full tensors otherwise) and reads each chunk just before it is written.
 """
 
@@ -83,7 +83,7 @@ def write_torch_dist(contents: Contents, directory: Path, *, with_optimizer: boo
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from warning that one process saves alone, which is meant."""
+    """Suppress torch's warning that one process saves alone, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -103,7 +103,7 @@ def _chunks(
             continue
         found[key] = _cut(key, tensor)
         if with_optimizer and has_moments and _MAIN + key not in tensors:
-            # An fp32 run: the weights are the main weights.
+            # In an fp32 run the weights are the main weights.
             found[f"{_OPTIMIZER}param.{key}"] = _cut(key, tensor)
     return found
 
@@ -117,7 +117,7 @@ def _cut(key: str, tensor: StoredTensor) -> list[_Chunk]:
 
 
 class _ChunkPlanner(DefaultSavePlanner):
-    """Tells torch's writer the chunks, and reads one when its turn comes."""
+    """Passes the chunks to torch's writer, and reads each chunk when torch writes it."""
 
     def __init__(self, chunks: Mapping[str, list[_Chunk]], reader: SliceReader) -> None:
         super().__init__(flatten_state_dict=False)
@@ -126,7 +126,7 @@ class _ChunkPlanner(DefaultSavePlanner):
         self.indices = {id(c.tensor): ShardIndex(c.tensor) for cs in chunks.values() for c in cs}
 
     def declared(self) -> dict[str, Any]:
-        """Return the plain values: linear layers of Megatron's have a state without content."""
+        """Return the plain values: Megatron's linear layers have an empty extra state."""
         return {
             f"{match[1]}._extra_state/shard_{i}_{len(chunks)}": [None]
             for key, chunks in self.chunks.items()
@@ -184,7 +184,7 @@ def _common_state(state: Mapping[str, Any], chunks: Mapping[str, list[_Chunk]]) 
 
 
 def _optimizer_state(own: Any) -> dict[str, Any]:
-    """Return settings and counters of the optimizer in the form of Megatron's."""
+    """Return settings and counters of the optimizer in Megatron's form."""
     while isinstance(own, dict) and "param_groups" not in own and own:
         own = next(iter(own.values()))  # a chain: its groups share the step
     own = own if isinstance(own, dict) else {}

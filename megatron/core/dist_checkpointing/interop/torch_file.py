@@ -1,8 +1,8 @@
 """Files of `torch.save`, read by `torch.load(weights_only=True)`: nothing in them is executed.
 
 Tensors stay in the file: torch loads them without data (`map_location="meta"`) and returns the
-position of every storage in the archive, so a checkpoint is described without reading it. Files
-that torch cannot describe so (the form before torch 1.6, the other byte order) are loaded whole.
+position of every storage in the archive, so a checkpoint is described without reading it. Other
+files (written before torch 1.6, or in the other byte order) are loaded whole.
 Classes of the programs that wrote the file become inert `Record`s; any other name is refused.
 """
 
@@ -54,7 +54,7 @@ _PLAIN: dict[str, Any] = {
     f"builtins.{kind}": type(kind, (Record,), {"kind": f"builtins.{kind}"})
     for kind in ("dict", "list", "int", "float", "str", "bool", "tuple")
 }  # fmt: skip
-"""Globals that torch does not know by itself, and what stands for them."""
+"""Globals that torch does not allow by default -> classes that replace them."""
 
 
 def read_torch_file(path: Path) -> Any:
@@ -127,7 +127,7 @@ def read_torch_range(descriptor: int, path: Path, begin: int, length: int) -> An
 
 @lru_cache(maxsize=1)
 def _torch_gives_positions() -> bool:
-    """Return whether this torch says where a storage without data is; older releases do not."""
+    """Return whether this torch records the position of a storage without data (newer ones do)."""
     file = io.BytesIO()
     torch.save(torch.ones(1), file)
     file.seek(0)
@@ -166,7 +166,7 @@ def _global_names(stream: Any) -> set[str]:
                 if opcode.name == "GLOBAL":
                     names.add(str(argument))
     except (ValueError, OverflowError, MemoryError):
-        pass  # torch refuses what is damaged
+        pass  # torch refuses a damaged file
     return names
 
 
@@ -202,7 +202,7 @@ class _Range(io.RawIOBase):
 
 
 class _Archive:
-    """The members of a zip archive; torch does not compare the directory with what it reads."""
+    """The members of a zip archive; torch does not compare them with the archive's directory."""
 
     def __init__(self, file: Any, path: Path, begin: int, length: int) -> None:
         self.path, self.begin, self.length = path, begin, length

@@ -91,8 +91,8 @@ def _by_kind(
 ) -> dict[tuple[torch.dtype, bool, bool], Named]:
     """Return (dtype, is_expert, is gathered in FP8) -> trained parameters.
 
-    They are in the order of their units if any. A parameter without elements has nothing to
-    reduce, to shard or to update: it is in no buffer.
+    They are in the order of their units, if there are units. A parameter without elements is in no
+    buffer, because there is nothing to reduce or to update.
     """
     names = names_in_model(module)
     name_of = {p: names[name] for name, p in module.named_parameters()}

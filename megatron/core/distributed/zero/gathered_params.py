@@ -66,7 +66,7 @@ class GatheredParams:
         return gather() if fetch is None else start_after(copies, fetch.copies, mesh.shard, gather)
 
     def finish_gathers(self, indices: Collection[int] | None = None) -> None:
-        """Wait until parameters are whole again: those numbered `indices`, or all."""
+        """Wait until the parameters numbered `indices`, or all parameters, are whole again."""
         if not self._gathers:
             return
         if indices is None:
@@ -91,7 +91,7 @@ class QuantizedParams(GatheredParams):
     model's dtype. The products scale and round them to the same codes again, because bf16 has more
     bits: a step computes the same as with parameters that are gathered in bf16.
 
-    The largest magnitudes are those of the unrounded weights, over all pieces; the history of
+    The largest magnitudes are taken over the unrounded weights of all pieces; the history of
     delayed scaling reads them here.
 
     Args:
@@ -137,7 +137,7 @@ class QuantizedParams(GatheredParams):
             found[-1] = torch.maximum(found[-1], same.logical_not().float())
         for group in (self._flat.mesh.shard, self._quantized[0].tp):
             torch_collectives.all_reduce(found, group, ReduceOp.MAX)
-        # Rounded weights that nobody has changed keep the amaxes of the unrounded weights.
+        # Unchanged rounded weights keep the amaxes of the unrounded weights.
         self._amaxes = torch.where(found[-1] > 0, found, self._amaxes)
         amaxes = zip(self._quantized, self._amaxes[:-1], strict=True)
         scale = torch.stack([quantized.scale_of_weight(amax) for quantized, amax in amaxes])

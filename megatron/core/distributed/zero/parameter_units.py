@@ -43,7 +43,7 @@ from megatron.core.kernels.cpu.malloc import return_free_pages
 from megatron.core.step_context.deferred_wgrad import defer_wgrad
 
 _NUM_FIRST = 3
-"""The rest of a chunk, its embedding and its first layer."""
+"""The remaining parameters of a chunk, its embedding and its first layer."""
 
 _Location = tuple[Zero3Buffer, int]
 """A buffer, and the number of a unit in it."""
@@ -59,7 +59,7 @@ class ParameterUnits:
     def __init__(self, units: Sequence[Unit], locations: dict[nn.Parameter, _Location]) -> None:
         """
         Args:
-            units: as `units_of` returns them: the rest first, then in forward order.
+            units: result of `units_of`: the remaining parameters first, then in forward order.
             locations: buffer and unit number of each sharded parameter.
         """
         self._unit_of: dict[nn.Parameter, int] = {}
@@ -267,7 +267,7 @@ class ParameterUnits:
 
 
 def parameter_units(units: Sequence[Unit], stages: Sequence[ZeroStage]) -> ParameterUnits | None:
-    """Return what gathers the sharded parameters of `stages`; None if all parameters are whole."""
+    """Return the units of the sharded parameters of `stages`; None if all parameters are whole."""
     locations: dict[nn.Parameter, _Location] = {}
     for stage in stages:
         if isinstance(stage, Zero3Buffer):

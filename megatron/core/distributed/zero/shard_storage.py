@@ -65,7 +65,7 @@ class FileShards(ShardStorage):
         super().__init__(values, lengths)
 
     def prefetch(self, numbers: Sequence[int]) -> bool:
-        """Let the system read the shards of one unit ahead."""
+        """Make the system read the shards of one unit ahead."""
         for number in numbers:
             self._advise(number, mmap.MADV_WILLNEED)
         return False

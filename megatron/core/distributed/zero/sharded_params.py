@@ -35,7 +35,7 @@ class Pass(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    """With the forward passes inside it that recompute activations."""
+    """Includes the forward passes inside it that recompute activations."""
 
 
 class FlatParam:
@@ -57,7 +57,7 @@ class FlatParam:
         self.users: set[Pass] = set()
         """Passes that have gathered the unit and have not released it."""
         self.gathers: list[AnyWork] = []
-        """In flight."""
+        """Gathers in flight."""
 
     def allocate(self) -> None:
         """Allocate memory for the values, which are then undefined."""
@@ -107,7 +107,7 @@ class ShardedParams:
         }
         """Number of each parameter's unit."""
         self.absent: list[Tensor] = [without_memory(p.detach()) for p in flat.parameters]
-        """What each parameter shows while it is sharded."""
+        """Data of each parameter while it is sharded."""
         for unit in self.units:
             self._shard(unit, model)
 
@@ -198,7 +198,7 @@ class ShardedParams:
         """Free a unit's values, if `user` has gathered them and is the last pass to release them.
 
         Args:
-            keep: keep the values all the same, until another pass has used and released them.
+            keep: keep the values nevertheless, until another pass has used and released them.
         """
         unit = self.units[number]
         if user in unit.users:
@@ -240,7 +240,7 @@ class ShardedParams:
         self._storage.forget_copies()
 
     def values_of(self, piece: Piece) -> Tensor:
-        """Return a piece of the own shard, in the parameter's shape if that is all of it."""
+        """Return a piece of the own shard, in the parameter's shape if the piece is all of it."""
         buckets = self._flat.buckets_of[piece.index]
         number = next(b.number for b in buckets if b.begin <= piece.offset < b.end)
         begin = piece.offset - self._ranges[number][0]

@@ -38,11 +38,11 @@ class ReductionPolicy:
     scale: float = 1.0
     """Factor on the sum."""
     average: bool = False
-    """The collective averages over the ranks, where the backend can; `scale` lacks 1/size then."""
+    """The collective averages over the ranks if the backend can; then `scale` lacks 1/size."""
     check_finite: bool = False
-    """Look for non-finite local gradients before they are mixed with others."""
+    """Check for non-finite local gradients before they are summed with other ranks' gradients."""
     compression: CompressionSettings = CompressionSettings()
-    """In how many bytes they are sent."""
+    """Compression of the messages."""
 
 
 class ZeroStage(ABC):
@@ -63,7 +63,7 @@ class ZeroStage(ABC):
         self.nonfinite: str | None = None
         """Name of the first parameter (in backward order) whose local gradient was not finite."""
         self.checks_finite = policy.check_finite
-        """Look for such a parameter. May be changed between steps."""
+        """Check for such a parameter. May be changed between steps."""
         self._compressions = [self._compression_of(bucket) for bucket in flat.buckets]
         self._num_launched = 0
         self._in_flight: list[AnyWork] = []
@@ -88,10 +88,10 @@ class ZeroStage(ABC):
 
     @abstractmethod
     def register_grad_ready(self, index: int, is_final: bool) -> None:
-        """Take the gradient that backward left in `.grad` of a parameter, if any.
+        """Move the gradient of a parameter out of `.grad`, if backward left one there.
 
         Args:
-            is_final: no later micro batch adds to it: complete buckets may be reduced.
+            is_final: no later micro batch adds to the gradient: complete buckets may be reduced.
         """
 
     def register_grad_deferred(self, index: int) -> None:  # noqa: B027
@@ -113,7 +113,7 @@ class ZeroStage(ABC):
 
     @abstractmethod
     def spans(self) -> list[ShardSpan]:
-        """Return what this rank updates; the views stay valid."""
+        """Return the spans that this rank updates; the views stay valid."""
 
     def own_shards(self) -> list[Tensor]:
         """Return the parameter shards [n] that only this rank holds, for the caller to change."""
@@ -152,7 +152,7 @@ class ZeroStage(ABC):
         self._num_launched = 0
 
     def _mark_grad_ready(self, bucket: Bucket) -> None:
-        """Note that a gradient in a bucket is complete; reduce the buckets that are.
+        """Note that a gradient in a bucket is complete; reduce complete buckets.
 
         Buckets are launched in their order, whatever the order of completion: ranks may use
         different parameters, but must send the same messages.
@@ -175,7 +175,7 @@ class ZeroStage(ABC):
         if bucket.reduction is not None:
             bucket.reduction.wait()  # both would use the bucket's message tag
         work = bucket.reduction = self._start_reduction(bucket)
-        # Waiting here would tie the ranks together bucket by bucket, and add up their delays.
+        # Waiting here would synchronise the ranks after every bucket and add up their delays.
         for earlier in self._in_flight:
             earlier.poll()
         while len(self._in_flight) >= self.max_in_flight and not self._in_flight[0].is_completed():
@@ -187,13 +187,13 @@ class ZeroStage(ABC):
         self._in_flight = []
 
     def _note_nonfinite(self, bucket: Bucket, gradients: Tensor) -> None:
-        """Look for a parameter of the bucket whose local gradient is not finite."""
+        """Find a parameter of the bucket whose local gradient is not finite."""
         if not self.checks_finite or self.nonfinite is not None:
             return
         norms = torch.linalg.vector_norm(gradients.view(-1, BLOCK), dim=1)
         if bool(norms.sum().isfinite()):
             return
-        # Rare: a NaN, an infinity, or a finite value whose square overflows. Look closely.
+        # Rare: a NaN, an infinity, or a finite value whose square overflows.
         for piece in self.flat.plan.pieces(bucket.begin, bucket.end):
             begin = piece.offset - bucket.begin
             values = gradients[begin : begin + piece.end - piece.begin]

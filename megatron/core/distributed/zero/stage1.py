@@ -40,7 +40,7 @@ class ParamAndGradBuffer(ZeroStage):
             parameter.main_grad_is_fresh = True
 
     def begin_step(self) -> None:
-        """Let the first writer of each gradient overwrite it."""
+        """Make the first writer of each gradient overwrite it."""
         super().begin_step()
         parameter: Any
         for parameter in self.flat.parameters:

@@ -101,7 +101,7 @@ class Zero2Buffer(ZeroStage):
 
     def _note_arrival(self, index: int) -> None:
         if index in self._arrived:
-            self.end_backward()  # another backward pass has begun, and nobody reported the end
+            self.end_backward()  # another backward pass has begun without a report of the end
         self._arrived.add(index)
 
     def _take(self, index: int, bucket: Bucket) -> None:

@@ -27,7 +27,7 @@ class Zero3Buffer(Zero2Buffer):
     """This rank's shard of each unit's parameters, gradients and sums.
 
     During backward `main_grad` of a layer's parameters is a view into the bucket being filled, so
-    weight gradients are computed in the memory from which they are sent.
+    weight gradients are computed directly in the memory that is sent.
     """
 
     max_in_flight = 1
@@ -144,6 +144,6 @@ class Zero3Buffer(Zero2Buffer):
 
 
 def _show_gradient(parameter: Any, buffer: Tensor | None) -> None:
-    """Let `main_grad` be `buffer`, which the first writer overwrites."""
+    """Set `main_grad` to `buffer`, which the first writer overwrites."""
     parameter.main_grad = buffer
     parameter.main_grad_is_fresh = True

@@ -1,4 +1,4 @@
-"""The C library's memory allocator, set so that large blocks go back to the system."""
+"""Settings of the C library's allocator that return large blocks to the system."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def return_freed_blocks() -> None:
-    """Let the C library return blocks of 2 MiB and more to the system as they are freed.
+    """Make the C library return blocks of 2 MiB and more to the system as they are freed.
 
-    glibc does so at first, but raises the limit to the size of what it sees freed, up to 32 MiB:
-    afterwards layers, gradients and logits come from one heap, where blocks of such different
-    sizes leave holes. Of the 960 MiB of a 34-million-parameter GPT in ZeRO-3 70 were such holes.
+    glibc does so at first, but raises the limit to the largest block freed so far, up to 32 MiB.
+    Then layers, gradients and logits share one heap, where blocks of such different sizes leave
+    holes: 70 MiB of the 960 MiB of a 34-million-parameter GPT in ZeRO-3.
 
-    For the whole process. Without effect where parameters are on an accelerator, on other C
-    libraries, and where the user has chosen (MALLOC_MMAP_THRESHOLD_ in the environment).
+    Applies to the whole process. No effect if parameters are on an accelerator, with other C
+    libraries, or if the user has set MALLOC_MMAP_THRESHOLD_ in the environment.
     """
     library = _glibc()
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or library is None:
         return
     mallopt = library.mallopt
     mallopt(_M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
-    # The top of the heap may stay: returning it and asking again costs page faults at every step.
+    # Keep the top of the heap: returning and allocating it again costs page faults at every step.
     mallopt(_M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
 
 
 def return_free_pages() -> None:
-    """Let the C library return the free pages of its heap to the system now.
+    """Make the C library return the free pages of its heap to the system now.
 
-    Freed activations leave holes that the heap keeps. Worth its time (a millisecond, and the page
-    faults of the next pass) just before something large is allocated. Without effect on other C
-    libraries than glibc.
+    Freed activations leave holes that the heap keeps. Call it just before a large allocation; it
+    costs a millisecond and the page faults of the next pass. No effect with other C libraries than
+    glibc.
     """
     library = _glibc()
     if library is not None:
@@ -48,6 +48,6 @@ def return_free_pages() -> None:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """Return glibc where it allocates what this process computes on; None elsewhere."""
+    """Return glibc if this process computes on the CPU and allocates with glibc, else None."""
     on_cpu = device_type() == "cpu"
     return ctypes.CDLL(None) if on_cpu and "glibc" in platform.libc_ver()[0] else None

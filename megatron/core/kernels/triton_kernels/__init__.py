@@ -20,7 +20,7 @@ from megatron.core.foundation.optional_imports import why_missing
 from megatron.core.kernels.registry import Kernel
 
 COMPILED_FOR = ("cuda", "xpu")
-"""Device types for which Triton compiles; AMD's GPUs call themselves "cuda"."""
+"""Device types that Triton compiles for; torch names AMD's GPUs "cuda"."""
 
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 """Dtypes of activations; all compute in fp32."""

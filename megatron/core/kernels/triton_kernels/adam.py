@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 FP32, BF16, FP16, FP8, REMAINDER = range(5)
-"""How a column is stored; `REMAINDER`: what bf16 weights lack of fp32 ones."""
+"""Formats of a column; `REMAINDER`: the bits of fp32 weights that bf16 weights lack."""
 _FP32, _BF16, _FP16, _REMAINDER = (tl.constexpr(k) for k in (FP32, BF16, FP16, REMAINDER))
 BLOCK = 128
 NUM_WARPS = 1
@@ -47,7 +47,7 @@ def _decode(column_ptr, block, lanes, KIND: tl.constexpr, ROOT: tl.constexpr):
 
 @triton.jit
 def _round_at_random(values, noise, DROPPED: tl.constexpr):
-    """Cut low bits off fp32 values after adding random ones below the cut."""
+    """Stochastic rounding: add random low bits to fp32 values, then cut the low bits off."""
     mask: tl.constexpr = (1 << DROPPED) - 1
     bits = values.to(tl.uint32, bitcast=True) + (noise & mask)
     return (bits & (0xFFFFFFFF - mask)).to(tl.float32, bitcast=True)
@@ -125,9 +125,9 @@ def adam_kernel(
 ):  # fmt: skip
     """Update one block of a shard.
 
-    weight: the model's; without a main weight it is fp32 and updated itself. numel: of the shard's
-    part, whose last block may be partly filled. share1, share2: 1 - beta.
-    correction2: root of that of the second moment.
+    weight: the model's; without a main weight it is fp32 and updated itself. numel: elements of the
+    shard's part, whose last block may be partly filled. share1, share2: 1 - beta.
+    correction2: root of the bias correction of the second moment.
     """
     block = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, 128)
@@ -182,8 +182,8 @@ def update_blocks(
         gradient: [e] of any dtype; weight: [e], the model's, both contiguous.
         columns: uint8 [blocks, bytes] of the first moment, the second (its root, if it has a scale)
             and the main weight, or None; kinds: how they are stored.
-        first_place: number of the first block by which random bits are drawn.
-        step: updates before this one. factor: on the gradient.
+        first_place: number of the first block, a key of the random bits.
+        step: number of earlier updates. factor: factor on the gradient.
         settings: lr, beta1, beta2, eps, weight_decay.
     """
     first, second, main = columns

@@ -1,7 +1,7 @@
 """act(gate + bias) * (up + bias) * weight, of one packed tensor, forward and backward.
 
 Every element is read and written once; backward recomputes the activation. (GLU Variants, arXiv
-2002.05202; the weight of a row is that of a token of an expert.)
+2002.05202; the weight of a row is the routing weight of an expert's token.)
 
 Shapes: `t` rows, `f` width; packed is [t, 2f], gate first.
 """
@@ -41,7 +41,7 @@ def _act(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gate_and_up(packed_ptr, bias_ptr, columns, width, HAS_BIAS: tl.constexpr):
-    """Load some columns of a row's gate and of what it gates, fp32, with the bias added."""
+    """Load some columns of a row's gate and of its up projection, fp32, with the bias added."""
     inside = columns < width
     gate = tl.load(packed_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(packed_ptr + width + columns, mask=inside, other=0.0).to(tl.float32)

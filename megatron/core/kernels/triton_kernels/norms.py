@@ -3,8 +3,8 @@
 A row may be a sum, residual + x + bias, that is computed, stored and normalised in one pass.
 
 A program holds one row in registers, so forward reads each element once. Backward keeps a sum of
-the weight's gradient over the rows of a program; from `WIDEST_FUSED` on that takes more registers
-than there are, and the sums are computed by a second kernel, which reads the rows again.
+the weight's gradient over the rows of a program. Rows wider than `WIDEST_FUSED` leave too few
+registers for it: a second kernel reads the rows again and computes the sums.
 
 Sums are fp32. Shapes: `t` rows, `h` width.
 """
@@ -27,7 +27,7 @@ WIDEST_ADDED = 8192
 WIDEST_FUSED = 4096
 """Widest row whose backward also sums the gradients of weight and bias."""
 MAX_PROGRAMS = 512
-"""Programs of the fused backward, each of which leaves a row of partial sums."""
+"""Programs of the fused backward; each writes a row of partial sums."""
 SUM_ROWS, SUM_COLUMNS = 32, 64
 """Tile of the kernel that sums over rows."""
 
@@ -206,7 +206,7 @@ def _gradients(
     """Return the gradients of x [t, h], or of the sum that is normed, of weight and bias [h].
 
     Args:
-        grad_sum: [t, h], what the gradient of the sum is beside that of its norm.
+        grad_sum: [t, h], gradient of the sum through the residual, in addition to the norm's.
     """
     x, weight, bias, mean, rstd = saved
     num_rows, width = x.shape

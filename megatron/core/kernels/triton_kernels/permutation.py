@@ -60,7 +60,7 @@ Rows: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class _LinearMap(torch.autograd.Function):
-    """rows [n, h] -> apply(rows); the gradient is that of the adjoint map."""
+    """rows [n, h] -> apply(rows); backward applies the adjoint map."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, apply: Rows, adjoint: Rows) -> Tensor:

@@ -125,7 +125,7 @@ def heads_of_program(heads: int, width: int) -> int:
 def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool, direction: float
 ) -> Tensor:
-    x = _with_rows(x)
+    x = x if x.stride(-1) == 1 else x.contiguous()  # channels must be adjacent
     width, rotated = x.shape[-1], cos.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # [s, b, n, w], or heads in groups: [s, b, g, n/g, w].
@@ -140,11 +140,6 @@ def _rotate(
         REST=triton.next_power_of_2(rest) if rest else 0, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Return x with adjacent channels; other dimensions may have any strides."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _angle_strides(cos: Tensor) -> tuple[int, int]:

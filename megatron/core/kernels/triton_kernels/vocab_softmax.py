@@ -33,7 +33,7 @@ def statistics_kernel(
     """Read one row. Each lane has a highest logit and a sum of its own, joined at the end."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, COLUMNS)
-    # Finite: a lane that has seen nothing has a difference of zero to itself.
+    # Finite, so that the difference of an empty lane to itself is zero.
     highest = tl.full((COLUMNS,), -3.0e38, tl.float32)
     total = tl.zeros((COLUMNS,), tl.float32)
     logit_sum = tl.zeros((COLUMNS,), tl.float32)
@@ -97,7 +97,7 @@ class KeptLogits:
         scale: Tensor | None,
     ) -> None:
         """See `LogitRows`; [r, c]."""
-        # Autograd has to notice, where what made the logits needs them.
+        # Autograd must detect the change if the operation that made the logits needs them.
         torch.autograd.graph.increment_version(out)
         width, highest = rows.shape[1], statistics.highest
         gradient_kernel[(len(rows), triton.cdiv(width, COLUMNS))](

@@ -306,7 +306,7 @@ class GPTModel(LanguageModule):
                 "the stage that predicts later tokens got no labels.",
                 rule="the stage embeds the labels, which are the next tokens",
                 flags=["--pipeline-model-parallel-layout", "--mtp-num-layers"],
-                fix="pass labels=... on this stage too, or put the letters m beside L",
+                fix="pass labels=... on this stage too, or put the letters m next to L",
             )
         predict = self.mtp.predictions if self.post_process else self.mtp
         embed = self.embedding.embed_words

@@ -84,7 +84,7 @@ def _play(p: int, m: int, durations: tuple[int, int, int]) -> tuple[tuple[Step, 
     ranks[0].activations[0] = [0] * m
     duration = dict(zip((FORWARD, INPUT_GRAD, WEIGHT_GRAD), durations, strict=True))
     num_left = 6 * m * p
-    events = [(0, rank) for rank in range(p)]  # times at which a rank may be able to run a step
+    events = [(0, rank) for rank in range(p)]  # (time, rank) that may be able to run a step
     free = [0] * p
     while num_left:
         now, number = heapq.heappop(events)

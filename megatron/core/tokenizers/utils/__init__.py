@@ -1,1 +1,1 @@
-"""Names that callers of Megatron's `tokenizers.utils` expect."""
+"""Names that callers import from Megatron's `tokenizers.utils`."""

@@ -1,4 +1,4 @@
-"""Activations that wait in host memory or a file between forward and backward."""
+"""Activations that are offloaded to host memory or a file between forward and backward."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ DROPPED_BY = {
     "moe_act": ("moe_act", "moe"),
     "expert_fc1": ("moe",),
 }
-"""Part of a layer -> recomputed parts that leave nothing of what it saves."""
+"""Part of a layer -> recomputed parts whose recomputation frees all its saved activations."""
 
 
 @dataclass
 class ActivationOffloadConfig:
-    """Which activations are copied to host memory after forward and back before backward."""
+    """Activations that are copied to host memory after forward and back before backward."""
 
     fine_grained_activation_offloading: bool = False
-    """Keep what backward needs of --offload-modules in host memory until it does; copies travel
-    while others compute."""
+    """Keep the saved activations of --offload-modules in host memory until backward needs them;
+    copies overlap with computation."""
     offload_modules: list[str] | None = flag(
         None, nargs="+", cli_default=[], part_of="fine_grained_activation_offloading"
     )
-    """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act. What is
-    recomputed is not kept, on the device or elsewhere."""
+    """Any of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act. Recomputed
+    activations are not saved, so they are not offloaded."""
     min_offloaded_tensor_size: int = flag(
         1024 * 1024,
         part_of=("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
     )
-    """Elements: smaller tensors stay on the device."""
+    """Smallest number of elements of an offloaded tensor; smaller tensors stay on the device."""
     cpu_offloading_num_layers: int = 0
-    """Layers of each chunk, from its first, of which all activations are offloaded; none with
-    --overlap-moe-expert-parallel-comm, where layers of two micro batches run in turns."""
+    """Number of layers at the start of each chunk whose activations are all offloaded. No effect
+    with --overlap-moe-expert-parallel-comm, where layers of two micro batches alternate."""
 
     @property
     def modules_to_offload(self) -> Collection[str]:
-        """The parts of layers that are named, if any are offloaded."""
+        """The parts of layers to offload; empty without fine-grained offloading."""
         return (self.offload_modules or []) if self.fine_grained_activation_offloading else []
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether anything is."""
+        """Whether any activations are offloaded."""
         return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
 
 
@@ -66,7 +66,7 @@ def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronE
     if config.fine_grained_activation_offloading and (not modules or unknown):
         yield ConfigError(
             f"fine_grained_activation_offloading with offload_modules={modules}.",
-            rule=f"it is told of which parts: {', '.join(OFFLOAD_MODULES)}",
+            rule=f"offload_modules names parts of a layer: {', '.join(OFFLOAD_MODULES)}",
             flags=["--fine-grained-activation-offloading", "--offload-modules"],
             fix="use --offload-modules core_attn attn_proj",
         )
@@ -74,7 +74,7 @@ def activation_offload_problems(config: TransformerConfig) -> Iterator[MegatronE
         yield ConfigError(
             "fine_grained_activation_offloading with"
             f" cpu_offloading_num_layers={config.cpu_offloading_num_layers}.",
-            rule="whole layers are offloaded, or parts of all",
+            rule="either whole layers are offloaded, or parts of all layers",
             flags=["--fine-grained-activation-offloading", "--cpu-offloading-num-layers"],
             fix="drop one of the two",
         )

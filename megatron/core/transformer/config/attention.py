@@ -28,26 +28,26 @@ class PositionConfig:
     no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     rotary_base_local: float | None = flag(None, kind=int)
-    """Base of the rotary frequencies in layers with a window; None is that of all layers."""
+    """Base of the rotary frequencies in layers with a window; None uses the base of all layers."""
     mrope_section: list[int] | None = flag(None, nargs="+")
-    """Pairs of channels of a head whose angles are of a token's position in time, in height and in
-    width (--position-embedding-type mrope, arXiv 2409.12191)."""
+    """Numbers of channel pairs of a head that rotate by a token's position in time, in height and
+    in width (--position-embedding-type mrope, arXiv 2409.12191)."""
     mrope_interleaved: bool = False
-    """Give the pairs of channels to time, height and width in turn, not one section after the
+    """Interleave the channel pairs of time, height and width instead of using one section after the
     other (arXiv 2511.21631)."""
     apply_rope_fusion: bool = flag(
         False,
         "--no-rope-fusion",
         cli_default=True,
-        help="Rotary embedding from plain operations.",
+        help="Compute the rotary embedding with unfused operations.",
     )
     """Use a fused rotary kernel where a backend offers one."""
 
     def rotates_in(self, layer_number: int) -> bool:
-        """Return whether a layer, by its 1-based number in the whole model, has rotary positions
-        where the model has them."""
+        """Return whether a layer, by its 1-based number in the whole model, applies the rotary
+        embedding of a model that has one."""
         skips = self.no_rope_freq
-        # Layers after the last one (those of later tokens) are like it.
+        # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
         return not (skips and skips[min(layer_number, len(skips)) - 1])
 
 
@@ -72,8 +72,8 @@ class LatentAttentionConfig:
     rope_type: str = flag(
         "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
     )
-    """Positions of latent attention: yarn stretches them by --rotary-scaling-factor, and is rope
-    with the factor 1."""
+    """Positions of latent attention: rope, or yarn, which extends the context by the factor
+    --rotary-scaling-factor (with the factor 1 it equals rope)."""
     rope_interleave: bool = flag(
         True,
         part_of="multi_latent_attention",
@@ -84,24 +84,24 @@ class LatentAttentionConfig:
     rotary_base: float = flag(10000, kind=int)
     """Base of the rotary frequencies (arXiv 2104.09864, section 3.2.2)."""
     rotary_scaling_factor: float = flag(40, cli_default=1.0)
-    """YaRN: how many times longer the context becomes (arXiv 2309.00071). Of multi-latent attention
-    and of --position-embedding-type yarn, like the next ones."""
+    """YaRN: new context length / original context length (arXiv 2309.00071). The flags of YaRN
+    apply to multi-latent attention and to --position-embedding-type yarn."""
     original_max_position_embeddings: int = flag(
         4096, "--original-max-position-embeddings", "--yarn-original-max-position-embeddings"
     )
-    """YaRN: context that the model was trained with first."""
+    """YaRN: context length of the original training, before the extension."""
     beta_fast: float = flag(32, "--beta-fast", "--yarn-beta-fast")
-    """YaRN: channels that turn more often than this within that context keep their speed."""
+    """YaRN: channels with more rotations than this in the original context keep their frequency."""
     beta_slow: float = flag(1, "--beta-slow", "--yarn-beta-slow")
-    """YaRN: channels that turn less often are slowed down by the whole factor."""
+    """YaRN: the frequency of channels with fewer rotations is divided by the whole factor."""
     yarn_correction_range_round_to_int: bool = flag(
-        True, help="YaRN: let the share between the two change over whole channels."
+        True, help="YaRN: do not round the channel numbers of beta-fast and beta-slow."
     )
-    """YaRN: let the share between the two change over whole channels."""
+    """YaRN: round the channel numbers of beta-fast and beta-slow to whole numbers."""
     mscale: float = 1.0
     """YaRN attention temperature: how strongly scores grow with the factor."""
     mscale_all_dim: float = flag(0.0, part_of="multi_latent_attention")
-    """YaRN: the same for the part of a head that does not rotate."""
+    """YaRN: the same for the channels of a head without rotary embedding."""
 
 
 def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:
@@ -124,14 +124,14 @@ def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[Megatro
     if epsilon is not None and not 0 < epsilon < 1:
         yield ConfigError(
             f"latent_norm_epsilon={epsilon}.",
-            rule="it is positive and small beside the variance",
+            rule="it is positive and small compared with the variance",
             flags=["--latent-norm-epsilon"],
             fix="leave --latent-norm-epsilon out, or use 1e-6",
         )
     if config.rope_type not in ("rope", "yarn"):
         yield ConfigError(
             f"rope_type={config.rope_type!r} is unknown.",
-            rule="the rotary part turns by rope or yarn",
+            rule="the rotary part uses rope or yarn",
             flags=["--rope-type"],
             fix="use yarn",
         )
@@ -151,25 +151,25 @@ class SparseAttentionConfig:
     dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
     """Query heads of the indexer; they share one key."""
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
-    """Keys that a query attends to: of those with the highest scores, and of equal ones the
-    earliest."""
+    """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
+    earliest key."""
     dsa_indexer_loss_coeff: float | None = flag(
         None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
     )
-    """Factor on the loss by which the indexer learns the distribution of attention. None or 0: the
-    indexer stays as it is."""
+    """Factor on the loss that trains the indexer to match the distribution of attention. With None
+    or 0 the indexer is not trained."""
     dsa_indexer_use_sparse_loss: bool = flag(False, part_of=_MIXER)
     """Compare the two distributions over the chosen keys alone, instead of all keys."""
     dsa_indexer_k_norm_epsilon: float | None = flag(None, part_of=_MIXER)
-    """Added to the variance in the norm of the indexer's key; None is that of --norm-epsilon."""
+    """Added to the variance in the norm of the indexer's key; None uses --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = flag(False, part_of=_MIXER)
-    """Norm the indexer's key in fp32, and keep it so."""
+    """Compute the norm of the indexer's key in fp32, with an fp32 result."""
     dsa_indexer_rope_interleaved: bool = flag(False, part_of=_MIXER)
     """Rotate neighbouring channels (2i, 2i+1) in the indexer, instead of (i, i + d/2)."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, part_of=_MIXER, help="Indexer: let a head's negative scores count as they are."
+        True, part_of=_MIXER, help="Indexer: use the negative scores of a head instead of zero."
     )
-    """Count the positive scores of each head of the indexer alone."""
+    """Indexer: replace the negative scores of a head by zero."""
     dsa_kernel_backend: str = flag(
         "none",
         choices=("none", "tilelang", "cudnn"),
@@ -180,7 +180,7 @@ class SparseAttentionConfig:
 
     @property
     def trains_indexer(self) -> bool:
-        """Whether the indexer has a loss to learn from."""
+        """Whether a loss trains the indexer."""
         return bool(self.dsa_indexer_loss_coeff)
 
 
@@ -219,21 +219,21 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
 
 @dataclass
 class QueryKeyClipConfig:
-    """What happens to heads whose largest attention logit grows."""
+    """Bounds on the largest attention logit of each head."""
 
     qk_clip: bool = False
     """After each update scale down the query and key weights of heads whose largest attention logit
     in the global batch exceeds --qk-clip-threshold (MuonClip, arXiv 2507.20534, section 2.1)."""
     qk_clip_threshold: float = flag(100.0, part_of="qk_clip")
-    """Largest attention logit that is left alone."""
+    """Largest attention logit that causes no scaling."""
     qk_clip_alpha: float = flag(0.5, part_of="qk_clip")
-    """Share of the scaling that the queries take; the keys take the rest."""
+    """Share of the scaling that is applied to the query weights; key weights get the rest."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of each global batch."""
 
     @property
     def records_max_logits(self) -> bool:
-        """Whether attention keeps the largest logit of each head."""
+        """Whether attention records the largest logit of each head."""
         return self.qk_clip or self.log_max_attention_logit
 
 

@@ -1,4 +1,4 @@
-"""What one layer is made of: norms, activation, biases, attention variants, dropout."""
+"""The components of one layer: norms, activation, biases, attention variants, dropout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POSITIVE = (
 )
 
 
-DRAWN_BY_PLACE = "what is dropped is keyed by the place in the micro batch"
+DRAWN_BY_PLACE = "dropout is keyed by a token's place in the micro batch"
 
 
 @dataclass
@@ -37,8 +37,8 @@ class BlockConfig:
         note_values={"inference_optimized": "layers are local ones"},
         per_micro_batch={"transformer_engine": "that library's attention has one group of ranks"},
     )
-    """Where layers come from, if no layer spec says it; without Transformer Engine installed, local
-    ones are used."""
+    """Implementation of the layers, unless a layer spec names it. Without Transformer Engine
+    installed, the local layers are used."""
     normalization: str = flag("LayerNorm", choices=tuple(NORMS))
     """"LayerNorm" or "RMSNorm" (arXiv 1910.07467)."""
     layernorm_epsilon: float = flag(1e-05, name="norm_epsilon")
@@ -48,26 +48,26 @@ class BlockConfig:
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
     attention_output_gate: bool = False
-    """Multiply the output of attention by a sigmoid gate, which the query projection gives for each
-    channel of a head (arXiv 2505.06708, as in Qwen3-Next)."""
+    """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
+    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 
     sandwich_norm: bool = False
-    """Normalise also what each branch adds to the residual stream (CogView, arXiv 2105.13290,
-    section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
+    """Normalise also the output of each branch before it is added to the residual stream (CogView,
+    arXiv 2105.13290, section 2.4; Gemma 2, arXiv 2408.00118, section 2)."""
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
     residual_multiplier: float = 1.0
-    """Factor on what attention and MLP, or what is in their place, add to the residual stream
+    """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
     embedding_multiplier: float = 1.0
     """Factor on the word embeddings."""
     logits_scaling: float = 1.0
-    """Divisor of the product that gives the logits, before --final-logit-softcapping (Granite)."""
+    """Divisor of the logits, applied before --final-logit-softcapping (Granite)."""
     final_logit_softcapping: float | None = None
-    """Bound c of the logits of the head: c * tanh(logit / c). None is no bound."""
+    """Bound c of the logits of the head: c * tanh(logit / c). With None they are unbounded."""
 
     add_bias_linear: bool = flag(
         True, "--disable-bias-linear", help="Leave out the biases of all linear layers."
@@ -82,8 +82,8 @@ class BlockConfig:
     glu_linear_offset: float = 0.0
     """Added to the branch that a gate multiplies (GPT-OSS: 1)."""
     activation_func_clamp_value: float | None = None
-    """Bound of a gated MLP's branches before the nonlinearity: above for the gate, on both sides
-    for the other; None is none."""
+    """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
+    other branch on both sides. None does not clamp."""
 
     hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
     """Dropout probability of the embedding and of each residual branch."""
@@ -97,21 +97,21 @@ class BlockConfig:
     apply_query_key_layer_scaling: bool = False
     """Divide the logits by the layer number before, and multiply after, rounding to half."""
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero
-    that nothing comes from; "learnable" gives each head a score for it (arXiv 2309.17453)."""
+    """Denominator of the attention weights: "vanilla"; "off-by-one" adds 1, a key of score zero and
+    value zero; "learnable" learns the score of this key for each head (arXiv 2309.17453)."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
     window_attn_skip_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr"
     )
-    """Which layers have the window: N for all but every N-th, or per layer 1 (window) or 0. None is
-    all of them."""
+    """Layers with the window: N for all but every N-th layer, or 1 (window) or 0 for each layer.
+    None is all layers."""
     attn_logit_softcapping: float | None = None
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
-    section 2). None is no bound."""
+    section 2). With None they are unbounded."""
     attention_backend: AttnBackend = AttnBackend.auto
-    """Kernel of the core attention. With flash and fused it may draw dropout by itself: what is
-    dropped then depends on the layout."""
+    """Kernel of the core attention. Kernels of flash and fused may draw dropout by themselves;
+    their draws depend on the layout."""
 
     def window_of(self, layer_number: int) -> tuple[int, int] | None:
         """Return the window of a layer, by its 1-based number in the whole model."""
@@ -119,7 +119,7 @@ class BlockConfig:
         if isinstance(pattern, int):
             is_windowed = layer_number % pattern != 0
         else:
-            # Layers after the last one (those of later tokens) are like it.
+            # Layers of multi-token prediction, numbered after the last layer, follow the last one.
             is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
         return self.window_size if is_windowed else None
 
@@ -160,7 +160,8 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
     if config.use_parallel_residual and config.apply_residual_connection_post_layernorm:
         yield ConfigError(
             "use_parallel_residual with apply_residual_connection_post_layernorm.",
-            rule="with two norms of one input there is no single residual after the norm",
+            rule="parallel branches norm one input twice, so there is no single residual after the"
+            " norm",
             flags=[
                 "--use-parallel-residual",
                 "--apply-residual-connection-post-layernorm",

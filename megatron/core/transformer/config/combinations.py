@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield which fields of different groups exclude each other."""
+    """Yield the problems of fields of different groups that exclude each other."""
     pattern = config.window_attn_skip_freq
     if isinstance(pattern, list) and (len(pattern) != config.num_layers or set(pattern) - {0, 1}):
         yield ConfigError(
@@ -56,7 +56,7 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     if pattern_of_letters and config.use_parallel_residual:
         yield ConfigError(
             "hybrid_layer_pattern with use_parallel_residual.",
-            rule="a layer of one letter has no second part beside the first",
+            rule="a layer of one letter is either a mixer or an MLP, not both",
             flags=["--hybrid-layer-pattern", "--use-parallel-residual"],
             fix="drop --use-parallel-residual",
         )
@@ -87,7 +87,7 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 
 
 def split_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield what cannot be split over the tensor-parallel ranks."""
+    """Yield an error for each size that cannot be split over the tensor-parallel ranks."""
     tp, width = config.tensor_model_parallel_size, config.ffn_hidden_size or 0
     if config.num_attention_heads % tp:
         yield ConfigError(

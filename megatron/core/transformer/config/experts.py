@@ -34,15 +34,15 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_layer_freq: int | list[int] = flag(
         1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
     )
-    """Which layers have experts: every N-th, beginning with the first, or 0/1 for each layer."""
+    """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
     moe_latent_size: int | None = flag(None, part_of="num_experts")
-    """Width that routed experts work in: tokens are projected down to it before they travel to
-    their experts and up again after; the router and shared experts read them whole (LatentMoE,
-    arXiv 2601.18089). None is the hidden size."""
+    """Input and output width of routed experts: tokens are projected down to it before they are
+    sent to their experts, and up again afterwards. The router and shared experts read tokens in the
+    hidden size (LatentMoE, arXiv 2601.18089). None is the hidden size."""
     moe_grouped_gemm: bool = flag(False, part_of="num_experts")
-    """Compute all experts of a rank together instead of one module after the other."""
+    """Compute all experts of a rank in grouped GEMMs instead of one module after the other."""
     moe_layer_recompute: bool = flag(False, part_of="num_experts")
     """Drop the activations of expert layers and recompute them in backward."""
 
@@ -51,25 +51,26 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_score_function: str = flag(
         "softmax", choices=("softmax", "sigmoid", "sqrtsoftplus"), part_of="num_experts"
     )
-    """What turns the router's logits into scores: softmax, sigmoid or sqrtsoftplus."""
+    """Function that maps the router's logits to scores: softmax, sigmoid or sqrtsoftplus."""
     moe_router_pre_softmax: bool = flag(False, part_of="num_experts")
-    """Take the softmax over all experts, not over the chosen ones."""
+    """Compute the softmax over all experts instead of over the chosen experts only."""
     moe_router_topk_scaling_factor: float | None = flag(None, part_of="num_experts")
     """Factor on the weights of the chosen experts."""
     moe_router_num_groups: int | None = flag(None, part_of="num_experts")
-    """Groups of experts, of which a token may use `moe_router_group_topk` (arXiv 2412.19437)."""
+    """Number of groups of experts; a token may use `moe_router_group_topk` groups (arXiv
+    2412.19437)."""
     moe_router_group_topk: int | None = flag(None, part_of="num_experts")
-    """Groups that a token may be routed to."""
+    """Number of groups that a token may be routed to."""
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
-    """Experts of a group whose scores, summed, are the group's; 1 as in DeepSeek-V2. Default
-    moe-router-topk / moe-router-group-topk."""
+    """The score of a group is the sum of the scores of this number of its best experts; 1 in
+    DeepSeek-V2. Default moe-router-topk / moe-router-group-topk."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
-    """Dtype of the router's matrix product: fp32, fp64, or None for that of the model. Scores are
-    fp32 at least."""
+    """Dtype of the router's matrix product: fp32, fp64, or None for the model's dtype. Scores are
+    at least fp32."""
     moe_router_enable_expert_bias: bool = flag(False, part_of="num_experts")
-    """Even out the load by a bias on the scores that choose (arXiv 2408.15664)."""
+    """Balance the load with a bias on the scores that choose experts (arXiv 2408.15664)."""
     moe_router_bias_update_rate: float = flag(0.001, part_of="num_experts")
-    """How far that bias moves in a step."""
+    """Change of the expert bias in a step."""
     moe_router_load_balancing_type: str | list[str] = flag(
         "aux_loss",
         nargs="+",
@@ -93,28 +94,30 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_input_jitter_eps: float | None = flag(None, part_of="num_experts")
     """Multiply the router's input by uniform noise in [1 - eps, 1 + eps] (arXiv 2101.03961)."""
     moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
-    """Route at random: for measuring speed."""
+    """Route at random, for measuring speed."""
 
     moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
-    """Tokens of one sequence that an expert takes, over the even share; None drops nothing."""
+    """Capacity of an expert: the number of tokens of a sequence that it accepts, relative to an
+    even share. None drops no token."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
-    """Which tokens stay where an expert is full: the likeliest, or the first."""
+    """Tokens that a full expert keeps: the tokens with the largest weights, or the first tokens."""
     moe_pad_expert_input_to_capacity: bool = flag(
         False, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
     )
-    """Give every expert an input of the same length: its capacity in each sequence."""
+    """Pad the input of every expert to the same length: its capacity in each sequence."""
     moe_expert_rank_capacity_factor: float | None = flag(
         None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
     )
-    """Rows that a rank sends to each expert-parallel rank, over the even share of its choices, so
-    that the host never waits for the router; choices beyond them are dropped, and counted in the
-    log. The expert-parallel size is enough for all. None: as many as there are, which it reads."""
+    """Number of tokens that a rank sends to each expert-parallel rank, relative to an even share of
+    its choices. With it the host never waits for the router; choices beyond it are dropped and
+    counted in the log. At the expert-parallel size none is dropped. With None the host reads the
+    router's counts and sends every token."""
     moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
-    """Width of the expert that every token uses; None is none."""
+    """Width of the shared expert, which every token uses; None adds no shared expert."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
-    """Weigh the shared expert's output by a sigmoid gate of the token."""
+    """Multiply the shared expert's output by a sigmoid gate computed from the token."""
     moe_shared_expert_overlap: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
-    """Compute the shared expert while tokens travel to the routed ones (alltoall dispatcher)."""
+    """Compute the shared expert while tokens are sent to routed experts (alltoall dispatcher)."""
     moe_per_layer_logging: bool = flag(False, part_of="num_experts")
     """Log the balance of each layer."""
 
@@ -135,7 +138,7 @@ class ExpertConfig(ExpertExchangeConfig):
 
     @property
     def counts_by_sequence(self) -> bool:
-        """Whether what a router computes depends on where a sequence begins and ends."""
+        """Whether the result of a router depends on where a sequence begins and ends."""
         has_capacity = self.moe_expert_capacity_factor is not None
         return has_capacity or "seq_aux_loss" in self.balance_losses()
 
@@ -243,7 +246,7 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     elif len(freq) != num_layers or set(freq) - {0, 1}:
         yield _problem(
             f"moe_layer_freq={freq} for {num_layers} layers.",
-            "a list says 0 or 1 for every layer",
+            "a list has 0 or 1 for every layer",
             "--moe-layer-freq",
             "--num-layers",
             fix=f'use --moe-layer-freq "[1]*{num_layers}"',
@@ -253,7 +256,7 @@ def _sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
         yield _problem(
             f"moe_shared_expert_intermediate_size={shared}"
             f" with moe_shared_expert_gate={config.moe_shared_expert_gate}.",
-            "a shared expert has a positive width, and a gate belongs to one",
+            "a shared expert has a positive width, and a gate needs a shared expert",
             "--moe-shared-expert-intermediate-size",
             fix=f"use --moe-shared-expert-intermediate-size {max(width, 1)}",
         )
@@ -292,7 +295,7 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
     if not 1 <= topk <= experts:
         yield _problem(
             f"moe_router_topk={topk} of {experts} experts.",
-            "a token is routed to at least one expert, and to each once",
+            "a token is routed to at least one expert, and to each expert at most once",
             "--moe-router-topk",
             "--num-experts",
             fix=f"use --moe-router-topk {min(2, experts)}",
@@ -314,7 +317,7 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
     if config.moe_router_enable_expert_bias and is_softmax:
         yield _problem(
             "an expert bias with softmax scores.",
-            "the bias chooses among scores that do not depend on each other",
+            "the bias needs scores that do not depend on each other",
             "--moe-router-enable-expert-bias",
             "--moe-router-score-function",
             fix="use --moe-router-score-function sigmoid",
@@ -332,7 +335,7 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
         per_group = experts // groups if groups > 0 else 0
         if per_group < 1 or experts % groups or not 1 <= kept <= groups:
             yield _problem(
-                f"{experts} experts in {groups} groups, of which a token is routed to {kept}.",
+                f"{experts} experts in {groups} groups, and a token is routed to {kept} groups.",
                 "groups are equal, and a token is routed to some of them",
                 "--moe-router-num-groups",
                 "--moe-router-group-topk",
@@ -344,10 +347,10 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
             judges = config.moe_router_group_score_topk
             if not 1 <= judges <= per_group or topk > kept * per_group:
                 yield _problem(
-                    f"moe_router_topk={topk} from {kept} groups of {per_group} experts, judged"
+                    f"moe_router_topk={topk} from {kept} groups of {per_group} experts, scored"
                     f" by {judges} of them.",
-                    "a group is judged by some of the experts that it has, and the groups that"
-                    " a token is routed to hold all of its experts",
+                    "the score of a group is the sum over some of its experts, and the groups that"
+                    " a token is routed to contain all of its experts",
                     "--moe-router-group-score-topk",
                     "--moe-router-group-topk",
                     fix=f"use --moe-router-group-score-topk 1 --moe-router-group-topk {groups}",
@@ -355,8 +358,8 @@ def _router_problems(config: ExpertConfig) -> Iterator[MegatronError]:
         elif topk % kept or topk // kept > per_group:
             yield _problem(
                 f"moe_router_topk={topk} from {kept} groups of {per_group} experts.",
-                "a group is judged by its topk / group_topk best experts, a whole number of"
-                " those that it has",
+                "the score of a group is the sum over its topk / group_topk best experts, a whole"
+                " number of at most all its experts",
                 "--moe-router-topk",
                 "--moe-router-group-topk",
                 fix=f"use --moe-router-topk {kept * max(1, min(topk // kept, per_group))}",
@@ -404,7 +407,7 @@ def _capacity_problems(config: ExpertConfig) -> Iterator[MegatronError]:
             yield _problem(f"{name}={factor}.", rule, option, fix="give 1.25")
     if factor is not None and config.moe_token_dispatcher_type == "allgather":
         found = "moe_expert_rank_capacity_factor with the allgather dispatcher."
-        rule = "it bounds what ranks send to each other, which is everything there"
+        rule = "it bounds the messages between ranks, and an allgather always sends every token"
         flags = "--moe-expert-rank-capacity-factor", "--moe-token-dispatcher-type"
         yield _problem(found, rule, *flags, fix=f"use {flags[1]} alltoall")
     if config.moe_expert_capacity_factor is None and config.moe_pad_expert_input_to_capacity:

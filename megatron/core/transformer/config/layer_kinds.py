@@ -1,7 +1,7 @@
-"""What each layer of a model is made of, and the string of letters that says it.
+"""The mixer and MLP of each layer of a model, and the string of letters that describes them.
 
-A layer has a mixer, which moves information along the sequence, and an MLP; in a hybrid model one
-letter is one layer, which has one of the two.
+A layer has a mixer, which moves information along the sequence, and an MLP. In a hybrid model one
+letter is one layer, which has only one of the two.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class LayerKind:
     """The parts of a layer."""
 
     mixer: str = ATTENTION
-    """attention, sparse attention, the name of a mixer with a state, or NOTHING."""
+    """attention, sparse attention, the name of a recurrent mixer, or NOTHING."""
     mlp: str = DENSE
     """dense, experts or NOTHING."""
     has_cross_attention: bool = False
-    """Between the two it attends to the encoder's output."""
+    """Cross attention to the encoder's output follows the mixer."""
     has_final_norm: bool = False
-    """It is the last of the encoder, and the encoder's final norm follows."""
+    """The layer is the last layer of the encoder: the encoder's final norm follows it."""
 
     @property
     def attends(self) -> bool:
@@ -42,7 +42,7 @@ class LayerKind:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether its mixer is one with a state of fixed size."""
+        """Whether its mixer is a recurrence, with a state of fixed size."""
         return self.mixer not in (ATTENTION, SPARSE_ATTENTION, NOTHING)
 
     @property
@@ -63,7 +63,7 @@ KINDS = {
     "-": LayerKind(NOTHING, DENSE),
     "E": LayerKind(NOTHING, EXPERTS),
 }
-"""Letters of --hybrid-layer-pattern; + is attention with latents, as all of such a model is."""
+"""Letters of --hybrid-layer-pattern; + is * in a model whose attention has latents."""
 _FLAG = "--hybrid-layer-pattern"
 _EXAMPLE = "use letters of M, G, K, D, *, +, - and E, for example M-M*-|M-M*-"
 
@@ -74,7 +74,7 @@ class HybridPattern:
 
     Attributes:
         layers: letters of the layers that predict the next token.
-        stages: the same, one string for each pipeline stage; one if the pattern says nothing of it.
+        stages: the same, one string for each pipeline stage; one string if the pattern has no |.
         later: letters of the layers that predict each later token, one string for each depth.
     """
 
@@ -94,8 +94,8 @@ class HybridPattern:
     def kinds_of_depth(self, depth: int) -> tuple[LayerKind, ...]:
         """Return the kinds of the layers that predict the token `depth` positions after the next.
 
-        A depth without letters of its own is like the last one that has letters; without any, its
-        layer is like the last layer of the model.
+        A depth without letters copies the last depth that has letters; if no depth has letters, its
+        layer copies the last layer of the model.
         """
         letters = self.later or (self.layers[-1],)
         return tuple(KINDS[letter] for letter in letters[min(depth, len(letters)) - 1])
@@ -107,7 +107,7 @@ class HybridPattern:
 
     @property
     def pipeline_layout(self) -> str | None:
-        """The layout string of its stages; None if it says nothing of them."""
+        """The layout string of its stages; None if the pattern has no |."""
         if len(self.stages) == 1:
             return None
         stages = ["t" * len(letters) for letters in self.stages]
@@ -129,7 +129,7 @@ def hybrid_pattern(text: str) -> HybridPattern:
             f" {', '.join(unknown) or ('no layer after /' if main.strip('|') else 'no layer')}.",
             rule="a letter is a layer: M Mamba-2, G Gated DeltaNet, K Kimi Delta Attention, D"
             " sparse attention, * attention, + attention with latents, - MLP, E experts; |"
-            " separates pipeline stages, / precedes what predicts a later token",
+            " separates pipeline stages, / precedes the layers that predict a later token",
             flags=[_FLAG],
             fix=_EXAMPLE,
         )

@@ -1,4 +1,4 @@
-"""Which layers mix the sequence by something else than attention to all keys, and sizes."""
+"""Layers whose mixer is not attention to all keys: their positions and sizes."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ class LinearAttentionConfig:
         choices=("gdn", "gdn2", "dsa", "gated_delta_net", "kda", "mamba2"),
         refuse_values={"gdn2": _NOT_HERE},
     )
-    """What mixes the sequence in the layers of --linear-attention-freq: gated_delta_net, for short
-    gdn (arXiv 2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv
-    2405.21060), or dsa, attention with latents to the keys that an indexer chooses (arXiv
-    2512.02556)."""
+    """Mixer of the layers of --linear-attention-freq: gated_delta_net, for short gdn (arXiv
+    2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), or dsa,
+    attention with latents to the keys that an indexer chooses (arXiv 2512.02556)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT
     )
-    """Which layers do so: N for all but every N-th, which keeps attention, or per layer 1 or 0.
-    None is all of them."""
+    """Layers with this mixer: N for all but every N-th, which keeps attention, or 1 or 0 for each
+    layer. None is all layers."""
     hybrid_layer_pattern: str | None = flag(
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
@@ -82,16 +81,16 @@ class LinearAttentionConfig:
     linear_num_key_heads: int = flag(16, part_of=_MIXER)
     """Query and key heads of Gated DeltaNet, and of Kimi Delta Attention."""
     linear_num_value_heads: int = flag(32, part_of=_MIXER)
-    """Value heads of Gated DeltaNet, and of Kimi Delta Attention; each key head serves an equal
-    number of them."""
+    """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
+    number of value heads."""
     mamba_state_dim: int = flag(128, part_of=_MIXER)
     """Width of the state of Mamba-2."""
     mamba_head_dim: int = flag(64, part_of=_MIXER)
     """Width of a head of Mamba-2."""
     mamba_num_groups: int = flag(8, part_of=_MIXER)
-    """Groups of heads of Mamba-2; the heads of a group share what they write and read by."""
+    """Groups of heads of Mamba-2; the heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, part_of=_MIXER)
-    """Heads of Mamba-2; None: as many as make twice the hidden size."""
+    """Heads of Mamba-2; None: 2 * hidden_size / mamba_head_dim."""
     mamba_step_limits: tuple[float, float] = flag(
         (0.0, math.inf), parse=float_pair, type_text="float,float", part_of=_MIXER
     )
@@ -109,10 +108,10 @@ class LinearAttentionConfig:
         )
 
     def kinds_of_layers(self, has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
-        """Return what each layer is made of.
+        """Return the kind of each layer.
 
         Args:
-            has_experts: for each layer that its MLP are experts, without a pattern of letters.
+            has_experts: for each layer whether its MLP are experts, if there are no letters.
         """
         if self.pattern is not None:
             return self.pattern.kinds
@@ -137,7 +136,7 @@ def derive_mixers(config: TransformerConfig) -> None:
 def _split_problems(
     name: str, blocks: int, name_of_heads: str, heads: int, tp: int, owned: str
 ) -> Iterator[MegatronError]:
-    """Yield the problems of heads that share blocks, where ranks own whole blocks."""
+    """Yield the problems of splitting blocks that heads share: ranks own whole blocks."""
     flags = ["--" + each.replace("_", "-") for each in (name, name_of_heads)]
     if heads % blocks:
         yield ConfigError(
@@ -198,7 +197,7 @@ def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterato
         if variant is not None:
             yield ConfigError(
                 "hybrid_layer_pattern with experimental_attention_variant.",
-                rule="the letters say what each layer is",
+                rule="the letters define the kind of each layer",
                 flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
                 fix="drop --experimental-attention-variant",
             )

@@ -20,14 +20,14 @@ _SHARED_SCALES = "the ranks that share a scale are the same for all micro batche
 
 @dataclass
 class PrecisionConfig:
-    """Where fp32 is kept, and which elementwise chains are fused."""
+    """Formats of activations and products, and fused elementwise operations."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     fp8: str | None = flag(
         None, "--fp8-format", choices=("e4m3", "hybrid"), per_micro_batch=_SHARED_SCALES
     )
-    """Multiply operands of 8 bits in the linear layers of the transformer layers: all in E4M3, or
+    """Multiply FP8 operands in the linear layers of the transformer layers: all in E4M3, or with
     gradients in E5M2 ("hybrid"). See docs/low_precision.md."""
     fp8_recipe: str = flag(
         "delayed",
@@ -35,46 +35,46 @@ class PrecisionConfig:
         refuse_values={"custom": "use --fp8-recipe delayed, tensorwise, blockwise or mxfp8"},
         part_of="fp8",
     )
-    """How operands of 8 bits are scaled: by the largest magnitude of earlier steps (delayed) or of
-    the tensor itself (tensorwise), by blocks of 128 (blockwise) or of 32 (mxfp8)."""
+    """Scaling of FP8 operands: by the largest magnitude of earlier steps (delayed) or of the tensor
+    itself (tensorwise), or in blocks of 128 (blockwise) or 32 elements (mxfp8)."""
     fp8_margin: int = flag(0, part_of="fp8")
-    """Powers of two left free above the largest magnitude of earlier steps, for delayed."""
+    """Delayed scaling: spare powers of two above the largest magnitude of earlier steps."""
     fp8_amax_history_len: int = flag(1, part_of="fp8")
-    """Steps of the amax history, for delayed."""
+    """Delayed scaling: number of steps in the amax history."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), part_of="fp8")
-    """Which amax of the history scales: the last or the largest, for delayed."""
+    """Delayed scaling: use the most recent or the largest amax of the history."""
     fp8_wgrad: bool = flag(
         True, "--no-fp8-wgrad", help="Compute weight gradients in the dtype of the model."
     )
     """Compute weight gradients from low-precision operands too, not only outputs and input
     gradients."""
     fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",), per_micro_batch=_SHARED_SCALES)
-    """Multiply operands of 4 bits in the linear layers of the transformer layers."""
+    """Multiply FP4 operands in the linear layers of the transformer layers."""
     fp4_recipe: str = flag(
         "nvfp4",
         choices=("nvfp4", "custom"),
         refuse_values={"custom": "use --fp4-recipe nvfp4"},
         part_of="fp4",
     )
-    """How operands of 4 bits are scaled."""
+    """Scaling of FP4 operands."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in the dtype of the model."""
     num_layers_at_start_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
-    """How many first layers."""
+    """Number of first layers."""
     num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
-    """How many last layers."""
+    """Number of last layers."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Forbid bf16 accumulation inside GEMMs on hardware that offers it."""
     bias_activation_fusion: bool = no_flag(True)
     """Fuse bias + activation of the MLP."""
     bias_dropout_fusion: bool = flag(
-        True, "--no-bias-dropout-fusion", help="Bias, dropout and residual one by one."
+        True, "--no-bias-dropout-fusion", help="Compute bias, dropout and residual one by one."
     )
     """Fuse bias + dropout + residual."""
     masked_softmax_fusion: bool = flag(
         True,
         "--no-masked-softmax-fusion",
-        help="Scale, mask and softmax one by one on the unfused attention path.",
+        help="Compute scale, mask and softmax one by one on the unfused attention path.",
         note="the unfused attention path has one form",
     )
     """Fuse scale + mask + softmax on the unfused attention path."""
@@ -101,14 +101,14 @@ def precision_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     if config.fp8 and config.fp4:
         yield ConfigError(
             f"fp8={config.fp8!r} and fp4={config.fp4!r}.",
-            rule="the operands of a product have one number of bits",
+            rule="both operands of a product have the same format",
             flags=["--fp8-format", "--fp4-format"],
             fix="drop one of them",
         )
     if (config.fp8 or config.fp4) and mlp_chunks > 1:
         yield ConfigError(
             f"mlp_chunks_for_training={mlp_chunks} with low-precision products.",
-            rule="blocks and scales of weight gradients are made of all tokens of a micro batch",
+            rule="blocks and scales of weight gradients cover all tokens of a micro batch",
             flags=["--mlp-chunks-for-training", "--fp8-format", "--fp4-format"],
             fix="drop --mlp-chunks-for-training",
         )
@@ -137,28 +137,28 @@ RECOMPUTE_MODULES = (
 
 @dataclass
 class RecomputeConfig:
-    """Which activations are dropped after forward and recomputed in backward."""
+    """Activations that are dropped after forward and recomputed in backward."""
 
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Which activations are recomputed in backward: whole layers, or parts of each."""
+    """Recompute activations in backward: of whole layers ("full"), or of parts ("selective")."""
     recompute_method: str | None = flag(None, choices=("uniform", "block"))
     """For "full": "uniform" (groups of layers) or "block" (the first layers of each chunk)."""
     recompute_num_layers: int | None = None
-    """Layers of a group, or recomputed layers of a chunk."""
+    """uniform: layers of a group; block: recomputed layers of a chunk."""
     recompute_modules: list[str] | None = flag(None, nargs="+")
     """Selective: any of core_attn, mla_up_proj (queries, keys and values of latents), mlp, moe,
-    moe_act (what an expert's second layer multiplies), shared_experts, layernorm. Default
-    core_attn. Norms whose output is the residual stream
-    (--apply-residual-connection-post-layernorm) keep it."""
+    moe_act (the input of an expert's second layer), shared_experts, layernorm. Default core_attn.
+    layernorm skips norms whose output is the residual stream
+    (--apply-residual-connection-post-layernorm)."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
     mlp_chunks_for_training: int = 1
-    """Runs of tokens that the MLP is computed for one after the other, each again in backward, so
-    that the wide activations of one run exist at a time (tiled MLP: arXiv 2506.13996, section
-    3.1)."""
+    """Number of token chunks of the MLP. Chunks are computed one after the other and recomputed in
+    backward, so only one chunk's wide activations exist at a time (tiled MLP: arXiv 2506.13996,
+    section 3.1)."""
 
     def recomputes(self, module: str) -> bool:
-        """Return whether selective recomputation has this part of a layer."""
+        """Return whether selective recomputation includes this part of a layer."""
         modules = self.recompute_modules or []
         return self.recompute_granularity == "selective" and module in modules
 
@@ -204,7 +204,7 @@ def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
     if unknown:
         yield ConfigError(
             f"recompute_modules names {sorted(unknown)}.",
-            rule=f"selective recomputation knows {', '.join(RECOMPUTE_MODULES)}",
+            rule=f"selective recomputation supports {', '.join(RECOMPUTE_MODULES)}",
             flags=["--recompute-modules"],
             fix="use --recompute-modules core_attn",
         )
@@ -217,8 +217,8 @@ def recompute_problems(config: TransformerConfig) -> Iterator[MegatronError]:
         )
     if config.recomputes("shared_experts") and overlaps_shared_expert:
         yield ConfigError(
-            "recompute_modules names shared_experts beside moe_shared_expert_overlap.",
-            rule="parts of an overlapped shared expert run at other times",
+            "recompute_modules names shared_experts together with moe_shared_expert_overlap.",
+            rule="an overlapped shared expert runs in parts, which cannot be recomputed together",
             flags=["--recompute-modules", "--moe-shared-expert-overlap"],
             fix="drop one of the two",
         )
@@ -242,7 +242,7 @@ _ON_CPUS = "there are no graphs on CPUs, and steps run eagerly"
 
 @dataclass
 class GraphConfig:
-    """Graphs of layers. Names and defaults are Megatron's."""
+    """CUDA graphs of layers. Names and defaults are Megatron's."""
 
     cuda_graph_impl: str = flag(
         "none",
@@ -250,21 +250,21 @@ class GraphConfig:
         only_on_gpu=_ON_CPUS,
         note_values={"full_iteration": "micro batches are not in static buffers; no graph is made"},
     )
-    """Start the kernels of each dense layer by graphs, one for each micro batch in flight: local,
-    and transformer_engine does the same. A run says so where it cannot."""
+    """Start the kernels of each dense layer by CUDA graphs, one for each micro batch in flight:
+    local, or transformer_engine with the same effect. The log names layers that cannot use it."""
     enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
     """Megatron's earlier name of cuda-graph-impl local."""
     cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
-    """Passes of a layer before each capture; 0 makes one, in which libraries start."""
+    """Passes of a layer before each capture. 0 still makes one, which initialises libraries."""
 
     @property
     def captures_layers(self) -> bool:
-        """Whether layers are to be called by graphs."""
+        """Whether layers run as graphs."""
         return self.enable_cuda_graph or self.cuda_graph_impl in ("local", "transformer_engine")
 
 
 def graph_problems(config: GraphConfig) -> Iterator[MegatronError]:
-    """Yield what is wrong with these settings."""
+    """Yield the problems of these settings."""
     if config.cuda_graph_warmup_steps < 0:
         yield ConfigError(
             f"cuda_graph_warmup_steps={config.cuda_graph_warmup_steps}.",

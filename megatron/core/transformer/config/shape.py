@@ -27,11 +27,11 @@ class ShapeConfig:
     """Number of layers, width, heads, vocabulary."""
 
     num_layers: int = flag(0, cli_default=None)
-    """Transformer layers of the whole model. Where a decoder follows an encoder and this is no
-    more than --encoder-num-layers, it is the number of the encoder's; the decoder's are added."""
+    """Number of transformer layers of the whole model. In an encoder-decoder model a value up to
+    --encoder-num-layers is the encoder's number, and the decoder's layers are added to it."""
     encoder_num_layers: int | None = None
-    """Of these, the layers of the encoder that a decoder follows; None: the model is one stack. For
-    a model of one stack the flag is another spelling of --num-layers."""
+    """Number of these layers that belong to the encoder of an encoder-decoder model; None: the
+    model is one stack. For a model of one stack the flag is another spelling of --num-layers."""
     hidden_size: int = flag(0, cli_default=None)
     """Width of the residual stream."""
     num_attention_heads: int = flag(0, cli_default=None)
@@ -44,8 +44,8 @@ class ShapeConfig:
     kv_channels: int | None = None
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
     unpadded_vocab_size: int | None = no_flag(None, is_arg=True)
-    """Number of real token ids. Rows beyond it pad the vocabulary to a size that splits evenly;
-    they take no part in the loss, which therefore does not depend on the padding."""
+    """Number of real token ids. Further rows pad the vocabulary to a size that splits evenly; the
+    loss ignores them."""
 
 
 def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
@@ -114,7 +114,7 @@ class InitializationConfig:
     init_method_std: float = 0.02
     """Standard deviation of the default initialisers."""
     embedding_init_method_std: float | None = None
-    """That of embeddings; None means init_method_std."""
+    """Standard deviation of embeddings; None means init_method_std."""
 
 
 def derive_initialization(config: TransformerConfig) -> None:
@@ -140,13 +140,13 @@ class MaximalUpdateConfig:
 
     use_mup: bool = False
     """Scale initial values, learning rates, attention and logits with the width, so that the best
-    learning rate of a narrow model is that of a wide one (muP, arXiv 2203.03466)."""
+    learning rate of a narrow model is also best for a wide one (muP, arXiv 2203.03466)."""
     mup_base_hidden_size: int | None = flag(None, part_of="use_mup")
     """Width at which hyperparameters were tuned; the width multiplier is hidden-size / this."""
     mup_width_mult: float = flag(1.0, part_of="use_mup")
     """Width multiplier where --mup-base-hidden-size is not given."""
     mup_base_head_dim: float | None = flag(None, part_of="use_mup")
-    """Width of a head at which attention has its usual scale, 1 / sqrt(width). None is 1."""
+    """Width of a head for which attention has its usual scale, 1 / sqrt(width). None is 1."""
     mup_attn_scale_power: float = flag(1.0, part_of="use_mup")
     """Power of the head's width that divides attention scores."""
     mup_embedding_mult: float = flag(1.0, part_of="use_mup")

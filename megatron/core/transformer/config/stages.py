@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageConfig:
-    """Uneven stages. `pipeline_parallel.layout` turns these into layers per stage, and checks."""
+    """Uneven stages. `pipeline_parallel.layout` checks them and derives the layers per stage."""
 
     num_layers_in_first_pipeline_stage: int | None = flag(
         None, name="decoder_first_pipeline_num_layers"
@@ -35,8 +35,8 @@ class StageConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the loss as one layer of the last stage."""
     pipeline_model_parallel_layout: str | list | PipelineParallelLayerLayout | None = None
-    """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also says how many chunks each pipeline
-    rank has, unless virtual_pipeline_model_parallel_size does."""
+    """Explicit layout, for example "Et*3|(tt|)*29,m|L". It also defines the number of chunks of
+    each pipeline rank, unless virtual_pipeline_model_parallel_size does."""
 
 
 def derive_virtual_stages(config: TransformerConfig) -> None:
@@ -52,18 +52,18 @@ def derive_virtual_stages(config: TransformerConfig) -> None:
 
 
 def cp_comm_type_of_layer(config: TransformerConfig, layer_number: int) -> str | None:
-    """Return how a layer, by its 1-based number, sees the keys of other ranks; None on one rank."""
+    """Return how a layer, by its 1-based number, reads keys of other ranks; None on one rank."""
     kinds = config.cp_comm_type
     if config.context_parallel_size == 1:
         return None
-    # Layers that predict later tokens count on after the last one, and do as it does.
+    # Layers of multi-token prediction, numbered after the last layer, follow the last layer.
     if isinstance(kinds, list):
         return kinds[min(layer_number, len(kinds)) - 1] if kinds else "p2p"
     return kinds or "p2p"
 
 
 def context_parallel_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield what is wrong with the context parallelism of a `TransformerConfig`."""
+    """Yield the problems of the context parallelism of a `TransformerConfig`."""
     cp, kinds = config.context_parallel_size, config.cp_comm_type
     levels = config.hierarchical_context_parallel_sizes
     if isinstance(kinds, list) and len(kinds) not in (0, config.num_layers):
@@ -86,7 +86,7 @@ def context_parallel_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if "a2a+p2p" in used and (levels is None or len(levels) != 2):
         yield ConfigError(
             "a2a+p2p without the sizes of its two levels.",
-            rule="heads are exchanged inside the first level, keys go round a ring in the second",
+            rule="ranks exchange heads in the first level, and keys around a ring in the second",
             flags=["--cp-comm-type", "--hierarchical-context-parallel-sizes"],
             fix="add --hierarchical-context-parallel-sizes"
             f" {best_divisor(cp, max(1, math.isqrt(cp)))} {cp // best_divisor(cp, math.isqrt(cp))}",
@@ -118,7 +118,7 @@ _FLAG = "--overlap-moe-expert-parallel-comm"
 
 
 def overlap_f_b_problems(config: TransformerConfig) -> Iterator[MegatronError]:
-    """Yield why forwards and backwards of a `TransformerConfig` cannot overlap."""
+    """Yield the reasons against overlapping forwards and backwards of a `TransformerConfig`."""
     if not config.overlap_moe_expert_parallel_comm:
         return
     ranks, dispatcher = config.expert_model_parallel_size, config.moe_token_dispatcher_type
@@ -148,17 +148,17 @@ class PredictionConfig:
     """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
 
     mtp_num_layers: int | None = None
-    """Further tokens that are predicted, each by one more layer, or by the layers after / in
-    --hybrid-layer-pattern; None or 0 is none."""
+    """Number of further tokens to predict, each by one more layer, or by the layers after / in
+    --hybrid-layer-pattern. None or 0 predicts only the next token."""
     mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
-    """Weight of the mean of their losses beside the loss of the next token."""
+    """Weight of the mean of their losses, relative to the loss of the next token."""
 
     mtp_use_repeated_layer: bool = flag(False, part_of="mtp_num_layers")
-    """Predict all of them by one layer, which is passed once for each."""
+    """Predict all further tokens with one layer, which runs once for each."""
 
     @property
     def num_built_prediction_layers(self) -> int:
-        """Layers that predict later tokens, as they are held."""
+        """Number of built layers that predict later tokens: one if the layer is repeated."""
         depths = self.mtp_num_layers or 0
         return min(depths, 1) if self.mtp_use_repeated_layer else depths
 

@@ -6,8 +6,8 @@ for its experts (`Buffer`: here, by the kernels of `kernels.permutation`; `Hybri
 same kernel). A combine sums the copies before it sends them back. Backward of a dispatch is a
 combine with the same handle, and the reverse.
 
-"DeepSeek-V3 Technical Report", section 3.2.2, arXiv 2412.19437. **Tested with a stand-in for the
-library on the CPU; never run on a GPU.**
+"DeepSeek-V3 Technical Report", section 3.2.2, arXiv 2412.19437. **Tested on the CPU with a
+substitute for the library; never run on a GPU.**
 
 Legend: t tokens of this rank, h hidden, e experts, l experts of a rank, r ranks of `tp_ep`, k
 choices of a token times shards of an expert, m tokens that reach this rank, n rows for its experts.

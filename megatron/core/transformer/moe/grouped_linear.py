@@ -48,7 +48,7 @@ class GroupedLinear(ParallelLayer):
     Args:
         input_size, output_size: full sizes of one map.
         split_dim: 0 splits the outputs (and the biases), 1 the inputs.
-        stride: number of blocks of the outputs, each of which is split.
+        stride: number of blocks of the outputs; each block is split.
     """
 
     def __init__(

@@ -291,7 +291,7 @@ def _shard_of_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def pad_to_capacity(sent: DispatchedTokens, capacity: int) -> DispatchedTokens:
-    """Give every expert `capacity` rows, zeros after its own: shapes that do not change.
+    """Pad the rows of every expert with zeros to `capacity`, so that shapes do not change.
 
     Args:
         capacity: at least the most rows that an expert can receive.

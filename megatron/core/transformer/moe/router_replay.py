@@ -142,7 +142,7 @@ class RouterReplay:
         self.router_replay_action = router_replay_action
 
     def clear_router_replay_action(self) -> None:
-        """Let the router choose by itself again."""
+        """Stop recording and replaying."""
         self.router_replay_action = None
 
     @staticmethod
@@ -178,7 +178,7 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_router_replay_action() -> None:
-        """Let every router choose by itself again."""
+        """Stop recording and replaying in every router."""
         for replay in RouterReplay.global_router_replay_instances:
             replay.clear_router_replay_action()
 

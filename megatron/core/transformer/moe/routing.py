@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 SINKHORN_TOLERANCE = 1e-4
 """The iteration ends when the mean change of an expert's factor is below this."""
 PRIORITY_BITS = 12
-"""Significant bits of the weights by which tokens compete for an expert's capacity."""
+"""Significant bits of the weights that rank the tokens of an expert with limited capacity."""
 MAX_SINKHORN_ROUNDS = 100
 
 

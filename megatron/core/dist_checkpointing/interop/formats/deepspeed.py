@@ -5,7 +5,7 @@
     SAVE/TAG/[bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt stages 1 to 3: flat fp32 shards
     SAVE/TAG/zero_pp_rank_D_mp_rank_TT_model_states.pt        stage 3: names and shapes alone
 
-Stages 1 and 2 put the parameters of a group one after another, pad the end, and cut the row into
+Stages 1 and 2 concatenate the flattened parameters of a group, pad the end, and cut the result into
 equal parts, one per data-parallel rank. Stage 3 cuts every parameter by itself: each rank's part
 has ceil(n / ranks) elements, and a rank's parts follow each other. Either way a parameter is a few
 ranges of flat tensors, so it is read in place; nothing is gathered or converted first. See
@@ -107,7 +107,7 @@ def open_deepspeed(directory: Path) -> InteropContents:
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements first .. first + count - 1 of a parameter, and where they are."""
+    """Elements first .. first + count - 1 of a parameter, and their source."""
 
     first: int
     count: int
@@ -143,7 +143,7 @@ class _Rank:
         return {name: shape for group in self.shapes for name, shape in group.items()}
 
     def placeholders(self) -> dict[str, StoredView]:
-        """Return views with the right shapes, for what only looks at names and shapes."""
+        """Return views with the right shapes, for callers that read only names and shapes."""
         some = next(iter(self.ranges["fp32_param"].values()))[0].source
         return {
             name: StoredView(some.storage, some.dtype, shape, contiguous_stride(shape))
@@ -151,7 +151,7 @@ class _Rank:
         }
 
     def _read_stage_1_2(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Every group is one row of elements, cut into equal parts."""
+        """Read groups: each is one flat sequence of elements, cut into equal parts."""
         for index, group in enumerate(self.shapes):
             mains = [_item(state.get("single_partition_of_fp32_groups"), index) for state in states]
             moments = [_adam(state.get("base_optimizer_state"), index) for state in states]
@@ -169,7 +169,7 @@ class _Rank:
                     position += count
 
     def _read_stage_3(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Every parameter is cut by itself; a rank's parts follow each other."""
+        """Read parameters: each is cut by itself, and a rank's parts follow each other."""
         world = len(states)
         for kind in _KINDS:
             rows = [_stage_3_row(state, kind) for state in states]
@@ -264,7 +264,7 @@ def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> 
 
 
 def _has_gaps(state: Mapping[str, Any]) -> bool:
-    """Return whether parameters of the row are padded one by one, at offsets not described."""
+    """Return whether each parameter is padded by itself, at offsets that the file omits."""
     groups = state.get("param_alignment_paddings") or ()
     return any(any(group) for group in groups if isinstance(group, (list, tuple)))
 

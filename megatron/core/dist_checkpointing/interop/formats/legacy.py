@@ -2,9 +2,10 @@
 
     iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt
 
-Each holds a stage's state dict (`model`, or `model0`, `model1`, ... for virtual stages) with layers
-numbered from the stage's first, and the optimizer of a run without the distributed optimizer.
-Ranks are put together by the names of the parameters; the number of layers per stage is counted.
+Each file contains a stage's state dict (`model`, or `model0`, `model1`, ... for virtual stages)
+with layers numbered from the stage's first, and the optimizer state unless the run used the
+distributed optimizer. Tensors of ranks are joined by the names of the parameters; the number of
+layers per stage is counted.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def open_legacy(directory: Path) -> InteropContents:
     num_chunks = len(_chunks(files[0, 0]))
     stages: dict[tuple[int, int], StageNames] = {}
     offset, left_out = 0, []
-    for chunk in range(num_chunks):  # the order of the layers: virtual stages go round the ranks
+    for chunk in range(num_chunks):  # the order of the layers: virtual stages alternate over ranks
         for p in range(pp_size):
             ranks = [_chunks(files[p, t])[chunk] for t in range(tp_size)]
             names = stages[p, chunk] = StageNames(ranks[0], offset)
@@ -149,10 +150,10 @@ def _add_optimizer(
 def _moments(
     state: Mapping[str, Any], chunks: Sequence[Tensors]
 ) -> list[dict[str, dict[str, StoredView]]] | None:
-    """Give the numbered states of an optimizer back to the parameters, by chunk and kind.
+    """Assign the numbered states of an optimizer to the parameters, by chunk and kind.
 
-    Groups hold parameters in the order of the model; those without weight decay are exactly the
-    biases and other tensors of one dimension. Shapes are compared; None if they do not fit.
+    Groups contain parameters in the order of the model; parameters without weight decay are exactly
+    the biases and other tensors of one dimension. Returns None if the shapes do not fit.
     """
     inner = state.get("optimizer", state)
     groups, entries = inner.get("param_groups"), inner.get("state")

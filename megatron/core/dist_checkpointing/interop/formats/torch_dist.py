@@ -1,12 +1,13 @@
 """Read Megatron-LM's `torch_dist` checkpoints: torch's distributed format with Megatron's keys.
 
     metadata.json    {"sharded_backend": "torch_dist", ...}
-    .metadata        a pickle: of every tensor its shape and chunks, of every chunk its file, place
-    __R_W.distcp     chunks, each a file of torch.save; and plain values, likewise
+    .metadata        a pickle: shape and chunks of every tensor, file and position of every chunk
+    __R_W.distcp     chunks and plain values, each as a file of torch.save
     common.pt        plain state (in newer versions the entry common_state/shard_0_1)
 
-Keys are global and hold no layout, as ours: layers are stacked along a leading axis, a gated first
-MLP layer is [gate; up]. So a chunk is a box of the tensor that this program stores too.
+Keys are global and independent of the layout, as in this program: layers are stacked along a
+leading axis, a gated first MLP layer is [gate; up]. So a chunk is a box of the tensor that this
+program stores too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def is_torch_dist(directory: Path) -> bool:
     """Return whether the directory has the files of such a checkpoint.
 
     Raises:
-        CheckpointError: it has some of them.
+        CheckpointError: it has only some of them.
     """
     names = listed(directory)
     if METADATA_NAME not in names:
@@ -168,8 +169,8 @@ class _Metadata:
         self._check_locations()
 
     def _check_locations(self) -> None:
-        """Refuse chunks that share bytes: the format has no checksum of its metadata, so
-        nothing else would tell a changed location from a true one."""
+        """Refuse chunks that share bytes: the format has no checksum of its metadata, so no
+        other check detects a changed location."""
         spans: dict[str, list[tuple[int, int, str]]] = {}
         for key, offset in self._locations:
             begin, length, name = self.location(key, offset)
@@ -201,7 +202,7 @@ class _Metadata:
         name, begin, length = info["relative_path"], info["offset"], info["length"]
         if type(name) is not str or name not in self._files:
             raise DamagedCheckpointError(
-                f"CKPT_UNSAFE file={self.path}: {shown(key, 120)} is said to be in "
+                f"CKPT_UNSAFE file={self.path}: the location of {shown(key, 120)} is "
                 f"{shown(name, 120)}, which is not a data file of {self.directory}.",
                 rule="chunks are in files __RANK_WRITER.distcp of the same directory",
             )
@@ -221,7 +222,7 @@ class _Metadata:
             yield offset, SavedTensor(self.directory / name, begin, length, dtype, sizes)
 
     def step_of_buffers(self, known: int) -> int:
-        """Return the number of updates, which is beside the buffers."""
+        """Return the number of updates, which is stored next to the buffers."""
         for key, offset in self._locations:
             if offset is None and _BUFFER_GROUPS.fullmatch(key):
                 known = max(known, steps_in(self.plain_value(key)))
