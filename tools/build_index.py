@@ -2,10 +2,10 @@
 
     python tools/build_index.py --data-path 0.3 data/a 0.7 data/b --data-cache-path cache ...
 
-Takes the flags of pretrain_gpt.py, all of them, so that it builds exactly what that command will
-look for; training then maps the files. Started several times at once (an array of jobs on a common
-file system, RANK and WORLD_SIZE set), each begins with other corpora, and none is built twice.
-With --sample-order native there is nothing to build; the corpora are checked.
+It reads all flags of pretrain_gpt.py, so that it builds exactly the files that training maps. If
+several processes run at once (an array of jobs on a common file system, RANK and WORLD_SIZE set),
+each starts with other corpora, and no index is built twice. With --sample-order native there is
+nothing to build; the corpora are checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _place() -> tuple[int, int]:
 
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build everything and say what it is; return the exit status."""
+    """Build all index files, print their sizes, and return the exit status."""
     begun = time.perf_counter()
     run = resolve_and_check(
         lambda: parse_command_line(argv, deepspeed_reader=read_deepspeed_config), planned_world_size
