@@ -25,7 +25,7 @@ QUESTION = "<image>digit: "
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     directory: Path = positional()
     """Where the files go."""
