@@ -28,10 +28,6 @@ from megatron.training.rules import resolve_and_check
 from megatron_lattice import read_deepspeed_config
 
 
-def _place() -> tuple[int, int]:
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
     """Build all index files, print their sizes, and return the exit status."""
@@ -40,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: parse_command_line(argv, deepspeed_reader=read_deepspeed_config), planned_world_size
     )
     tokenizer = build_tokenizer(run.namespace())
-    rank, world_size = _place()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run = resolve_vocabulary(run, int(tokenizer.vocab_size))
     run = run.overlaid({"rank": rank, "world_size": world_size})
     config = gpt_dataset_config(run, tokenizer)

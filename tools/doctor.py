@@ -280,7 +280,9 @@ def run_rank() -> int:
     alone = _loss_and_gradient(ProcessGroupCollection.single())
     pair = ProcessGroupCollection.single().with_groups(tp=dist.group.WORLD)
     together = _loss_and_gradient(pair)
-    errors = [_relative(a, b) for a, b in zip(together, alone, strict=True)]
+    errors = [
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(together, alone, strict=True)
+    ]
     dist.destroy_process_group()
     text = (
         f"tensor parallel 2 over {backend} on {where.type}: loss {float(alone[0]):.6f}, "
@@ -318,10 +320,6 @@ def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:
     split = layer.self_attention.linear_proj.weight.grad  # [h, h/tp]
     full = gather_from_tensor_model_parallel_region(split, groups.tp)
     return [loss.detach(), full, model.decoder.final_layernorm.weight.grad]
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def python_of(script: str, *arguments: str) -> list[str]:

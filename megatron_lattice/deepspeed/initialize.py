@@ -197,12 +197,9 @@ def _prepare_module(
             if parameter.requires_grad and id(parameter) not in trained:
                 warnings.warn(f"{name} is in no group of the optimizer: it is frozen", stacklevel=3)
                 parameter.requires_grad_(False)
-    values = {id(v): v.detach() for v in model.state_dict(keep_vars=True).values() if _is_tensor(v)}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    values = {id(v): v.detach() for v in state.values() if isinstance(v, Tensor)}
     broadcast_from_first([(value, pg_collection.dp_cp) for value in values.values()])
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> Any:

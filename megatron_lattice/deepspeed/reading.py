@@ -184,7 +184,11 @@ def _take(
     value, wrong = _converted(value, key)
     if wrong:
         problems.append(_wrong(path, value, wrong))
-    elif (fix := _refusal(value, key)) and value != key.default and not _is_off(value):
+    elif (
+        (fix := key.refused_values.get(value, key.refused) if key.refused_values else key.refused)
+        and value != key.default
+        and not _is_off(value)
+    ):
         problems.append(
             ConfigError(
                 f"{path}: {json.dumps(value, default=str)} is not supported.",
@@ -197,11 +201,6 @@ def _take(
         found.without_effect[path] = key.no_effect
     elif not key.refused:
         found.given[path] = value
-
-
-def _refusal(value: Any, key: Key) -> str:
-    """Return what to use instead of a value, if it is refused."""
-    return key.refused_values.get(value, key.refused) if key.refused_values else key.refused
 
 
 def _is_off(value: Any) -> bool:
@@ -225,16 +224,14 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
         return value, _SHOWN[kind]
     if key.choices and value not in key.choices:
         return value, "one of " + ", ".join(json.dumps(choice) for choice in key.choices)
-    if key.length is not None and not _are_numbers(value, key.length):
+    if key.length is not None and not (
+        len(value) == key.length and all(isinstance(each, (int, float)) for each in value)
+    ):
         return value, f"a list of {key.length} numbers"
     number: Any = value
     if key.minimum is not None and kind in (int, float) and not number >= key.minimum:
         return value, f"at least {key.minimum:g}"
     return value, ""
-
-
-def _are_numbers(value: Any, length: int) -> bool:
-    return len(value) == length and all(isinstance(each, (int, float)) for each in value)
 
 
 def _wrong(path: str, value: Any, wanted: str) -> ConfigError:

@@ -76,12 +76,13 @@ def work_of_step(
         works: of all ranks, from `work_of_ranks`.
         times: measured operations of this machine; earlier measurements may be included.
     """
-    terms = np.array([_terms(work, times) for work in works])
+    terms = np.array(
+        [
+            (times.seconds_of_work(work), work.num_calls, work.num_messages, work.message_bytes)
+            for work in works
+        ]
+    )
     return StepWork(terms, _stretch(run, run.parallelism.pipeline_model_parallel_size), cores)
-
-
-def _terms(work: WorkOfRank, times: OperationTimes) -> tuple[float, ...]:
-    return times.seconds_of_work(work), work.num_calls, work.num_messages, work.message_bytes
 
 
 def _stretch(run: ResolvedRun, stages: int) -> float:

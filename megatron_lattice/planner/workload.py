@@ -1,11 +1,11 @@
-"""What is trained and how it is split: a table of workloads, one array per column.
+"""Tables of workloads: models, batches and layouts, with one array per column.
 
 The planner computes with whole tables at once: a search over thousands of layouts is a few hundred
 numpy operations, and so is one step of a calibration. A single run is a table of one row.
 
-Letters of the arithmetic in this package: `s` sequence, `b` micro batch, `h` hidden, `n` heads,
-`g` query groups, `d` head size, `f` ffn, `v` vocabulary, `e` experts, `t` = s*b/cp
-tokens of a micro batch on a rank.
+Letters of the arithmetic in this package: `s` sequence, `b` micro batch, `h` hidden, `n` heads, `g`
+query groups, `d` head size, `f` ffn, `v` vocabulary, `e` experts, `t` = s*b/cp tokens of a micro
+batch on a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,15 +108,11 @@ class Workloads:
 
     def take(self, chosen: NDArray[Any]) -> Workloads:
         """Return the rows of a mask or of indices."""
-        return self._each(lambda column: column[chosen])
+        return Workloads(**{each.name: getattr(self, each.name)[chosen] for each in _FIELDS})
 
     def replace(self, **columns: NDArray[Any]) -> Workloads:
         """Return the table with other values in some columns."""
         return dataclasses.replace(self, **columns)
-
-    def _each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Workloads:
-        columns = {field.name: change(getattr(self, field.name)) for field in _FIELDS}
-        return Workloads(**columns)
 
     @property
     def microbatch_tokens(self) -> FloatArray:
@@ -247,8 +244,10 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     attention = 2 * hidden * (heads + groups) * head_dim
     # In a layer with experts, only the router is dense.
     mlp = hidden * (num_experts or number("ffn", 4 * hidden) * (1 + halves))
-    precision = _precision(row.get("precision") or "bf16")
-    sharding_stage = _sharding_stage(row.get("zero") or "", flash)
+    # Without the scaling recipe: fp8-cs is fp8.
+    precision = re.split("[-_]", (row.get("precision") or "bf16").strip().lower())[0]
+    stages = [float(letter) for letter in row.get("zero") or "" if letter in "0123"]
+    sharding_stage = min(stages, default=float(flash))
     # Block-scaled weights are stored in both orientations in addition to the 16-bit weights.
     has_copies = precision in ("mxfp8", "nvfp4") and sharding_stage < 3
     return {
@@ -297,16 +296,6 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "nvlink_domain": number("nvlink_domain", 8),
         "nic_bytes_per_s": number("inter_node_GBps_per_gpu", 50) * 1e9,
     }
-
-
-def _sharding_stage(text: str, flash: bool) -> float:
-    digits = [int(letter) for letter in text if letter in "0123"]
-    return float(min(digits)) if digits else float(flash)
-
-
-def _precision(text: str) -> str:
-    """Return the name of a precision without its scaling recipe: fp8-cs is fp8."""
-    return text.strip().lower().split("-")[0].split("_")[0]
 
 
 def _recompute(text: str) -> str:
