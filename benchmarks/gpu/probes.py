@@ -1,4 +1,4 @@
-"""Stage A: small experiments on a GPU and torch that a CPU cannot answer, each with its own rows.
+"""Stage A: small experiments that need a GPU, each with its own rows.
 
     python -m benchmarks.gpu.probes                      # all but `machine`
     python -m benchmarks.gpu.probes --names sdpa adam    # some
