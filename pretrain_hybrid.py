@@ -1,4 +1,4 @@
-"""Pretrain a model with layers of several kinds: with the script name of Megatron-LM.
+"""Pretrain a model with layers of several kinds, under a script name of Megatron-LM.
 
 A setting selects the parts of a layer (docs/sequence_mixers.md): `pretrain_gpt.py` does the same.
 """

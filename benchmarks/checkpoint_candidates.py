@@ -188,11 +188,9 @@ class RawWriting:
 
     @property
     def is_written(self) -> bool:
-        """See `Writing`."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """See `Writing`."""
         self._thread.join()
         dist.barrier()
 

@@ -52,14 +52,12 @@ class SlowCopies(ThreadCopies):
         self._name, self._rate, self._record = name, rate, record
 
     def carry(self, target: Tensor, source: Tensor) -> None:
-        """See `ThreadCopies`."""
         begin = time.perf_counter()
         super().carry(target, source)
         time.sleep(max(0.0, begin + source.nbytes / self._rate - time.perf_counter()))
         self._record.copies.append(Interval(self._name, begin, time.perf_counter()))
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
         self._record.num_bytes += source.nbytes
         copy = super().start(source, target)
         return _Timed(self._name, copy, self._record, time.perf_counter)
@@ -104,7 +102,6 @@ class SimulatedCopies:
         self._is_free_at = 0.0
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
         begin = max(self._is_free_at, self.clock.now)
         self._is_free_at = begin + source.nbytes / self._rate
         self._record.num_bytes += source.nbytes
@@ -115,7 +112,6 @@ class SimulatedCopies:
 
     @contextmanager
     def after(self, copies: Sequence[Copy]) -> Iterator[None]:
-        """See `DeviceCopies`."""
         for copy in copies:
             copy.wait()
         yield

@@ -78,7 +78,6 @@ class EngineState(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the module."""
         return device.current_device()
 
     @property
@@ -127,7 +126,6 @@ class EngineState(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return comm.get_world_size()
 
     dp_world_size = world_size
@@ -166,15 +164,12 @@ class EngineState(nn.Module):
         return self.settings.stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of the configuration."""
         return self.settings.stage
 
     def fp16_enabled(self) -> bool:
-        """Return whether weights are fp16."""
         return self.settings.dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether weights are bf16."""
         return self.settings.dtype == torch.bfloat16
 
     def gradient_clipping(self) -> float:
@@ -182,7 +177,6 @@ class EngineState(nn.Module):
         return float(self._optimizer().config.clip_grad)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
         return [group["lr"] for group in self._optimizer().param_groups]
 
     def get_mom(self) -> list[Any]:

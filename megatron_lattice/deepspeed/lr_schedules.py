@@ -113,7 +113,6 @@ class WarmupLR(Schedule):
         return self._warmed(step)
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         part = self._part(step)
         return [
             low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -220,7 +219,6 @@ class OneCycle(Schedule):
         return after / self.decay_step_size if after > 0 and self.decay_step_size else 0.0
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         taken = step + 1
         if taken > self.first + self.second:
             rate = self.low / (1.0 + self.decay_lr_rate * self._decays(taken))
@@ -269,7 +267,6 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         intervals = (step + 1) / self.step_size
         if self.is_staircase:
             intervals = math.floor(intervals)
