@@ -224,12 +224,12 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
         return value, _SHOWN[kind]
     if key.choices and value not in key.choices:
         return value, "one of " + ", ".join(json.dumps(choice) for choice in key.choices)
+    checked: Any = value
     if key.length is not None and not (
-        len(value) == key.length and all(isinstance(each, (int, float)) for each in value)
+        len(checked) == key.length and all(isinstance(each, (int, float)) for each in checked)
     ):
         return value, f"a list of {key.length} numbers"
-    number: Any = value
-    if key.minimum is not None and kind in (int, float) and not number >= key.minimum:
+    if key.minimum is not None and kind in (int, float) and not checked >= key.minimum:
         return value, f"at least {key.minimum:g}"
     return value, ""
 
