@@ -12,8 +12,8 @@ COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY megatron megatron
 COPY megatron_lattice megatron_lattice
 COPY tools/constraints_beside.py tools/
-# The base image pins its own torch, and more, in the constraints file that PIP_CONSTRAINT names.
-# Both files hold for pip, so of ours what the base pins is left out.
+# The base image pins torch and other packages in the constraints file named by PIP_CONSTRAINT. pip
+# applies both files, so packages that the base pins are removed from our file.
 RUN python tools/constraints_beside.py torch "${PIP_CONSTRAINT:-}" < constraints.txt > beside.txt \
     && pip install --no-cache-dir -e '.[tokenizers,hf,logging,wandb,config,data,fast,server,eval]' pytest -c beside.txt
 COPY . .

@@ -1,15 +1,15 @@
-# Every target sets up what it needs. `make` alone lists them.
+# Every target sets up its own environment. `make` without a target lists them.
 SHELL := bash
 VENV ?= .venv
 PYTHON_OF_VENV := $(VENV)/bin/python
 PYTEST_ARGS ?=
 # Tests that neither measure time nor keep both cores busy by themselves.
 TWO_AT_A_TIME := tests/unit tests/architecture tests/change_it tests/gpu_without_gpu
-# Tests of several ranks, which leave a third of two cores idle, but for those that measure time.
+# Tests of several ranks, without tests that measure time: one test leaves a third of two cores idle.
 RANKS_TWICE := $(filter-out %/pipeline_parallel %/quickstart %/__pycache__,$(wildcard tests/distributed/*)) \
                $(addprefix tests/distributed/pipeline_parallel/,test_executor.py test_p2p_communication.py) \
                tests/faults/test_faults.py tests/parity
-# Files go to whichever of two workers is free, the longest first: `tests/harness/order.py`.
+# Each free worker of two runs the next file, the longest first: `tests/harness/order.py`.
 TWICE := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_ARGS ?=
 # No target calls make again: `make -n` would run that line.
@@ -55,28 +55,28 @@ bench: venv ## step time against plain PyTorch and Hugging Face; cost of two ran
 	@$(PYTHON_OF_VENV) -m benchmarks.single_device
 	@$(PYTHON_OF_VENV) -m benchmarks.two_ranks
 
-lowest: ## the tests of what uses optional libraries, with the lowest versions that are allowed
+lowest: ## the tests of optional libraries, with the lowest versions that are allowed
 	@tools/test_lowest.sh $(PYTEST_ARGS)
 
-engine: ## models of Transformer Engine's layers, by its own Python, on the CPU
+engine: ## models with Transformer Engine's layers, in its own Python code, on the CPU
 	@tools/test_engine.sh $(PYTEST_ARGS)
 
-bridge: ## weights and recipes through megatron-bridge, as it is published, on the CPU
+bridge: ## weights and recipes through the published megatron-bridge, on the CPU
 	@tools/test_bridge.sh $(PYTEST_ARGS)
 
-triton: ## our Triton kernels, by Triton's interpreter and compiler, on the CPU
+triton: ## our Triton kernels, in Triton's interpreter and compiler, on the CPU
 	@tools/test_triton.sh $(PYTEST_ARGS)
 
 like-the-gpu-machine: ## rehearse the GPU checks on the CPU, with the packages of a GPU machine
 	@tools/like_the_gpu_machine.sh $(PYTEST_ARGS)
 
-gpu: ## every check that needs a GPU, on those of this machine: is it right, how fast
+gpu: ## every check that needs a GPU, on the GPUs of this machine: correctness and speed
 	@tools/test_gpu.sh $(GPU_ARGS)
 
-gpu-wheels: ## what travels to a GPU machine without a network, into .whl/
+gpu-wheels: ## download the packages for a GPU machine without a network, into .whl/
 	@tools/gpu_wheels.sh
 
-schemas: ## files for clusters, read by the packages that publish their schemas
+schemas: ## the cluster files, read by the packages that publish their schemas
 	@tools/test_schemas.sh
 
 docs: venv ## build the pages of docs/ as a site, into site/; fails on a broken link

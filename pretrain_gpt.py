@@ -1,7 +1,7 @@
 """Pretrain a GPT: `torchrun --nproc-per-node 4 pretrain_gpt.py --preset gpt2-124m ...`.
 
-Without torchrun it trains in one process. `--dry-run` prints what a command would do, and
-`--auto-parallel H100 --dry-run-world-size 64` which layout is fastest.
+Without torchrun it trains in one process. `--dry-run` prints the effect of a command;
+`--auto-parallel H100 --dry-run-world-size 64` prints the fastest layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH = (
     "tokens", "labels", "loss_mask", "attention_mask", "position_ids", "document_starts",
     "padding_mask",
 )  # fmt: skip
-"""Entries of a micro batch; those that the data lack are None."""
+"""Entries of a micro batch; entries that the data lack are None."""
 
 
 def model_provider(
@@ -72,11 +72,11 @@ def model_provider(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]] | None) -> dict[str, Any]:
-    """Take the next micro batch; a stage between the first and the last needs none.
+    """Return the next micro batch; a stage between the first and the last needs none.
 
     Every rank that needs tokens reads them itself: the corpus is memory-mapped and the order of
     samples is arithmetic, so tensor-parallel ranks read the same bytes without a broadcast, and
-    context-parallel ranks keep their positions of it.
+    context-parallel ranks keep their positions of the sequence.
     """
     if data_iterator is None:
         return dict.fromkeys(BATCH)
@@ -94,7 +94,7 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
         loss_mask: [b, s], 1 where a token counts.
         output: [b, s], the loss of every token.
     """
-    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    # fp32: in bf16, a sum over thousands of tokens has only three digits.
     loss = torch.sum(output.float() * loss_mask)
     num_tokens = loss_mask.sum()
     return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
@@ -140,7 +140,7 @@ def layout_search(words: Sequence[str], gpu: str, num_gpus: int) -> str:
 
 
 def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> Any:
-    """Return what the planner says of a step of this run; the log line shows it."""
+    """Return the planner's prediction of a step of this run, for the log line."""
     from megatron.training.setup.traced_rank import ModelScript
     from megatron_lattice.planner.step_command import prediction_for_log
 
@@ -149,7 +149,7 @@ def step_prediction(command: ParsedCommand, num_ranks: int, is_shown: bool) -> A
 
 
 def main() -> None:
-    """Train what the command line says."""
+    """Train with the flags of the command line."""
     pretrain(
         datasets_provider,
         model_provider,

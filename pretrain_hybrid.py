@@ -1,6 +1,6 @@
-"""Pretrain a model with layers of several kinds: the script that launch lines for Megatron-LM call.
+"""Pretrain a model with layers of several kinds, under a script name of Megatron-LM.
 
-What a layer is made of is a setting (docs/sequence_mixers.md): `pretrain_gpt.py` does the same.
+A setting selects the parts of a layer (docs/sequence_mixers.md): `pretrain_gpt.py` does the same.
 """
 
 from pretrain_gpt import main

@@ -1,6 +1,6 @@
 """Pretrain a language model that reads images: `torchrun --nproc-per-node 4 pretrain_vlm.py ...`.
 
-Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
+Without torchrun it trains in one process. `--dry-run` prints the effect of a command. The corpus
 is a file of JSON lines, each a conversation with its images: see docs/vision_language.md.
 """
 
@@ -31,7 +31,7 @@ from megatron_lattice import read_deepspeed_config
 ENTRIES = (
     "tokens", "labels", "loss_mask", "position_ids", "document_starts", "patches", "image_grid_thw",
 )  # fmt: skip
-"""What a step reads of a micro batch."""
+"""Entries of a micro batch that a step reads."""
 
 
 def model_provider(
@@ -72,17 +72,17 @@ def model_provider(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Any]:
-    """Take the next micro batch: every stage reads positions and documents."""
+    """Return the next micro batch: every stage reads positions and documents."""
     batch, where = next(data_iterator), device.current_device()
-    # The grids say how much there is to do: they stay on the host.
+    # The host reads the grids to determine the sizes of the work, so they stay on the host.
     grids = batch["image_grid_thw"]
     moved = {name: batch[name].to(where, non_blocking=True) for name in ENTRIES}
     return {**moved, "image_grid_thw": grids, "position_ids": moved["position_ids"].transpose(0, 1)}
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses [b, s] of what is learned; the mean is over the whole global batch."""
-    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    """Sum the losses [b, s] of learned tokens; the mean is over the whole global batch."""
+    # fp32: in bf16, a sum over thousands of tokens has only three digits.
     loss = torch.sum(output.float() * loss_mask)
     num_tokens = loss_mask.sum()
     return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
@@ -114,7 +114,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 def datasets_provider(
     num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
 ) -> list:
-    """Build the train, valid and test datasets: every stage reads positions, one images."""
+    """Build the train, valid and test datasets; only the stage of the embedding reads images."""
     layout = pipeline_layout(run.transformer_config)
     pp_rank = ProcessGroupCollection.current().pp.rank()
     return image_text_datasets(

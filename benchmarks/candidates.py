@@ -23,7 +23,7 @@ from megatron.training.metrics.flops import training_flops
 from megatron.training.metrics.model_size import ModelSize
 
 Step = Callable[[], float]
-"""Runs forward and backward (and the optimizer, if asked) once and returns the loss."""
+"""Runs forward and backward (and the optimizer, if chosen) once and returns the loss."""
 
 FAMILIES = ("gpt2", "llama")
 
@@ -37,7 +37,7 @@ def sizes_of(family: str, **overrides: int) -> Sizes:
 def model_flops(family: str, z: Sizes, batch: int) -> float:
     """Return the FLOPs of the matrix products of one step: forward, and twice that backward.
 
-    Causal attention counts the half of its matrix that is needed.
+    Of causal attention, the lower half of the score matrix counts.
     """
     config = TransformerConfig(
         num_layers=z.num_layers, hidden_size=z.hidden_size, num_attention_heads=z.num_heads,
@@ -185,14 +185,14 @@ def hugging_face(
     tokens, labels = make_batch(z, batch, device)
 
     def loss() -> Tensor:
-        # `shift_labels`: the labels are already those of the next token.
+        # `shift_labels`: the labels are shifted already.
         return model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
 
     return _step(model, loss, _optimizer(model, optimizes))
 
 
 def _shrink(model: nn.Module) -> None:
-    """Start from small weights, as the others do: timing denormals or infinities is no use."""
+    """Initialise small weights, as the other models do, to avoid denormals and infinities."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -3,25 +3,25 @@
     python -m benchmarks.checkpoint [--only save load pause steps memory] [--ranks 1 2]
         [--million-parameters 64] [--turns 5] [--directory DIR] [--megatron PYTHON] [--saves 50]
 
-Ranks hold rows of weights and of two Adam moments in fp32. In every turn each candidate comes once,
-in another order each time: who comes next finds memory and disk as the one before left them. Times
-are wall time of the slowest rank and processor time of all. A ratio is the median of the turns' own
-ratios, with the lowest and the highest: a disk that is slow for a while is so for both sides of it.
-The ratio of the medians is beside it.
+Ranks hold rows of weights and of two Adam moments in fp32. Every candidate runs once per turn, in
+another order in each turn, because the previous candidate affects memory and disk. Times are the
+wall time of the slowest rank and the processor time of all ranks. A ratio is the median of the
+turns' ratios, with the lowest and the highest: if a disk is slow for a while, it is slow for both
+candidates. The ratio of the medians is printed as well.
 
-save    until the bytes are on the disk. Before each, all that was written is removed and the disk
-        is synced, and as much memory is touched and given back as the save needs: on a virtual
-        machine the first use of a page costs several times the copy into it.
+save    until the bytes are on the disk. Before each save, earlier files are removed, the disk is
+        synced, and as much memory as the save needs is touched and freed: on a virtual machine the
+        first use of a page costs several times the copy into it.
 load    from the page cache into memory that was used before, or into fresh memory (`raw`), as the
         candidate does by itself; then the same from the disk. Ours verifies every byte.
-pause   what a training loop waits for an asynchronous save, against a durable one.
-steps   matrix products during a background write, against those before it; beside it what the
-        same bytes cost there when a thread of the same priority only writes and syncs them.
-memory  what asynchronous saves add to the process, and whether it grows from save to save. Torch
-        keeps a record of the last 2,000 collectives, about 2 MB, which training has long filled
-        when it saves for the first time; it is filled here before the first save.
+pause   blocking time of the training loop for an asynchronous save, against a durable save.
+steps   matrix products during a background write, against the products before it; for comparison,
+        the cost of a thread of the same priority that only writes and syncs the same bytes.
+memory  memory that asynchronous saves add to the process, and its growth from save to save. Torch
+        keeps a record of the last 2,000 collectives, about 2 MB. In a training this record is full
+        before the first save, so the benchmark fills it first.
 
-With `--megatron`, the Python of an environment with megatron-core, that takes its turns as well.
+With `--megatron`, the Python of an environment with megatron-core, megatron-core also takes turns.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 class Contest:
-    """Times of several ways to do a thing, which alternate."""
+    """Times of several candidates that alternate."""
 
     def __init__(self, candidates: Candidates, turns: int) -> None:
         self.candidates, self.turns = candidates, turns
@@ -72,12 +72,12 @@ class Contest:
         self.processor: dict[str, list[float]] = {}
 
     def run(self, ways: dict[str, Way], prepare: Callable[[str], None]) -> None:
-        """Let each way run once a turn, in an order that differs from turn to turn.
+        """Run each candidate once per turn, in an order that differs from turn to turn.
 
         Args:
-            ways: what to time. One that returns a function has it called afterwards, untimed; one
-                that returns a pair has timed itself (wall and processor seconds).
-            prepare: called with the way's name before it.
+            ways: functions to time. If one returns a function, that function is called afterwards,
+                untimed; if one returns a pair, it has timed itself (wall and processor seconds).
+            prepare: called with the name before each run.
         """
         shuffler = random.Random(1)  # the same orders on all ranks
         for _ in range(self.turns):
@@ -109,7 +109,7 @@ class Contest:
             print(f"{name:26}{middle:9.3f}{min(wall):9.3f}{max(wall):9.3f}{cpu:9.3f}{rate:8.2f}")
 
     def compare(self, name: str, other: str) -> None:
-        """Print the ratio of two ways."""
+        """Print the ratio of two candidates."""
         said = []
         for kind, times in (("wall", self.wall), ("cpu", self.processor)):
             pairs = zip(times[name], times[other], strict=True)
@@ -157,7 +157,7 @@ def time_loads(candidates: Candidates, peer: Peer | None, turns: int) -> None:
 
 
 def time_pauses(candidates: Candidates, peer: Peer | None, turns: int) -> None:
-    """Compare what training waits for with a durable save."""
+    """Compare the blocking time of training with a durable save."""
     contest = Contest(candidates, turns)
     ways: dict[str, Way] = {
         "durable": candidates.save_ours,
@@ -221,12 +221,12 @@ def time_steps(candidates: Candidates, turns: int) -> None:
             print(
                 f"{name:12} a step takes {spread(medians)} of its time before; rank 0 writes for "
                 f"{spread(written)} s, in which training loses {spread(lost)} s; processor time "
-                f"beside the steps {spread(own)} s"
+                f"in addition to the steps {spread(own)} s"
             )
 
 
 def watch_memory(candidates: Candidates, num_saves: int) -> None:
-    """Print what asynchronous saves add to the memory of each rank, over the rank's bytes."""
+    """Print the memory that asynchronous saves add to each rank, relative to the rank's bytes."""
     for _ in range(700):  # three collectives each, or more
         dist.all_gather_object([None] * candidates.size, None)
     candidates.begin_clean()
@@ -255,35 +255,35 @@ def watch_memory(candidates: Candidates, num_saves: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     only: tuple[str, ...] = flag(tuple(PARTS), choices=PARTS)
-    """These questions."""
+    """Measurements to run."""
     million_parameters: int = 64
     ranks: tuple[int, ...] = (1, 2)
     turns: int = 5
     directory: str | None = None
-    """Where to write; a temporary one."""
+    """Directory to write to; by default a temporary one."""
     megatron: str | None = None
     """Python of megatron-core's environment."""
     saves: int = 50
-    """Of the question of memory."""
+    """Number of saves of the memory measurement."""
 
 
 def bench(rank: int, size: int, arguments: Flags, root: str, ports: list[int]) -> None:
-    """Be one rank."""
+    """Run one rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0])}
     os.environ["LOCAL_WORLD_SIZE"] = str(size)
     dist.init_process_group("gloo", rank=rank, world_size=size)
 
-    def say(what: str) -> None:
+    def show_title(title: str) -> None:
         if rank == 0:
-            print(f"\n== {size} rank{'s' * (size > 1)}: {what}", flush=True)
+            print(f"\n== {size} rank{'s' * (size > 1)}: {title}", flush=True)
 
     if "memory" in arguments.only:  # before anything else, while this process has no buffers yet
-        say("memory")
+        show_title("memory")
         share = max(13, arguments.million_parameters // 4)
         watch_memory(Candidates(make_state(share, size), Path(root)), arguments.saves)
     candidates = Candidates(make_state(arguments.million_parameters, size), Path(root))
@@ -300,7 +300,7 @@ def bench(rank: int, size: int, arguments: Flags, root: str, ports: list[int]) -
     }
     for name, part in parts.items():
         if name in arguments.only:
-            say(f"{name}, {megabytes}")
+            show_title(f"{name}, {megabytes}")
             part()
     candidates.begin_clean()
     if peer is not None:

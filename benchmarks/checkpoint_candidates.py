@@ -29,7 +29,7 @@ HIDDEN = 1024
 
 
 def make_state(million_parameters: int, num_ranks: int) -> dict[str, Tensor]:
-    """Return this rank's rows of about so many parameters and of their two Adam moments, fp32."""
+    """Return this rank's rows of about this many parameters and of their two Adam moments, fp32."""
     num_layers = max(1, million_parameters * 10**6 // (12 * HIDDEN * HIDDEN))
     rows = {"qkv": 3 * HIDDEN, "proj": HIDDEN, "fc1": 4 * HIDDEN, "fc2": 4 * HIDDEN}
     return {
@@ -41,7 +41,7 @@ def make_state(million_parameters: int, num_ranks: int) -> dict[str, Tensor]:
 
 
 def free_memory(num_bytes: int) -> None:
-    """Let the machine have so much memory at hand, whoever comes first."""
+    """Touch and free memory, so that the next candidate finds free pages."""
     torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
 
 
@@ -50,7 +50,7 @@ class Writing(Protocol):
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's bytes are on the disk."""
+        """Return whether this rank's bytes are on the disk."""
         ...
 
     def finish(self) -> None:
@@ -70,11 +70,11 @@ class Candidates:
         self.mesh = init_device_mesh("cpu", (self.size,))
 
     def path(self, name: str) -> Path:
-        """Return where a candidate writes: raw and safetensors a file per rank."""
+        """Return a candidate's path; raw and safetensors write one file per rank."""
         return self.root / (f"{name}{self.rank}" if name in ("raw", "safetensors") else name)
 
     def begin_clean(self) -> None:
-        """Delete all that was written, wait until the disk is idle, have memory at hand."""
+        """Delete all written files, wait until the disk is idle, and free memory."""
         dist.barrier()
         if self.rank == 0:
             for path in self.root.iterdir():
@@ -84,7 +84,7 @@ class Candidates:
         dist.barrier()
 
     def leave_cache(self, name: str) -> None:
-        """Let the next load come from the disk."""
+        """Drop the page cache, so that the next load reads the disk."""
         path = self.path(name)
         for file in path.iterdir() if path.is_dir() else [path]:
             with open(file, "rb") as opened:
@@ -101,7 +101,7 @@ class Candidates:
             os.fsync(file.fileno())
 
     def begin_raw(self) -> Writing:
-        """Write the bytes in a thread that gives way as ours does."""
+        """Write the bytes in a thread with the low priority of our writer."""
         return RawWriting(self)
 
     def load_raw(self) -> None:
@@ -123,7 +123,7 @@ class Candidates:
             os.fsync(file.fileno())
 
     def load_safetensors(self) -> None:
-        """Map the file, and copy it as a model that keeps its parameters does."""
+        """Map the file, and copy it into existing parameters."""
         loaded = self.safetensors.load_file(self.path("safetensors"))
         for key, tensor in self.into.items():
             tensor.copy_(loaded[key])
@@ -188,11 +188,9 @@ class RawWriting:
 
     @property
     def is_written(self) -> bool:
-        """See `Writing`."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """See `Writing`."""
         self._thread.join()
         dist.barrier()
 
@@ -223,14 +221,14 @@ class Peer:
         raise RuntimeError(f"the peer ended with status {self.process.wait()}")
 
     def turn(self, what: str) -> tuple[float, float]:
-        """Let it save, load, begin or finish; return (wall seconds, processor seconds of all)."""
+        """Send a command (save, load, begin, finish); return (wall, processor seconds of all)."""
         assert self.process.stdin is not None
         self.is_saving = what == "begin"
         self.process.stdin.write(what + "\n")
         return self._answer()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)

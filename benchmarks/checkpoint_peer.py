@@ -1,4 +1,4 @@
-"""Saves and loads with megatron-core's own checkpoints, in an environment that has it.
+"""Save and load with megatron-core's own checkpoints, in an environment that has it.
 
 Started by `benchmarks.checkpoint` with that environment's Python; reads `save`, `load`, `begin`
 and `finish` from standard input and answers `peer: WALL_S PROCESSOR_S`. It imports nothing of
@@ -21,11 +21,11 @@ HIDDEN = 1024
 
 
 def main() -> None:
-    """Serve commands until the input ends."""
+    """Execute commands until the input ends."""
     directory, million, rank, size, port = sys.argv[1], *map(int, sys.argv[2:6])
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        # It waits for a GPU before it copies, and agrees on errors by tensors on one.
+        # megatron-core waits for a GPU before it copies, and exchanges errors in GPU tensors.
         torch.cuda.synchronize = lambda *_: None
         torch.cuda.current_device = lambda: "cpu"
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)

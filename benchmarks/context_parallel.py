@@ -1,11 +1,11 @@
-"""How much of a rank's time context parallelism costs: `python -m benchmarks.context_parallel`.
+"""Overhead of context parallelism for a rank: `python -m benchmarks.context_parallel`.
 
-One attention (four heads of width 32, causal, fp32), forward and backward, of 8,192 positions: on
-one rank, and on two ranks that share it. Each rank has one thread, so that two ranks have twice the
-processor. The figure is the time of one rank over half of the time of one process: 1.0 is ideal.
-What the machine itself allows is the line of two processes that know nothing of each other, each
-with half of the heads. Beside the time stands the processor time of the slowest rank; what it
-lacks was waited for. Best of five. Takes about half a minute on two quiet cores.
+One attention (four heads of width 32, causal, fp32), forward and backward, of 8,192 positions runs
+on one rank, and on two ranks that share it. Each rank has one thread, so two ranks have twice the
+processor time. The figure is the time of the ranks over half of the time of one process: 1.0 is
+ideal. A line of two independent processes, each with half of the heads, shows the limit of the
+machine. The processor time of the slowest rank is printed too; the rest of its time is waiting.
+Best of five. Takes about half a minute on two quiet cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
     """Return the best time, and processor time, of forward and backward of this rank's part.
 
     Args:
-        share: of the heads, one in so many is computed.
+        share: divisor of the number of heads.
     """
     local = length // groups.cp.size()
     heads, key_heads = HEADS // share, KEY_HEADS // share
@@ -55,7 +55,7 @@ def seconds_of_attention(groups, kind: str, length: int, share: int = 1) -> tupl
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     seq_length: int = 8192
 

@@ -3,11 +3,11 @@
     python -m benchmarks.conversion [--megabytes 1000] [--repeats 3] [--directory DIR]
 
 A Llama of random bf16 weights (grouped heads, separate projections; the embedding is its largest
-tensor) is read through the family's rules into our parameters and written through them again into
-new files, in a fresh process, which alternates with a plain copy of the same bytes (read and
-written 8 MiB at a time, synced to the disk as the conversion is). Files are in the page cache when
-read. Rows are medians of the wall time; the memory of a conversion is the peak resident size of
-its process above that of one that has imported the same and opened the model.
+tensor) is read through the family's rules into our parameters and written through them into new
+files, in a fresh process. The conversion alternates with a plain copy of the same bytes (read and
+written 8 MiB at a time, synced to the disk like the conversion). Files are in the page cache when
+they are read. Rows are medians of the wall time. The memory of a conversion is the peak resident
+size of its process, minus the peak of a process that only imports the modules and opens the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.harness.machine import memory_bytes
 
 COPY_BYTES = 8 << 20
 HIDDEN, FFN, HEADS, GROUPS, VOCABULARY = 2048, 5632, 32, 4, 32000
-"""Those of TinyLlama-1.1B; the number of layers follows from the size."""
+"""Sizes of TinyLlama-1.1B; the number of layers follows from the requested bytes."""
 
 
 def make_model(directory: Path, num_bytes: int) -> int:
@@ -86,7 +86,7 @@ def copy(source: Path, target: Path) -> float:
 
 
 def convert(source: Path, target: Path | None) -> dict[str, float]:
-    """Convert, or only open; the job of a fresh process. Return seconds and peak MiB."""
+    """Convert, or only open, a model in a fresh process. Return seconds and peak MiB."""
     torch.set_num_threads(1)
     contents = open_model(source)
     started = time.perf_counter()
@@ -106,12 +106,12 @@ def in_fresh_process(source: Path, target: Path | None) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     megabytes: int = 1000
     repeats: int = 3
     directory: Path | None = None
-    """Where the files are; default: temporary."""
+    """Directory of the files; by default a temporary one."""
     source: Path | None = flag(None, is_hidden=True)
     target: Path | None = flag(None, is_hidden=True)
 

@@ -1,8 +1,8 @@
-"""Rates of the data path: index building, blending, fetching (see also `preprocessing`).
+"""Rates of the data path: building indices, blending, fetching (see also `preprocessing`).
 
     python -m benchmarks.data
 
-Processor seconds are the figure to compare, wall seconds depend on who else is working.
+Compare processor seconds: wall seconds depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def indices(folder: Path, num_documents: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     documents: int = 1_000_000
 

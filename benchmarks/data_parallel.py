@@ -9,13 +9,13 @@
 micro batches of sequence 256 through the same plain PyTorch GPT of width 512 (8 layers, 26 million
 parameters by default).
 
-The yardstick "alone" is our wrapper with one replica, also on two ranks at a time. It and each
-candidate are pairs of processes of their own: what one asks of the C library, or leaves in the
-heap, does not reach the others. They alternate step by step, and a step is compared with the mean
-of the two of the yardstick around it, which cancels what the machine drifts. The table has the
-medians of these ratios, and in brackets the ratio of the medians. `cpu` counts processor seconds of
-the computing and the communicating threads, `faults` pages that a step has touched for the first
-time; all are means of the two ranks.
+The yardstick "alone" is our wrapper with one replica, also on two ranks at a time. The yardstick
+and each candidate run in their own pairs of processes, so that settings of the C library and the
+state of the heap do not affect other candidates. They alternate step by step. Each step is compared
+with the mean of the yardstick's steps before and after it, which cancels drift of the machine. The
+table has the medians of these ratios, and in brackets the ratio of the medians. `cpu` counts
+processor seconds of the computing and the communicating threads, `faults` counts the pages that a
+step touched for the first time. All are means of the two ranks.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a step computes; the command lines of this benchmark and others say it."""
+    """Work of a step; the flags of this benchmark and of others."""
 
     optimizer: bool = False
-    """Clip and update as well."""
+    """Also clip the gradients and update the weights."""
     layers: int = 8
     """Layers of the model."""
     vocabulary: int
@@ -85,14 +85,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Workload):
-    """What the command line says."""
+    """Flags of the command line."""
 
     vocabulary: int = 1024
     microbatches: int = 8
     rounds: int = 7
     """Steps of each candidate."""
     only: tuple[str, ...] | None = flag(None, choices=CANDIDATES)
-    """Some of the candidates."""
+    """Names of candidates. Default: all."""
 
 
 def build_model(options: Workload) -> nn.Module:
@@ -109,7 +109,7 @@ def micro_batches(rank: int, options: Workload) -> list[torch.Tensor]:
 
 
 def no_phase(_: str) -> AbstractContextManager[None]:
-    """Note nothing about a phase of a step."""
+    """Enter a phase of a step without recording it."""
     return nullcontext()
 
 
@@ -213,7 +213,7 @@ def step_of(name: str, rank: int, options: Workload) -> Step:
 
 
 def become_rank(rank: int, store: str, name: str) -> None:
-    """Be one of the two ranks of a candidate, in a process that has allocated nothing yet."""
+    """Run one of the two ranks of a candidate, in a process that has allocated nothing yet."""
     if name.startswith("torch"):
         os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # ours only: see `megatron.core.foundation.device`
     torch.set_num_threads(1)
@@ -222,7 +222,7 @@ def become_rank(rank: int, store: str, name: str) -> None:
 
 
 class Cost(NamedTuple):
-    """What a step takes a rank."""
+    """Cost of a step for a rank."""
 
     wall: float
     processor: float
@@ -241,7 +241,7 @@ def cost(step: Step) -> Cost:
 
 
 def serve(rank: int, store: str, name: str, options: Workload, orders: Any) -> None:
-    """Run a step of a candidate whenever told to; the job of one process."""
+    """Run a step of a candidate for each order received; the main function of a process."""
     become_rank(rank, f"file://{store}", name)
     step = step_of(name, rank, options)
     while orders.recv():
@@ -250,7 +250,7 @@ def serve(rank: int, store: str, name: str, options: Workload, orders: Any) -> N
 
 
 class Ranks:
-    """Two ranks of one candidate, which wait for their turn."""
+    """Two processes of one candidate that alternate with others."""
 
     def __init__(self, name: str, options: Workload) -> None:
         context = mp.get_context("spawn")
@@ -268,7 +268,7 @@ class Ranks:
             self.step()
 
     def step(self) -> Cost:
-        """Return what a step took, the mean of the ranks."""
+        """Run a step and return its cost, the mean over the ranks."""
         for pipe in self._pipes:
             pipe.send(True)
         found = [pipe.recv() for pipe in self._pipes]
@@ -283,13 +283,13 @@ class Ranks:
 
 
 def ratios(found: Sequence[float], around: Sequence[float]) -> list[float]:
-    """Divide each figure by the mean of the yardstick's before and after it."""
+    """Divide each figure by the mean of the yardstick's figures before and after it."""
     pairs = zip(around, around[1:], strict=False)
     return [2 * figure / (a + b) for figure, (a, b) in zip(found, pairs, strict=True)]
 
 
 def compare(name: str, yardstick: Ranks, options: Flags) -> None:
-    """Let a candidate and the yardstick alternate, and print its row."""
+    """Alternate a candidate with the yardstick, and print the candidate's row."""
     candidate = Ranks(name, options)
     around, found = [yardstick.step()], []
     for _ in range(options.rounds):

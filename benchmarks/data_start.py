@@ -1,17 +1,17 @@
-"""Opening and indexing corpora, blending them, and fetching samples, against three rulers.
+"""Open, index and blend corpora, and fetch samples, compared with three references.
 
     python -m benchmarks.data_start [--peer PYTHON]       about 50 s on two cores
 
-Measures each figure in a process of its own (time, peak memory over the imports):
+Measures each figure in a separate process (time, and peak memory above the imports):
 
 * the order of a corpus of 2,000,000 documents and a billion tokens, cold (no cache) and warm;
 * a blend of ten corpora of the same total;
 * opening a blend of 1,000 files;
 * fetching random samples of 4,096 tokens from documents of about 500.
 
-The rulers are the recipe written plainly in numpy, one raw slice of the memory map, and, with
-`--peer`, the builder of an installed megatron-core: PYTHON is the interpreter that has it. The
-peer's arrays are compared with ours.
+The references are the recipe in plain numpy, one raw slice of the memory map, and, with `--peer`,
+the builder of an installed megatron-core: PYTHON is an interpreter with megatron-core. The peer's
+arrays are compared with ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.random import RandomState  # here, so that no clock runs while numpy loads it
+from numpy.random import RandomState  # imported here, so that measured times exclude the import
 
 from megatron.core.settings.command_line import read_command_line
 
@@ -37,7 +37,7 @@ VOCABULARY = 50_000
 
 
 def write_index_only(prefix: str, lengths: np.ndarray) -> None:
-    """Write an index, and tokens that are a hole in the file."""
+    """Write an index, and a sparse token file."""
     from megatron.core.datasets.corpus.index_file import write_index
     from megatron.core.datasets.corpus.token_file import AtomicFile
 
@@ -68,7 +68,7 @@ def write_all(folder: Path, num_documents: int, num_files: int, num_real: int) -
 
 
 class Tokenizer:
-    """As much of a tokenizer as both builders ask for."""
+    """The attributes of a tokenizer that both builders read."""
 
     vocab_size = VOCABULARY
     eod = VOCABULARY - 1
@@ -77,7 +77,7 @@ class Tokenizer:
 
 
 def build_train(blend: Any, size: int | None, cache: str, **settings: Any) -> Any:
-    """Build a train split with whichever megatron.core is importable."""
+    """Build a train split with the megatron.core of this interpreter."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -174,7 +174,7 @@ def status_kib(name: str) -> int:
 
 
 def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
-    """Measure one thing in this process."""
+    """Run one measurement in this process."""
     if kind == "fetch":
         return fetch_rates(folder, order)
     if kind != "recipe":
@@ -183,12 +183,12 @@ def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
         import megatron.core.datasets.blended_megatron_dataset_builder
         import megatron.core.datasets.gpt_dataset  # noqa: F401
 
-        if not order:  # megatron-core asks for its rank
+        if not order:  # megatron-core needs a process group
             torch.distributed.init_process_group(
                 "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
             )
     blend, size = blend_of(kind, folder)
-    Path("/proc/self/clear_refs").write_text("5")  # peak memory counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     resident = status_kib("VmRSS")
     before = resource.getrusage(resource.RUSAGE_SELF)
     begun = time.perf_counter()
@@ -210,9 +210,9 @@ def one(kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
 
 
 def measured(python: str, kind: str, folder: str, cache: str, order: str) -> dict[str, Any]:
-    """Measure one thing in a fresh process of `python`."""
+    """Run one measurement in a fresh process of `python`."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    environment["TMPDIR"] = cache or folder  # what is remembered of a corpus is part of the cache
+    environment["TMPDIR"] = cache or folder  # remembered facts about a corpus are part of the cache
     environment.pop("PYTHONPATH", None)
     here = Path(__file__).resolve()
     if python == sys.executable:
@@ -246,7 +246,7 @@ def show(label: str, state: str, result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     peer: str | None = None
     """Interpreter of an environment with megatron-core."""
@@ -256,7 +256,7 @@ class Flags:
 
 
 def main() -> None:
-    """Write the corpora, measure, print; fail when arrays differ."""
+    """Write the corpora, measure and print; fail if arrays differ."""
     args = read_command_line(Flags, description="Start-up and fetching of datasets.")
     from megatron.core.datasets import native
 

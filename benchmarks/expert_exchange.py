@@ -1,11 +1,11 @@
-"""How much of the experts' exchange stays visible: `python -m benchmarks.expert_exchange`.
+"""Exposed time of the exchange of tokens: `python -m benchmarks.expert_exchange`.
 
-Two expert-parallel ranks train a small model whose all-to-alls take a while longer than they
-would on one machine: the result of each is held back until so many milliseconds after its start.
-Neither that nor sleeping for it takes processor time, so the measurement holds on a busy machine.
-Printed are the time of a step and how much of it the ranks waited, for layers that compute in
-turn, with the shared expert beside the exchange, with forwards beside backwards, and with both.
-Median of five steps of six micro batches. Takes about half a minute.
+Two expert-parallel ranks train a small model with artificially slow all-to-alls: each result is
+delayed until a fixed number of milliseconds after its start. The delay takes no processor time, so
+the measurement is valid on a busy machine. The table has the time of a step and the ranks' waiting
+time, for layers that compute in sequence, with the shared expert during the exchange, with forwards
+during backwards, and with both. Median of five steps of six micro batches. Takes about half a
+minute.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HIDDEN, LENGTH, VOCABULARY, STEPS, MICRO_BATCHES = 256, 256, 64, 5, 6
 
 
 class _HeldBack:
-    """A collective that has no result before its time; notes how long it was waited for."""
+    """A collective whose result is delayed; records the waiting time."""
 
     def __init__(self, pending: Work[torch.Tensor], ready_at: float, waited: list[float]):
         self._pending, self._ready_at, self._waited = pending, ready_at, waited
@@ -111,10 +111,10 @@ def seconds_of_a_step(groups: Any, way: dict[str, Any], held_s: float) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     held_ms: float = 10.0
-    """Least time of an exchange."""
+    """Minimum duration of an exchange."""
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What a mixture-of-experts layer costs beside a plain loop over experts and Mixtral's block.
+"""Cost of a mixture-of-experts layer, against a plain loop over experts and Mixtral's block.
 
     python -m benchmarks.experts                          # one thread, processor time
     python -m benchmarks.experts --experts 64 --topk 8 --width 176
 
-All compute the same function of the same weights, which is checked first. They alternate in one run
-on one thread, forward and backward; figures are medians. "matrix products alone" are those of the
-visits without routing, permuting or activation: the lower bound.
+All candidates compute the same function of the same weights, which is checked first. They alternate
+on one thread, forward and backward; figures are medians. "matrix products alone" is the lower
+bound: the products of all tokens and experts, without routing, permuting or activation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PlainExperts(nn.Module):
-    """What one would write on a page: pick each expert's tokens, compute, add at their places."""
+    """A plain loop: select each expert's tokens, compute, add the outputs at their positions."""
 
     def __init__(self, hidden: int, width: int, experts: int, topk: int) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ class PlainExperts(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     tokens: int = 1024
     hidden: int = 512
     width: int = 704
-    """Of an expert's MLP."""
+    """Width of an expert's MLP."""
     experts: int = 8
     topk: int = 2
-    """Experts of a token."""
+    """Number of experts per token."""
     rounds: int = 9
 
 
@@ -127,7 +127,7 @@ def mixtral(sizes: Flags, plain: PlainExperts) -> nn.Module | None:
 
 
 def with_main_grads(layer: nn.Module, x: Tensor) -> Call:
-    """Return forward and backward as in training: weight gradients go into fp32 buffers."""
+    """Return forward and backward as in training: weight gradients are added to fp32 buffers."""
     upstream: list[Tensor] = []
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
@@ -150,7 +150,7 @@ def forgetting(layer: nn.Module, x: Tensor, function: Callable[[Tensor], Tensor]
 
 
 def products_alone(sizes: Flags, x: Tensor) -> Call:
-    """Return the matrix products of the visits, evenly spread, forward and backward."""
+    """Return only the matrix products of evenly distributed tokens, forward and backward."""
     rows = sizes.tokens * sizes.topk // sizes.experts
     fc1 = [torch.randn(2 * sizes.width, sizes.hidden) for _ in range(sizes.experts)]
     fc2 = [torch.randn(sizes.hidden, sizes.width) for _ in range(sizes.experts)]

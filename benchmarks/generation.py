@@ -3,11 +3,11 @@ r"""Tokens per second of greedy generation, against `generate` of Transformers, 
     python -m benchmarks.generation                       # batch 1 and 8, 135 million parameters
     python -m benchmarks.generation --batches 8 --new-tokens 128 --dtype bf16
 
-A Llama of random weights is saved by Transformers and loaded from its directory. The two take
-turns in one process and on the same threads, every prompt of a batch has the same length, both
-write the same number of tokens, prefill included, and they must write the same ones. The
-median of the turns counts; it exits with status 1 if the tokens differ. Reading all weights once
-is the lower bound of a step, whatever the batch.
+Transformers saves a Llama of random weights, and both load it. The two programs alternate in one
+process with the same threads. Every prompt of a batch has the same length. Both write the same
+number of tokens, prefill included, and the tokens must be equal: otherwise the exit status is 1.
+The result is the median of the turns. The time to read all weights once is the lower bound of a
+step, for any batch size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 32
@@ -66,7 +66,7 @@ def their_model(directory: Path, options: Flags) -> Any:
         tie_word_embeddings=True,
         eos_token_id=None,
         bos_token_id=None,
-        # Wide enough that the most likely token is not a matter of rounding.
+        # Large enough that rounding does not change the most likely token.
         initializer_range=0.06,
     )
     torch.manual_seed(3)
@@ -86,9 +86,9 @@ def our_model(directory: Path, options: Flags) -> Any:
 
 
 def floor_of(model: Any) -> float:
-    """Return the seconds that it takes to read all weights once: no step can be faster.
+    """Return the seconds to read all weights once: a lower bound of a step.
 
-    The embedding is read by the head, which shares it.
+    The head reads the embedding, because the two are tied.
     """
     weights = [p.detach() for chunk in model for p in chunk.parameters() if p.dim() > 1]
     seconds = []
@@ -147,7 +147,7 @@ def main() -> int:
                         max_sequence_length=2048,
                         pg_collection=ProcessGroupCollection.single(),
                     )
-                if turn:  # the first does not count
+                if turn:  # the first turn is a warm-up
                     times[name].append(time.perf_counter() - begin)
         rates = {n: batch * options.new_tokens / statistics.median(t) for n, t in times.items()}
         step = statistics.median(times["ours"]) / options.new_tokens

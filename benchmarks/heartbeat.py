@@ -1,17 +1,18 @@
-"""What the heartbeat and its watchdog cost of a training step.
+"""Cost of the heartbeat and its watchdog in a training step.
 
     python -m benchmarks.heartbeat                  # TP 2, PP 2, ZeRO-1 on two ranks
     python -m benchmarks.heartbeat --pairs 5 tp2
 
-Two ways to the same figure:
+Two measurements of the same figure:
 
-    counted      nanoseconds of each kind of note, timed alone, by how often a step makes it, over
-                 the processor seconds of a step
-    alternating  the same job under torchrun with the watchdog and --ft-rank-heartbeat-timeout 0 in
-                 turns: processor seconds of the ranks per step, and the watchdog's beside them
+    counted      nanoseconds of each kind of note, timed alone, times the number of these notes per
+                 step, over the processor seconds of a step
+    alternating  the same job under torchrun with the watchdog and with
+                 --ft-rank-heartbeat-timeout 0 in turns: processor seconds of the ranks per step,
+                 and of the watchdog
 
-The model is small (hidden size 256, 4 layers, 128 tokens): a larger one has longer steps of the
-same number of notes.
+The model is small (hidden size 256, 4 layers, 128 tokens): the steps of a larger model are longer
+and have the same number of notes.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 
 FIRST, LAST = 10, 50
-"""Steps between which is measured."""
+"""Steps at the begin and the end of the measurement."""
 REPORT = "HEARTBEAT_REPORT"
-"""Where a rank writes what it has measured; set in the ranks of a job."""
+"""Environment variable with the file for a rank's measurements."""
 COUNTS = "HEARTBEAT_COUNTS"
-"""Set where notes are counted, which takes longer than the notes."""
+"""Environment variable that enables counting of notes, which takes longer than the notes."""
 WATCHDOG = b"megatron.resilience.watchdog"
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000"
@@ -60,11 +61,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     layouts: tuple[str, ...] = positional((), metavar="LAYOUT", help=", ".join(LAYOUTS))
     pairs: int = 3
-    """Jobs with and without the watchdog."""
+    """Number of jobs with and without the watchdog."""
 
 
 # In a rank ---------------------------------------------------------------------------------------
@@ -78,7 +79,7 @@ class Meter:
         self._began: tuple[float, float, Counter[str]] | None = None
 
     def after_step(self, step: int) -> None:
-        """Take the times, and write the report at the end."""
+        """Record the times; after the last step, write the report."""
         now = time.perf_counter(), time.process_time(), self.calls.copy()
         if step == FIRST:
             self._began = now
@@ -93,7 +94,7 @@ class Meter:
             Path(os.environ[REPORT], os.environ["RANK"]).write_text(json.dumps(found))
 
     def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, its calls counted."""
+        """Return the function with its calls counted."""
 
         def call(*arguments: Any) -> Any:
             self.calls[name] += 1
@@ -125,7 +126,7 @@ NOTES = ("begin_op", "wait_in", "wait_for", "set_instruction", "set_field", "set
 
 
 class _Owner:
-    """Starts an operation that does nothing, with a note and without."""
+    """Starts an operation that does nothing, with and without a note."""
 
     group: Any = None
 
@@ -136,7 +137,7 @@ class _Owner:
 
 
 def nanoseconds(function: Callable[[], object], times: int = 500) -> float:
-    """Return how long a call takes, the best of many rounds."""
+    """Return the duration of a call, the best of many rounds."""
     best = float("inf")
     for _ in range(200):
         began = time.perf_counter()
@@ -147,7 +148,7 @@ def nanoseconds(function: Callable[[], object], times: int = 500) -> float:
 
 
 def cost_of_notes() -> dict[str, float]:
-    """Return nanoseconds by the name of a call; "recorded" is the cost that the decorator adds."""
+    """Return call -> nanoseconds; "recorded" is the cost that the decorator adds."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     owner, x, progress = _Owner(), torch.zeros(4), PROGRESS
     group = owner.group = dist.group.WORLD
@@ -185,18 +186,18 @@ def cost_of_notes() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a job, per step."""
+    """Figures of a job, per step."""
 
     step_s: float
     processor_s: float
-    """Of the ranks together."""
+    """Processor seconds of all ranks."""
     watchdog_s: float
     calls: dict[str, float]
-    """Notes of the rank that makes most."""
+    """Number of notes of the rank with the most notes."""
 
 
 def run_job(layout: str, *flags: str, counts: bool = False) -> Measured:
-    """Train under torchrun and return what the ranks have measured."""
+    """Train under torchrun and return the measurements of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, REPORT: folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1",
                        "LATTICE_DEVICE": "cpu", **({COUNTS: "1"} if counts else {})}  # fmt: skip
@@ -211,7 +212,7 @@ def run_job(layout: str, *flags: str, counts: bool = False) -> Measured:
         while job.poll() is None:
             time.sleep(0.5)
             seen += _watchdog_times(folder)
-        # Not its own start, which a job has once.
+        # Without the start of the watchdog, once per job.
         (first, last) = (seen[len(seen) // 4], seen[-1]) if seen else ((0.0, 0.0), (1.0, 0.0))
         watchdog_share = (last[1] - first[1]) / (last[0] - first[0])
         assert job.stderr is not None
@@ -228,7 +229,7 @@ def run_job(layout: str, *flags: str, counts: bool = False) -> Measured:
 
 
 def _watchdog_times(folder: str) -> list[tuple[float, float]]:
-    """Return (now, processor seconds so far) of the watchdog of a job, if it is there."""
+    """Return (now, processor seconds so far) of a job's watchdog, if there is one."""
     for place in Path("/proc").iterdir():
         try:
             if WATCHDOG not in (place / "cmdline").read_bytes():

@@ -1,13 +1,12 @@
-"""What importing the library adds to importing torch and numpy.
+"""Time that importing the library adds to importing torch and numpy.
 
     python -m benchmarks.import_time [--rounds 15]        about a minute on two cores
 
-Each statement is run in fresh processes, in turns with one that imports torch and numpy alone. The
-clock of a process runs from its first line until the statement is done, so that files are read
-through the same cache and the interpreter's own start is left out. Printed are medians over the
-rounds of wall and processor seconds, and of their difference from torch and numpy of the same
-round. Exits with status 1 if `megatron.core`, or that with a GPT model, adds more than 0.25 s of
-processor time.
+Each statement runs in fresh processes, in turns with a statement that imports torch and numpy
+alone. The clock of a process runs from its first line until the statement is done; the start of the
+interpreter is not included. The table has medians over the rounds of wall and processor seconds,
+and of their difference from torch and numpy in the same round. The exit status is 1 if
+`megatron.core`, with or without a GPT model, adds more than 0.25 s of processor time.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ STATEMENTS = {
     "from megatron.core.models.gpt import GPTModel",
     "megatron.training.pretrain": f"{ALONE}; from megatron.training import pretrain",
 }
-"""What is imported -> the statement. The first is what the others are measured against."""
+"""Imported modules -> statement. The first statement is the reference for the others."""
 ADDED_LIMIT_S = 0.25
-"""Of the library without training, over torch and numpy."""
+"""Limit of processor seconds that the library without training adds to torch and numpy."""
 TIMED = """
 import json, os, time
 wall, used = time.perf_counter(), sum(os.times()[:2])
@@ -47,10 +46,10 @@ print(json.dumps([time.perf_counter() - wall, sum(os.times()[:2]) - used]))
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rounds: int = 15
-    """Processes of each statement."""
+    """Number of processes of each statement."""
 
 
 def seconds(statement: str) -> tuple[float, float]:
@@ -69,7 +68,7 @@ def seconds(statement: str) -> tuple[float, float]:
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return (wall, processor) seconds of every statement in every round."""
-    for statement in STATEMENTS.values():  # so that files are in memory and compiled
+    for statement in STATEMENTS.values():  # warm up: files are in memory and compiled afterwards
         seconds(statement)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in STATEMENTS}
     for _ in range(rounds):

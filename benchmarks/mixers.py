@@ -1,16 +1,16 @@
-"""Processor time of mixers with a state, by length, and how models of them learn.
+"""Processor time of mixers with a state, by length, and the learning of models with them.
 
     python -m benchmarks.mixers
     python -m benchmarks.mixers --train FOLDER
 
-The first prints seconds of forward and backward of one mixer (width 128, 4 heads of 32, states of
-32 rows, fp32, one thread) at each length, lengths in turn. They are user time of the process: the
-system's time for pages of large tensors is not the mixer's.
+The first command prints the seconds of forward and backward of one mixer (width 128, 4 heads of 32,
+states of 32 rows, fp32, one thread) at each length, lengths in turn. They are user time of the
+process; system time is excluded, because it is mostly the allocation of large tensors.
 
-The second trains a model of 4 layers of width 96 with attention, and with each mixer in all layers,
-on Shakespeare's plays as bytes, and prints the mean losses of 50 steps and tokens for each second
-of user time, start included. FOLDER keeps the text and the logs; a model that was trained in it is
-not trained again. Takes about 1.5 minutes of processor time a model.
+The second command trains a model of 4 layers of width 96 with attention, and one with each mixer in
+all layers, on Shakespeare's plays as bytes. It prints the mean losses of 50 steps, and tokens per
+second of user time, start included. FOLDER keeps the text and the logs; a model with a log in it is
+not trained again. Takes about 1.5 minutes of processor time per model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TRAINING = (
 
 
 def build_mixer(name: str) -> torch.nn.Module:
-    """Return a mixer of the benchmark's sizes."""
+    """Return a mixer with the benchmark's sizes."""
     config = TransformerConfig(
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, hidden_dropout=0.0,
         attention_dropout=0.0, linear_num_key_heads=4, linear_num_value_heads=4,
@@ -71,7 +71,7 @@ def build_mixer(name: str) -> torch.nn.Module:
 
 
 def user_seconds(who: int = resource.RUSAGE_SELF) -> float:
-    """Return the user time of this process, or of its children that ended."""
+    """Return the user time of this process, or of its finished children."""
     return resource.getrusage(who).ru_utime
 
 
@@ -84,7 +84,7 @@ def seconds_of_step(mixer: torch.nn.Module, length: int) -> float:
 
 
 def print_times(lengths: list[int], repeats: int) -> None:
-    """Print the least seconds, and microseconds of a token, by mixer and length."""
+    """Print the least seconds, and microseconds per token, by mixer and length."""
     torch.set_num_threads(1)
     for name in RECURRENT_MIXERS:
         mixer, best = build_mixer(name), dict.fromkeys(lengths, float("inf"))
@@ -99,7 +99,7 @@ def print_times(lengths: list[int], repeats: int) -> None:
 
 
 def run(*words: str, folder: Path, log: str) -> float:
-    """Run a script of the repository, which prints into a file; return its user time."""
+    """Run a script of the repository with its output in a file; return its user time."""
     before = user_seconds(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     script, *rest = words
@@ -111,7 +111,7 @@ def run(*words: str, folder: Path, log: str) -> float:
 
 
 def train(folder: Path, names: Sequence[str], iterations: int) -> None:
-    """Train each model; print mean losses, and tokens for a second of user time."""
+    """Train each model; print mean losses, and tokens per second of user time."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "plays_text_document.bin").exists():
         text, _ = write_json_lines(fetch_plays(folder), folder)
@@ -140,16 +140,16 @@ def train(folder: Path, names: Sequence[str], iterations: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     lengths: list[int] = flag([8192, 16384, 32768], nargs="+")
     """Tokens of a sequence."""
     repeats: int = 3
-    """Of each length; the least time counts."""
+    """Repetitions of each length; the least time counts."""
     train: Path | None = flag(None, metavar="FOLDER")
-    """Train models instead; keep text and logs here."""
+    """Train models instead; keep text and logs in this folder."""
     models: tuple[str, ...] = flag(MODELS, choices=MODELS)
-    """Which of them to train."""
+    """Mixers to train."""
     iterations: int = 1000
     """Steps of each model."""
 

@@ -1,17 +1,17 @@
-"""Training in less memory than the whole state needs, and what offload costs.
+"""Train in less memory than the whole state needs, and measure the cost of offload.
 
     sudo python -m benchmarks.offload --directory /var/tmp
 
-Linux, root, and the memory controller of control groups (version 1 or 2). One process trains the
-plain PyTorch GPT of `benchmarks.data_parallel` (34 million parameters, fp32: 513 MiB of state) with
-AdamW, with the moments on the device, in host memory, and in a file in `--directory`, the last
-time with the weights in a file as well. Then a control group gets less memory than the first needs
-and more than the last, half-way between. Inside, the kernel kills the run that holds its whole
-state, and the run with the files trains; the weights of all runs are compared by their hash.
+Needs Linux, root, and the memory controller of control groups (version 1 or 2). One process trains
+the plain PyTorch GPT of `benchmarks.data_parallel` (34 million parameters, fp32: 513 MiB of state)
+with AdamW. The moments are on the device, in host memory, and in a file in `--directory`; a last
+run stores the weights in a file as well. Then a control group gets a memory limit half-way between
+the needs of the first and the last run. In this group, the kernel kills the run that holds its
+whole state, and the run with the files trains; the weights of all runs are compared by their hash.
 
-"device" counts the bytes of weights, gradients and moments that are where the model computes,
-"peak" is the largest resident memory without mapped files. On a CPU the host is the device:
-offload to host memory saves bytes of an accelerator, but none here, and the table says so.
+"device" counts the bytes of weights, gradients and moments in the memory of the computation, "peak"
+is the largest resident memory without mapped files. On a CPU the host is the device: offload to
+host memory saves no bytes here, as the table shows.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ def sharding_of(place: str, directory: str) -> DistributedDataParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Workload):
-    """What the command line says."""
+    """Flags of the command line."""
 
     directory: str = tempfile.gettempdir()
-    """Of the file of state."""
+    """Directory of the file of state."""
     optimizer: bool = no_flag(True)
     vocabulary: int = 16384
     microbatches: int = no_flag(1)
     steps: int = 4
-    """Steps of each run."""
+    """Number of steps of each run."""
     place: str | None = flag(None, choices=PLACES, is_hidden=True)
     report: str | None = flag(None, is_hidden=True)
 
 
 def train(options: Flags) -> dict[str, Any]:
-    """Train with state in `options.place`; the job of one process."""
+    """Train with state in `options.place`; the main function of one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     groups = ProcessGroupCollection.single()
@@ -130,14 +130,14 @@ class ControlGroup:
     def __init__(self, parent: Path, files: tuple[str, ...]) -> None:
         """
         Args:
-            files: of the limits, of memory and of memory and swap.
+            files: names of the limits of memory, and of memory and swap.
         """
         self._path = parent / f"lattice-offload-{os.getpid()}"
         self._files = files
 
     @classmethod
     def find(cls) -> ControlGroup | None:
-        """Return a group below the one of this process; None without the memory controller."""
+        """Return a group below this process's group; None without the memory controller."""
         top = Path("/sys/fs/cgroup")
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -151,7 +151,7 @@ class ControlGroup:
 
     @contextmanager
     def limited(self, num_bytes: int) -> Iterator[Path]:
-        """Make the group; yield the file that takes the ids of its processes."""
+        """Create the group; yield the file that accepts the ids of its processes."""
         self._path.mkdir()
         try:
             for name in self._files:
@@ -164,7 +164,7 @@ class ControlGroup:
 
 
 def problem() -> str | None:
-    """Say why this machine cannot run the benchmark; None if it can."""
+    """Return why this machine cannot run the benchmark; None if it can."""
     if sys.platform != "linux":
         return "control groups are a part of Linux; this is " + sys.platform
     if os.geteuid() != 0:
@@ -178,7 +178,7 @@ def run(place: str, options: Flags, members: Path | None = None) -> tuple[int, d
     """Run a process, in a control group if its list of members is given.
 
     Returns:
-        (exit status, what `train` found).
+        (exit status, result of `train`).
     """
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
@@ -186,7 +186,7 @@ def run(place: str, options: Flags, members: Path | None = None) -> tuple[int, d
         if members is None:
             command = [sys.executable, "-m", "benchmarks.offload"]
         else:
-            # A shell joins before Python begins: all its memory counts.
+            # A shell joins the group before Python starts, so that all its memory counts.
             join = 'echo $$ > "$0"; exec "$@"'
             command = ["sh", "-c", join, str(members), sys.executable, "-m", "benchmarks.offload"]
         status = subprocess.run([*command, *words], check=False).returncode
@@ -194,7 +194,7 @@ def run(place: str, options: Flags, members: Path | None = None) -> tuple[int, d
 
 
 def print_row(name: str, found: dict[str, Any], digest: str) -> None:
-    """Print what a run has measured."""
+    """Print the measurements of a run."""
     same = "equal" if found["digest"] == digest else "DIFFERENT"
     print(
         f"{name:<26}{found['device']:>12.0f}{found['peak']:>10.0f}"
@@ -236,7 +236,7 @@ def main() -> int:
     if reason := problem():
         print(f"cannot limit memory: {reason}", file=sys.stderr)
         return 2
-    # What was made goes away also when the command is ended.
+    # Exit by an exception, so that cleanup runs if the command is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return compare(options)
 

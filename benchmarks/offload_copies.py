@@ -1,25 +1,25 @@
-"""How much of a slow transfer between the device and host memory is hidden by computation.
+"""Share of a slow transfer between device and host memory that computation hides.
 
     python -m benchmarks.offload_copies --kind zero2
     python -m benchmarks.offload_copies --kind zero3
     python -m benchmarks.offload_copies --kind zero3 --simulated --compute 1.0
 
-One process trains the plain PyTorch GPT of `benchmarks.data_parallel` in bf16 with AdamW, whose
+One process trains the plain PyTorch GPT of `benchmarks.data_parallel` in bf16 with AdamW. The
 state is in host memory, in one of two ways:
 
-    zero2   gradients go to the host beside backward, weights to the device beside the update
+    zero2   gradients are copied to the host during backward, weights to the device during update
     zero3   the shards of the weights are in host memory, too: copied to the device for each gather
 
-On a CPU the host is the device, and the copies would cost little, so each one also waits until it
-has taken as long as `--rate` bytes a second allow, in each direction. The computing thread notes
-how long it waits for a copy; the rest of the transfer is hidden:
+On a CPU the host is the device, and copies are fast. So each copy also waits until it has taken the
+time that `--rate` bytes per second allow, in each direction. The computing thread records how long
+it waits for a copy; the rest of the transfer is hidden:
 
     hidden = 1 - waited / (bytes / rate)
 
-With `--simulated` nothing is timed: the same program starts and waits for copies by a clock that
-advances only by what is computed. A layer takes `--compute` times as long as its weights travel in
-the forward pass and twice that in the backward pass, the update `--update` nanoseconds an element.
-The result does not depend on the machine.
+With `--simulated` nothing is timed: the same program starts and waits for copies by a simulated
+clock, which only computation advances. A layer takes `--compute` times the transfer time of its
+weights in the forward pass and twice that in the backward pass; the update takes `--update`
+nanoseconds per element. The result does not depend on the machine.
 
 `--timeline` prints the copies and the waits of the last step.
 """
@@ -58,33 +58,33 @@ WARMUP_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Workload):
-    """What the command line says."""
+    """Flags of the command line."""
 
     kind: str = flag("zero3", choices=("zero2", "zero3"))
-    """What is in host memory."""
+    """Part of the state that is in host memory."""
     optimizer: bool = no_flag(True)
     vocabulary: int = 1024
     microbatches: int = 4
     rate: float = 1e9
-    """Bytes a second of the slow copies."""
+    """Rate of the slow copies in bytes per second."""
     rounds: int = 10
-    """Steps."""
+    """Number of steps."""
     simulated: bool = False
-    """Count time instead of taking it."""
+    """Simulate the time instead of measuring it."""
     compute: float = 1.0
-    """Time of a layer's forward pass over that of its transfer; with --simulated."""
+    """With --simulated: time of a layer's forward pass over the time of its transfer."""
     update: float = 3.0
-    """Nanoseconds that the update of an element takes; with --simulated. AdamW reads and writes 30
-    bytes of each, which a core does at 10 GB/s."""
+    """With --simulated: nanoseconds of the update per element. AdamW reads and writes 30 bytes of
+    each, which a core does at 10 GB/s."""
     bucket_size: int = 1_000_000
-    """Most gradients that are reduced and copied at a time."""
+    """Maximum number of gradients that are reduced and copied at a time."""
     timeline: bool = False
-    """Print when copies were made and waited for."""
+    """Print the copies and the waits."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took."""
+    """Times of a step."""
 
     seconds: float
     transfer_s: float
@@ -92,7 +92,7 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """Share of the transfer that nobody waited for."""
+        """Share of the transfer without waiting."""
         return 1 - self.waited_s / self.transfer_s
 
 
@@ -106,7 +106,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Training:
-    """A model whose copies go over a slow link."""
+    """A model whose copies use a slow link."""
 
     def __init__(self, model: nn.Module, options: Flags) -> None:
         self.options, self.record, self.clock = options, Record(), Clock()
@@ -162,11 +162,11 @@ class Training:
         return replace(rule, update=update)
 
     def now(self) -> float:
-        """Return the time."""
+        """Return the time of the clock in use."""
         return self.clock() if self.options.simulated else time.perf_counter()
 
     def step(self) -> Step:
-        """Train on all micro batches, and update."""
+        """Train on all micro batches, and update the weights."""
         self.record.clear()
         model, batches, begin = self.model, self._batches, self.now()
         model.zero_grad_buffer()
@@ -181,7 +181,7 @@ class Training:
 
 
 def print_timeline(record: Record) -> None:
-    """Print copies and the waits that took time, in order."""
+    """Print copies, and waits longer than zero, in order."""
     first = min(copy.begin for copy in record.copies)
     rows: list[tuple[str, Interval]] = [("copy", copy) for copy in record.copies]
     rows += [("wait", wait) for wait in record.waits if wait.end - wait.begin > 1e-5]

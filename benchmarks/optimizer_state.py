@@ -1,9 +1,9 @@
-"""What each place and precision of optimizer state costs: `python -m benchmarks.optimizer_state`.
+"""Cost of each place and precision of optimizer state: `python -m benchmarks.optimizer_state`.
 
-One process, one thread, weights of `--millions` million elements. For each way a process of its own
-updates them a few times; the table shows the median time of an update beside that of fp32 state in
-memory, measured in turns, the bytes of state in memory, and the peak resident memory of the process
-above what it had before the optimizer was built. About 40 seconds.
+One process, one thread, weights of `--millions` million elements. Each variant updates them a few
+times in a separate process. The table shows the median time of an update over the time with fp32
+state in memory, measured in turns; the bytes of state in memory; and the growth of the peak
+resident memory since before the optimizer was built. About 40 seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WAYS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
 def measure(
     connection: Any, dtype: torch.dtype, settings: dict[str, Any], num_weights: int, directory: str
 ) -> None:
-    """Build an optimizer; update whenever asked; tell times and memory."""
+    """Build an optimizer; for each message of the connection, update once and send the time."""
     torch.set_num_threads(1)
     if "optimizer_offload_path" in settings:
         settings = settings | {"optimizer_offload_path": directory}
@@ -63,7 +63,7 @@ def measure(
     (buffer,) = ddp.gradient_buffers
     buffer.owned_gradients()[0].normal_()
     importlib.import_module("torch._dynamo")  # torch's own optimizers load it in their first step
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here on
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory
     before = memory_bytes("VmRSS")
     config = OptimizerConfig(lr=1e-4, bf16=dtype == torch.bfloat16, **settings)
     optimizer = get_megatron_optimizer(config, [ddp], pg_collection=groups)
@@ -77,12 +77,12 @@ def measure(
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     millions: int = 16
     rounds: int = 5
     directory: str = tempfile.gettempdir()
-    """For the file."""
+    """Directory of the file of state."""
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""What overlap saves on a slow link: two ranks in network namespaces of their own.
+"""Time that overlap saves on a slow link: two ranks in separate network namespaces.
 
     sudo python -m benchmarks.overlap --mbit 2000 --trace overlap.json
 
-Linux, root, and the programs `ip` and `tc` (iproute2). The two ranks are joined by a pair of
-virtual network devices, each held to `--mbit` by a token bucket (tc-tbf(8)). Both train the plain
-PyTorch GPT of `benchmarks.data_parallel` (one sequence of 256 tokens, clipping, AdamW). Candidates
-alternate in rounds of three steps, of which the last two are measured; a row is the median of the
-rounds, per step. While a step runs, the bytes that the device has sent are read every 2 ms: the
-columns say in which phase of the step they travelled. The trace (chrome://tracing,
-ui.perfetto.dev) shows phases and link of the last turn of each candidate.
+Needs Linux, root, and the programs `ip` and `tc` (iproute2). A pair of virtual network devices
+joins the two ranks; a token bucket (tc-tbf(8)) limits each device to `--mbit`. Both ranks train the
+plain PyTorch GPT of `benchmarks.data_parallel` (one sequence of 256 tokens, clipping, AdamW).
+Candidates alternate in rounds of three steps; the last two steps are measured. A row is the median
+of the rounds, per step. During a step, the number of sent bytes is read every 2 ms: the columns
+show the bytes of each phase. The trace (chrome://tracing, ui.perfetto.dev) shows phases and link of
+the last turn of each candidate.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ WIDTH = max(map(len, CANDIDATES)) + 2
 
 @dataclass
 class Timeline:
-    """When the phases of some steps began, and how many bytes had been sent when."""
+    """Begin times of the phases of some steps, and the number of sent bytes over time."""
 
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     """(name, begin, end) in seconds."""
     sent: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds, bytes that the device has sent so far)."""
+    """(seconds, number of bytes that the device has sent)."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note when the body runs."""
+        """Record the begin and the end of the block."""
         begin = time.perf_counter()
         try:
             yield
@@ -80,7 +80,7 @@ class Timeline:
         return (self.phases[-1][2] - self.phases[0][1]) / STEPS_IN_A_ROW
 
     def duration(self, name: str) -> float:
-        """Seconds of a step's phases of a name."""
+        """Seconds of a step's phases with this name."""
         seconds = sum(end - begin for phase, begin, end in self.phases if phase == name)
         return seconds / STEPS_IN_A_ROW
 
@@ -90,7 +90,7 @@ class Timeline:
         return (self.sent[-1][1] - self.sent[0][1]) / STEPS_IN_A_ROW
 
     def bytes_in(self, name: str) -> float:
-        """Return the bytes sent during a step's phases of a name."""
+        """Return the bytes sent during a step's phases with this name."""
         return (
             sum(self._at(e) - self._at(b) for phase, b, e in self.phases if phase == name)
             / STEPS_IN_A_ROW
@@ -101,14 +101,14 @@ class Timeline:
 
 
 class Link:
-    """The bytes that a network device has sent, read again and again in a thread."""
+    """A thread that repeatedly reads the number of bytes that a network device has sent."""
 
     def __init__(self, device: str) -> None:
         self._path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
 
     @contextmanager
     def watched(self, timeline: Timeline) -> Iterator[None]:
-        """Fill `timeline.sent` while the body runs."""
+        """Fill `timeline.sent` while the block runs."""
         is_over = threading.Event()
 
         def watch() -> None:
@@ -127,7 +127,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Workload):
-    """What the command line says."""
+    """Flags of the command line."""
 
     mbit: int = 2000
     """Speed of the link in Mbit/s."""
@@ -135,15 +135,15 @@ class Flags(Workload):
     vocabulary: int = 4096
     microbatches: int = no_flag(1)
     rounds: int = 3
-    """Turns of each candidate."""
+    """Number of turns of each candidate."""
     trace: str | None = None
-    """File for a chrome trace of the last step of each."""
+    """File for a chrome trace of the last step of each candidate."""
     rank: int | None = flag(None, is_hidden=True)
     directory: str | None = flag(None, is_hidden=True)
 
 
 def train(rank: int, options: Flags) -> list[dict[str, object]]:
-    """Let the candidates alternate; return the events of the trace. The job of one process."""
+    """Alternate the candidates in one process; return the events of the trace."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{options.directory}/store"
@@ -161,7 +161,7 @@ def train(rank: int, options: Flags) -> list[dict[str, object]]:
         for name, step in steps.items():
             dist.barrier()
             current = Timeline()
-            step()  # whose parameters may be gathered during the next step
+            step()  # its parameters may be gathered during the next step
             current = Timeline()
             with link.watched(current):
                 for _ in range(STEPS_IN_A_ROW):
@@ -210,7 +210,7 @@ def events(number: int, name: str, line: Timeline) -> list[dict[str, object]]:
 
 
 def problem() -> str | None:
-    """Say why this machine cannot run the benchmark; None if it can."""
+    """Return why this machine cannot run the benchmark; None if it can."""
     if sys.platform != "linux":
         return "network namespaces are a part of Linux; this is " + sys.platform
     if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
@@ -282,7 +282,7 @@ def main() -> int:
     if reason := problem():
         print(f"cannot shape a link: {reason}", file=sys.stderr)
         return 2
-    # What was made goes away also when the command is ended.
+    # Exit by an exception, so that cleanup runs if the command is terminated.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"two ranks, {options.mbit} Mbit/s each way")
     with tempfile.TemporaryDirectory() as directory, shaped_link(options.mbit):

@@ -6,7 +6,7 @@ Each candidate trains a few steps (clipping and AdamW, fp32, one sequence of 256
 two fresh single-threaded gloo processes; candidates alternate. A row is the larger of the two
 ranks' peak resident sizes (VmHWM), the median over the rounds, and its ratios to torch's wrappers.
 The weights, gradients and moments of the model are 513 MiB, half of it 257 MiB; "imported" is a
-process that has imported torch and this benchmark and done nothing.
+process that has only imported torch and this benchmark.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ CANDIDATES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(Workload):
-    """What the command line says."""
+    """Flags of the command line."""
 
     optimizer: bool = no_flag(True)
     vocabulary: int = 16384
     microbatches: int = 1
     steps: int = 3
-    """Steps of each process."""
+    """Number of steps of each process."""
     rounds: int = 3
-    """Turns of each candidate."""
+    """Number of turns of each candidate."""
 
 
 def train(rank: int, directory: str, name: str, options: Flags) -> None:
-    """Train with one candidate and leave the peak in a file; the job of one process."""
+    """Train with one candidate and write the peak to a file; the main function of one process."""
     become_rank(rank, f"file://{directory}/store", name)
     if name != "imported":
         step = step_of(name, rank, options)

@@ -1,18 +1,18 @@
-"""What a pipeline costs: dispatch, bubble, and messages.
+"""Cost of a pipeline: dispatch, bubble, and messages.
 
     python -m benchmarks.pipeline_bubble             # all three tables, about a minute
-    python -m benchmarks.pipeline_bubble --trace run.json   # also keep the trace of the last run
+    python -m benchmarks.pipeline_bubble --trace run.json   # also write the trace of the last run
 
 1. Dispatch: Python time of the executor per compute step, on one process, with empty stages.
-2. Bubble: 4 gloo processes whose stages sleep, so the number of cores does not matter, against
-   the simulated bubble and step. What is above is dispatch, messages and the machine's clock. With
-   "exchange" a third of a forward is an exchange with other ranks; forwards and backwards that take
-   turns hide it.
-3. Messages: 2 processes whose stages multiply matrices, with activations of 8 micro batches of
-   sequence 256 and width 512 between them, against the same work on the same two processes at the
-   same time without a pipeline. The bubble alone would give 1.125 (and 1.0625 with 2 chunks).
+2. Bubble: 4 gloo processes whose stages sleep, so that the number of cores has no effect, against
+   the simulated bubble and step. The excess is dispatch, messages and the machine's clock. With
+   "exchange", a third of a forward is an exchange with other ranks; alternating forwards and
+   backwards hide it.
+3. Messages: 2 processes whose stages multiply matrices and exchange activations of 8 micro batches
+   of sequence 256 and width 512, against the same work without a pipeline on the same two processes
+   at the same time. The bubble alone would give 1.125 (and 1.0625 with 2 chunks).
 
-The quietest of several steps counts: other programs on the machine only ever add time.
+The quietest of several steps counts: other programs on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.harness.distributed import run_distributed
 
 SEQUENCE, WIDTH, MICROBATCHES, LAYERS_PER_RANK = 256, 512, 8, 4
 FORWARD_S = 0.020
-"""Compute of all chunks of a rank."""
+"""Seconds of compute of all chunks of a rank."""
 BUBBLE_CASES = [
     SleepingCase("gpipe", 1, 4, FORWARD_S),
     SleepingCase("gpipe", 1, 8, FORWARD_S),
@@ -64,7 +64,7 @@ class Config(ModelParallelConfig):
 
 
 class Part(nn.Module):
-    """A chunk of the model: multiplies, or does nothing."""
+    """A chunk of the model that multiplies, or does nothing."""
 
     def __init__(self, config: Config, *, num_layers: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Part(nn.Module):
         self.input: Tensor | None = None
 
     def set_input_tensor(self, tensor: Tensor) -> None:
-        """Take the previous stage's output."""
+        """Set the previous stage's output as the input."""
         self.input = tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,12 +192,12 @@ def message_table(groups: ProcessGroupCollection, num_steps: int, trace: Path | 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     steps: int = 5
-    """Per line; the quietest counts."""
+    """Number of steps per line; the quietest counts."""
     trace: Path | None = None
-    """Write the trace of the last pipeline here."""
+    """File for the trace of the last pipeline."""
 
 
 def worker(rank: int, world_size: int, store: str, options: Flags) -> None:

@@ -1,7 +1,8 @@
-"""GPT-2-like and Llama-like models in plain PyTorch, as one would write them without a framework.
+"""GPT-2-like and Llama-like models in plain PyTorch, without a framework.
 
-They are the yardstick of `single_device.py` and the independent oracle of the model tests: same
-mathematics, nothing shared with `megatron.core`. Activations are [batch, sequence, hidden].
+They are the reference of `single_device.py` and the independent oracle of the model tests: they
+compute the same functions and share no code with `megatron.core`. Activations are [batch, sequence,
+hidden].
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model; the defaults are those of the benchmark."""
+    """Sizes of a model; the defaults are the sizes of the benchmark."""
 
     num_layers: int = 4
     hidden_size: int = 512
@@ -74,7 +75,7 @@ class PlainGPT2(nn.Module):
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [b, n, s, d] by the angles whose cos and sin [s, d] are given."""
+    """Rotate x [b, n, s, d] by the angles with these cos and sin [s, d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -112,7 +113,7 @@ class LlamaBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Word embedding, blocks, final norm, head of its own."""
+    """Word embedding, blocks, final norm, separate head."""
 
     def __init__(self, z: Sizes) -> None:
         super().__init__()

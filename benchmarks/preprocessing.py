@@ -5,14 +5,14 @@
 
 Each round runs the bare library once and then each of `--ways`: `--ways library:1 --largest 0`
 compares these two alone. Without arguments it uses the test text and tokenizers trained on it
-(under a minute; too short to judge by). For each library: tokens per second of the bare library in
-one process with the texts in memory, and of the whole tool, from its start to its end, with 1 and 2
-workers, once through the same library and once through the fast engine; the files of all of them
-must be equal. Then the start-up, and the peak memory over the size of the input.
+(under a minute; too short for reliable figures). For each library it prints tokens per second of
+the bare library in one process with the texts in memory, and of the whole tool, from start to end,
+with 1 and 2 workers, through the same library and through the fast engine; all files must be equal.
+Then it prints the start-up time, and the peak memory over the size of the input.
 
-With `--peer PYTHON`, an interpreter that has megatron-core and tokenizers, the same job is also
-done as Megatron-LM's tool does it: a pool of 2 processes takes a document for a task, 32 at a time,
-and one process writes them through megatron-core's builder. The files must be equal, too.
+With `--peer PYTHON`, an interpreter with megatron-core and tokenizers, the same job also runs in
+the way of Megatron-LM's tool: a pool of 2 processes with one document per task, 32 at a time, and
+one process that writes them through megatron-core's builder. The files must be equal, too.
 `real_text` makes an input out of documentation and sources.
 """
 
@@ -61,7 +61,7 @@ for i in range(0, len(texts), 100):
     count += sum(map(len, encode(texts[i:i + 100])))
 print(count, time.perf_counter() - begun, time.process_time() - spent)
 """
-"""The library alone: texts in memory before the clock starts, ids counted and dropped."""
+"""The library alone: texts in memory before the clock starts, ids counted and discarded."""
 
 PEER = r"""
 import json, multiprocessing, os, sys
@@ -84,32 +84,32 @@ if __name__ == "__main__":
                 builder.add_document(torch.IntTensor(ids), lengths)
     builder.finalize(output + ".idx")
 """
-"""The job in the shape of Megatron-LM's tool."""
+"""The job with the structure of Megatron-LM's tool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     input: str | None = None
     """JSON lines with a key 'text'."""
     megabytes: float | None = None
-    """Of it; all of it if not given."""
+    """Megabytes of the input to use; all by default."""
     bpe: str | None = None
     """Folder with vocab.json and merges.txt."""
     pieces: str | None = None
     """A SentencePiece model."""
     ranks: str | None = None
-    """A .tiktoken file cut as GPT-2 cuts."""
+    """A .tiktoken file with GPT-2's splitting pattern."""
     repeats: int = 3
     peer: str | None = None
     """Interpreter of an environment with megatron-core."""
     largest: int = 4
-    """Times the input, for memory; 0: not."""
+    """Multiples of the input for the memory measurement; 0 skips it."""
     ways: tuple[str, ...] = flag(
         ("library:1", "library:2", "auto:1", "auto:2"), metavar="BACKEND:WORKERS"
     )
-    """What is compared with the bare library."""
+    """Variants that are compared with the bare library."""
 
 
 def prepare_default(folder: Path) -> Flags:
@@ -144,7 +144,7 @@ def prepare_default(folder: Path) -> Flags:
 
 
 def cut(corpus: str, megabytes: float, folder: Path) -> str:
-    """Return the first megabytes of a corpus; a shorter one is repeated."""
+    """Return the first megabytes of a corpus; repeat a shorter corpus."""
     path, size = folder / f"cut{megabytes:g}.jsonl", 0
     with open(path, "wb") as out:
         while size < megabytes * 1e6:
@@ -204,8 +204,9 @@ def compare(
 ) -> None:
     """Print the rates of one library, bare and through the tool by (backend, workers).
 
-    Two ratios, by the clock and by processor seconds, each the median of the rounds' ratios, the
-    lowest and the highest: a machine that is slow for a while is so for both sides of it.
+    The two ratios, of wall time and of processor seconds, are the median, the lowest and the
+    highest of the rounds' ratios: if a machine is slow for a while, it is slow for both sides of a
+    ratio.
     """
     raw_rates: list[tuple[float, float]] = []
     made: set[tuple[str, ...]] = set()

@@ -1,10 +1,10 @@
-"""Text that is on a machine as JSON lines, for benchmarks: documentation, sources, dictionaries.
+"""Write text files of a machine as JSON lines, for benchmarks: documentation, sources, and more.
 
     python -m benchmarks.real_text OUT.jsonl /usr/share/doc/linux-doc-6.1 /usr/lib/python3.11 ...
 
-Takes `.rst`, `.txt` and `.py` files below the folders (gzipped or not), each one document, in an
-order drawn by the digest of their names, so that the beginning of the output is a sample of all.
-Of a `.dict.dz` dictionary each entry is a document. What is not UTF-8 is left out.
+Reads `.rst`, `.txt` and `.py` files below the folders (gzipped or not), one document each, ordered
+by the digest of their names, so that the beginning of the output is a sample of all. Each entry of
+a `.dict.dz` dictionary is a document. Files that are not UTF-8 are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = (".rst", ".txt", ".py")
 
 
 def files_below(roots: Sequence[str]) -> list[Path]:
-    """Return the text files below folders, and files named themselves, in a fixed mixed order."""
+    """Return the text files below folders, and named files, in a fixed mixed order."""
     found = [
         path
         for root in map(Path, roots)
@@ -48,14 +48,14 @@ def documents(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What to write, and from which files."""
+    """Output, and input files."""
 
     target: Path = positional(metavar="FILE.jsonl")
     roots: tuple[str, ...] = positional(metavar="FOLDER")
 
 
 def main() -> None:
-    """Write the file and say what it holds."""
+    """Write the file and print its size."""
     flags = read_command_line(Flags, description=__doc__)
     count = size = left_out = 0
     with flags.target.open("w") as out:

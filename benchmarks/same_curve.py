@@ -1,4 +1,4 @@
-"""The picture of the README: the loss curve of one process and of eight.
+"""Draw the picture of the README: the loss curve of one process and of eight.
 
     python -m benchmarks.same_curve            # writes docs/same_curve.png
 
@@ -34,7 +34,7 @@ RUNS = {"1 process": (1, ""), "8 processes: TP 2 x PP 2 x DP 2": (8, EIGHT)}
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Where the picture is written."""
+    """Output of the picture."""
 
     out: Path = Path("docs/same_curve.png")
 

@@ -3,15 +3,15 @@ r"""Cost of one training step on one device, against a plain PyTorch model and H
     python -m benchmarks.single_device                        # both families, fp32 and bf16
     python -m benchmarks.single_device --family llama --dtype bf16 --breakdown
 
-On a GPU, give it a model of a size worth its while:
+On a GPU, choose a larger model:
 
     python -m benchmarks.single_device --family llama --dtype bf16 --layers 16 --hidden 2048 \
         --heads 16 --kv-heads 4 --ffn 5632 --sequence 4096 --batch 4
 
-On the CPU the cost is processor time of one thread, so other programs on the machine disturb it
-little; the candidates alternate in one process, and the median counts. On a GPU it is wall time
-between synchronisations. The rate of a plain matrix product is measured in the same run, between
-the steps, and the share of it that the model's own matrix products reach is printed.
+On the CPU the cost is processor time of one thread, so that other programs have little effect; the
+candidates alternate in one process, and the median counts. On a GPU the cost is wall time between
+synchronisations. The same run measures the rate of a plain matrix product between the steps, and
+prints the share of this rate that the model's own matrix products reach.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     family: tuple[str, ...] = flag(tuple(FAMILIES), choices=FAMILIES)
     dtype: tuple[str, ...] = flag(tuple(DTYPES), choices=DTYPES)
@@ -68,7 +68,7 @@ class Flags:
 
 
 def chosen_sizes(family: str, options: Flags) -> Sizes:
-    """Return the benchmark's sizes, changed as the command line says."""
+    """Return the benchmark's sizes, with the changes of the command line."""
     changed = {
         "sequence": options.sequence,
         "vocab_size": options.vocabulary,
@@ -84,7 +84,7 @@ def chosen_sizes(family: str, options: Flags) -> Sizes:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds: processor time on the CPU, wall time after a GPU's queue."""
+    """Return a clock in seconds: processor time on the CPU, synchronised wall time on a GPU."""
     if device.type == "cpu":
         return time.process_time
 
@@ -148,7 +148,7 @@ def measure(family: str, dtype_name: str, options: Flags) -> dict[str, Any]:
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    """Print one line per candidate, cost relative to the cheapest other."""
+    """Print one line per candidate, with its cost relative to the cheapest other candidate."""
     head = f"{'model':<14}{'dtype':<6}{'candidate':<15}{'s/step':>8}{'spread':>8}"
     print(head + f"{'tokens/s':>10}{'of matmul':>11}{'vs cheapest other':>19}")
     for result in results:
@@ -165,7 +165,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def print_breakdown(family: str, dtype_name: str, options: Flags) -> None:
-    """Print where the step of each candidate goes, by operator."""
+    """Print the time of each candidate's step by operator."""
     device, dtype = current_device(), DTYPES[dtype_name]
     sizes = chosen_sizes(family, options)
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,4 +1,4 @@
-"""Copies over a link of a given rate, with a record of when each was made and who waited for it."""
+"""Copies over a link of a given rate, with a record of all copies and waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.offload.device_copies import Copy, ThreadCopies
 
 
 class Interval(NamedTuple):
-    """Something that took time."""
+    """A copy or a wait."""
 
     name: str
     begin: float
@@ -24,7 +24,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Record:
-    """What happened on a link, in seconds of its clock."""
+    """Copies and waits on a link, in seconds of its clock."""
 
     copies: list[Interval] = field(default_factory=list)
     waits: list[Interval] = field(default_factory=list)
@@ -32,41 +32,39 @@ class Record:
 
     @property
     def waited_s(self) -> float:
-        """How long the computation has waited."""
+        """Return the waiting time of the computation."""
         return sum(wait.end - wait.begin for wait in self.waits)
 
     def clear(self) -> None:
-        """Begin again."""
+        """Delete all entries."""
         self.copies, self.waits, self.num_bytes = [], [], 0
 
 
 class SlowCopies(ThreadCopies):
-    """Copies of a thread that sleeps until they have taken as long as the link would."""
+    """Copies by a thread that sleeps for the rest of the time that the link would take."""
 
     def __init__(self, name: str, rate: float, record: Record) -> None:
         """
         Args:
-            rate: bytes a second.
+            rate: bytes per second.
         """
         super().__init__()
         self._name, self._rate, self._record = name, rate, record
 
     def carry(self, target: Tensor, source: Tensor) -> None:
-        """See `ThreadCopies`."""
         begin = time.perf_counter()
         super().carry(target, source)
         time.sleep(max(0.0, begin + source.nbytes / self._rate - time.perf_counter()))
         self._record.copies.append(Interval(self._name, begin, time.perf_counter()))
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
         self._record.num_bytes += source.nbytes
         copy = super().start(source, target)
         return _Timed(self._name, copy, self._record, time.perf_counter)
 
 
 class Clock:
-    """Time that passes only when somebody says so."""
+    """Simulated time: only `compute` and waits advance it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -75,7 +73,7 @@ class Clock:
         return self.now
 
     def compute(self, module: nn.Module, seconds: float) -> None:
-        """Let a module take `seconds` in its forward pass, and twice as long in its backward."""
+        """Make a module take `seconds` in its forward pass, and twice as long in its backward."""
 
         def after(_: nn.Module, _inputs: object, output: Tensor) -> Any:
             return _Computation.apply(output, self, seconds)
@@ -97,14 +95,13 @@ class _Computation(torch.autograd.Function):
 
 
 class SimulatedCopies:
-    """Copies that are made at once, and arrive by a clock as if a link had carried them."""
+    """Copies that are made at once, and complete at the simulated time of a link."""
 
     def __init__(self, name: str, rate: float, record: Record, clock: Clock) -> None:
         self._name, self._rate, self._record, self.clock = name, rate, record, clock
         self._is_free_at = 0.0
 
     def start(self, source: Tensor, target: Tensor | None = None) -> Copy:
-        """See `DeviceCopies`."""
         begin = max(self._is_free_at, self.clock.now)
         self._is_free_at = begin + source.nbytes / self._rate
         self._record.num_bytes += source.nbytes
@@ -115,7 +112,6 @@ class SimulatedCopies:
 
     @contextmanager
     def after(self, copies: Sequence[Copy]) -> Iterator[None]:
-        """See `DeviceCopies`."""
         for copy in copies:
             copy.wait()
         yield

@@ -1,14 +1,13 @@
-"""Launches and bytes of a training step on a GPU, counted without one.
+"""Count launches and bytes of a training step on a GPU, without a GPU.
 
     python -m benchmarks.step_ledger [--details] [--write]
 
-The program is that of training, on the imaginary accelerator: operations have shapes and compute
-nothing, kernels in Triton are noted where they would be launched. The step is that of
-`benchmarks.gpu.speed`: 8 layers of the width of Llama 3 8B, 8 micro batches of 2 x 4,096 tokens.
-A pass takes its bytes at the rate that passes reach on an H100: 2.7 TB/s of torch's, 2.5 TB/s of
-ours. A product takes its operations at 680 TFLOP/s, or its bytes where they take longer. Launches
-take nothing. --details prints each operation and where it is called; --write renews the table of
-docs/gpu.md.
+The training program runs on a fake accelerator: operations have shapes and compute nothing, and
+launches of Triton kernels are recorded. The step is the step of `benchmarks.gpu.speed`: 8 layers of
+the width of Llama 3 8B, 8 micro batches of 2 x 4,096 tokens. A pass over memory takes its bytes at
+the rate of passes on an H100: 2.7 TB/s for torch's, 2.5 TB/s for ours. A product takes its
+operations at 680 TFLOP/s, or its bytes if they take longer. Launches take no time. --details prints
+each operation and its caller; --write updates the table of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ FLOOR_MS = {
     "SwiGLU": 5.6, "norms": 2.4, "residual sums": 0.0, "rotation, qkv copies": 0.9, REST: 0.2,
     OPTIMIZER: 31.0,
 }  # fmt: skip
-"""Milliseconds that would be left if each part read and wrote what it must once."""
+"""Least milliseconds of each part: every necessary byte is read and written once."""
 MOST = {
     PRODUCTS: (99, 60.0), ATTENTION: (16, 6.5), "cross entropy": (28, 6.3),
     "weight gradient into fp32": (17, 0.0), "SwiGLU": (16, 15.0), "norms": (68, 7.7),
     "residual sums": (16, 3.2), "rotation, qkv copies": (52, 5.5), REST: (26, 1.0),
     OPTIMIZER: (56, 118.3),
 }  # fmt: skip
-"""Launches and GB that a part may have: a change may lower them, none may raise them."""
+"""Maximum launches and GB of a part: a change may lower them, none may raise them."""
 
 PARTS_OF_FILES = {
     "cross_entropy.py": "cross entropy", "vocab_parallel_softmax.py": "cross entropy",
@@ -64,14 +63,14 @@ PARTS_OF_FILES = {
     "rotary.py": "rotation, qkv copies", "attention.py": "rotation, qkv copies",
     "rotary_pos_embedding.py": "rotation, qkv copies",
 }  # fmt: skip
-"""File of the innermost line of the project -> part."""
+"""File of the innermost project line on the stack -> part."""
 PARTS_OF_OPERATIONS = {"cat": "rotation, qkv copies", "add.Tensor": "residual sums"}
-"""Operations that autograd's own nodes call, where no line of the project is on the stack."""
+"""Operations called by autograd's own nodes, without a project line on the stack."""
 
 
 @dataclass
 class Part:
-    """What a part of the step launches and moves."""
+    """Launches and bytes of a part of the step."""
 
     launches: float = 0.0
     num_bytes: float = 0.0
@@ -79,7 +78,7 @@ class Part:
 
 
 def size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; what is repeated by a stride of zero counts once."""
+    """Return the bytes of a tensor; elements repeated by a stride of zero count once."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     count = 1
     for length, stride in sides:
@@ -116,14 +115,14 @@ def bytes_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
         is_read = not (writes and (name in _OVERWRITES or declared.is_out))
         total += sum(map(size, held)) * (is_read + writes)
         written += held if writes else []
-    if name == "addmm":  # its first argument is the sum that it writes
+    if name == "addmm":  # its first argument is the sum that it overwrites
         total -= size(given[0]) if kwargs.get("beta") == 0 else 0
     ids = {id(x) for x in written}
     return total + sum(size(x) for x in tensors(result) if id(x) not in ids)
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """Return the tensors of the accelerator among values, at any depth."""
+    """Return the accelerator's tensors among values, at any depth."""
     found = torch.utils._pytree.tree_leaves(values)
     return [x for x in found if isinstance(x, Tensor) and device_of(x) != "cpu"]
 
@@ -176,10 +175,10 @@ class Launches:
         self.add(part, name, place, moved, seconds)
 
     def kernel(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> None:
-        """Count a launch of one of our kernels: each tensor it is given is read or written once."""
+        """Count a launch of one of our kernels: each tensor argument is read or written once."""
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         held = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        # A tensor in the place of an optional one is that of another argument.
+        # For an absent optional tensor, callers pass another argument's tensor.
         distinct = {id(x) if name != "out_ptr" else name: x for name, x in held.items()}
         moved = sum(map(size, distinct.values()))
         file = f"{function.__module__.rpartition('.')[2]}.py"
@@ -189,7 +188,7 @@ class Launches:
 def is_of_stand_in(func: Any, place: str) -> bool:
     """Return whether an operation repeats keys for attention, or sums their gradients.
 
-    On a GPU attention takes fewer keys; the imaginary accelerator's is one that does not.
+    Attention on a GPU accepts fewer keys; attention on the fake accelerator does not.
     """
     if place == "torch_attention.py:_sdpa":
         return func is _aten.clone.default
@@ -197,7 +196,7 @@ def is_of_stand_in(func: Any, place: str) -> bool:
 
 
 def place_in_project() -> str:
-    """Return "file.py:function" of the innermost line of the project, empty if there is none."""
+    """Return "file.py:function" of the innermost project line on the stack, or ""."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if "megatron" in path.parts and "planner" not in path.parts:
@@ -207,7 +206,7 @@ def place_in_project() -> str:
 
 @contextlib.contextmanager
 def noted_triton(launches: Launches) -> Iterator[None]:
-    """Inside, Triton is there as it seems, and what it would launch is noted."""
+    """Provide a fake Triton inside the block, and record its launches."""
     from megatron.core.kernels import triton_kernels
 
     class Jitted:
@@ -225,7 +224,7 @@ def noted_triton(launches: Launches) -> Iterator[None]:
         jit=Jitted, language=language, cdiv=lambda a, b: -(-a // b),
         next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length(),
     )  # fmt: skip
-    # torch asks for Triton too, and shall not find this one.
+    # torch imports Triton too, and must not find the fake one.
     stand_in = {"triton": triton, "triton.language": language}
     known = {name: sys.modules.pop(name) for name in stand_in if name in sys.modules}
     sys.modules.update(stand_in)
@@ -242,7 +241,7 @@ def noted_triton(launches: Launches) -> Iterator[None]:
 
 
 def counted_step(workload: Workload) -> Launches:
-    """Return what a step after the first launches. The process has the imaginary accelerator."""
+    """Return the launches of a step after the first; the process has the fake accelerator."""
     from megatron.training.metrics.memory_timeline import MemoryTimeline
     from megatron.training.setup import traced_rank as rank_step
     from megatron.training.setup.fake_device import fake_rank
@@ -304,7 +303,7 @@ def words_of(w: Workload) -> str:
 
 
 def rows_of(launches: Launches, num_micro_batches: int) -> dict[str, Part]:
-    """Return the parts of a micro batch, and the optimizer's of a step."""
+    """Return the parts of a micro batch, and the optimizer's part of a step."""
     found = {}
     for name, part in launches.parts.items():
         share = 1 if name == OPTIMIZER else num_micro_batches
@@ -313,7 +312,7 @@ def rows_of(launches: Launches, num_micro_batches: int) -> dict[str, Part]:
 
 
 def milliseconds_of_passes(rows: Mapping[str, Part]) -> float:
-    """Return what a micro batch takes outside of products and attention."""
+    """Return the milliseconds of a micro batch outside of products and attention."""
     left_out = (PRODUCTS, ATTENTION, OPTIMIZER)
     return 1e3 * sum(part.seconds for name, part in rows.items() if name not in left_out)
 
@@ -332,7 +331,7 @@ def table(rows: Mapping[str, Part]) -> list[str]:
 
 
 def details(launches: Launches, num_micro_batches: int) -> Iterator[str]:
-    """Yield a line for each operation and place, those that take longest first."""
+    """Yield a line for each operation and place, the longest first."""
     for key, part in sorted(launches.details.items(), key=lambda item: -item[1].seconds):
         share = 1 if key[0] == OPTIMIZER else num_micro_batches
         yield " ".join(
@@ -342,12 +341,12 @@ def details(launches: Launches, num_micro_batches: int) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     details: bool = False
-    """Print each operation and where it is called."""
+    """Print each operation and its caller."""
     write: bool = False
-    """Renew the table of docs/gpu.md."""
+    """Update the table of docs/gpu.md."""
 
 
 def main() -> int:

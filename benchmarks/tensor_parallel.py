@@ -1,4 +1,4 @@
-"""What the tensor-parallel layers and fused functions cost beside plain torch.
+"""Cost of the tensor-parallel layers and fused functions, against plain torch.
 
     python -m benchmarks.tensor_parallel             # one process, processor time
     python -m benchmarks.tensor_parallel --gloo      # collectives of two processes, wall time
@@ -67,7 +67,7 @@ def leaf(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 
 
 def with_main_grad(layer: nn.Module, x: Tensor, *, is_fresh: bool) -> Call:
-    """Return forward and backward of a layer whose gradients go into fp32 buffers."""
+    """Return forward and backward of a layer whose gradients are written into fp32 buffers."""
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
 
@@ -81,7 +81,7 @@ def with_main_grad(layer: nn.Module, x: Tensor, *, is_fresh: bool) -> Call:
 
 
 def plain_linear(weight: Tensor, bias: Tensor, x: Tensor, *, is_fresh: bool) -> Call:
-    """Return the same with torch's linear and ordinary gradients."""
+    """Return forward and backward of torch's linear with ordinary gradients."""
 
     def call() -> None:
         x.grad = None
@@ -140,7 +140,7 @@ def embedding_case(dtype: torch.dtype) -> dict[str, Call]:
     )
     weight, ids = leaf(VOCABULARY, WIDTH, dtype=dtype), torch.randint(0, VOCABULARY, (1, TOKENS))
     table.weight.main_grad = torch.zeros(table.weight.shape)
-    table.weight.main_grad_is_fresh = False  # a tied head has written before
+    table.weight.main_grad_is_fresh = False  # a tied head has written the gradient before
     return {
         "plain": backward_of(lambda w: F.embedding(ids, w), weight),
         "main gradient": backward_of(lambda w: table(ids), table.weight),
@@ -188,7 +188,7 @@ def report(dtype: torch.dtype, rounds: int) -> None:
 
 
 def time_collectives(rank: int, rendezvous: str, rounds: int) -> None:
-    """Time what two tensor-parallel ranks exchange per layer: [256, 1, 512] in fp32."""
+    """Time the exchanges of two tensor-parallel ranks per layer: [256, 1, 512] in fp32."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     group = dist.new_group([0, 1])
@@ -213,7 +213,7 @@ def time_collectives(rank: int, rendezvous: str, rounds: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rounds: int = 9
     gloo: bool = False

@@ -4,7 +4,7 @@
 
 Two single-threaded processes run 8 micro batches of sequence 256 through a GPT of width 512
 (forward, backward, gradient finalisation; no optimizer step). Each layout alternates with its own
-floor in the same run, both processes computing at the same time, so both see the same machine:
+floor in the same run. Both processes compute at the same time, in the layout and in its floor:
 
     tp   floor: every rank runs a model with half the heads and half the MLP, alone
     pp   floor: every rank runs half of the micro batches of the whole model, alone
@@ -67,7 +67,7 @@ def forward_step(iterator, model):
 
 
 def endless(tokens):
-    """Yield the same micro batch for ever."""
+    """Yield the same micro batch endlessly."""
     while True:
         yield tokens
 
@@ -140,7 +140,7 @@ def build_step(
 
 
 def floor_of(name: str) -> Callable[[], None]:
-    """Return the step that does a rank's share of the work without communication."""
+    """Return a step with a rank's share of the work, without communication."""
     alone = ProcessGroupCollection.single()
     if name.startswith("tp"):
         return build_step(alone, share=2)
@@ -150,7 +150,7 @@ def floor_of(name: str) -> Callable[[], None]:
 
 
 def seconds(step: Callable[[], None]) -> tuple[float, float]:
-    """Return (wall, processor) seconds of one step, begun together; wall until both are done."""
+    """Return (wall, processor) seconds of one step, started on both ranks; wall until both end."""
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
     step()
@@ -160,7 +160,7 @@ def seconds(step: Callable[[], None]) -> tuple[float, float]:
 
 
 def measure(rank: int, store: str, names: list[str], rounds: int) -> None:
-    """Time every layout; the job of one process."""
+    """Time every layout; the main function of one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     rng_state().set_seed(1)
@@ -191,7 +191,7 @@ def measure(rank: int, store: str, names: list[str], rounds: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     layouts: tuple[str, ...] = positional((), help=f"any of {', '.join(LAYOUTS)}; default all")
     rounds: int = 5

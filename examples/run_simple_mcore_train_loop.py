@@ -62,7 +62,7 @@ def build_model(tp: int, pp: int) -> DistributedDataParallel:
 
 
 def batches() -> Iterator[dict[str, Tensor]]:
-    """Yield micro batches of mock documents that count 1, 2, 3, ..."""
+    """Yield micro batches of mock documents that contain 1, 2, 3, ..."""
     config = GPTDatasetConfig(
         random_seed=0,
         split="1,0,0",
@@ -86,7 +86,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module):
-    """Run this stage on the next micro batch."""
+    """Run this stage for the next micro batch."""
     where = device.current_device()
     batch = {name: value.to(where) for name, value in next(iterator).items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -94,7 +94,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module):
 
 
 def run_step(model: DistributedDataParallel, data: Iterator, forward_only: bool = False) -> str:
-    """Run one step of the pipeline (of one stage, without pipeline parallelism)."""
+    """Run one step of the pipeline; without pipeline parallelism it has one stage."""
     reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data,

@@ -2,10 +2,10 @@
 
     python tools/build_index.py --data-path 0.3 data/a 0.7 data/b --data-cache-path cache ...
 
-Takes the flags of pretrain_gpt.py, all of them, so that it builds exactly what that command will
-look for; training then maps the files. Started several times at once (an array of jobs on a common
-file system, RANK and WORLD_SIZE set), each begins with other corpora, and none is built twice.
-With --sample-order native there is nothing to build; the corpora are checked.
+It reads all flags of pretrain_gpt.py, so that it builds exactly the files that training maps. If
+several processes run at once (an array of jobs on a common file system, RANK and WORLD_SIZE set),
+each starts with other corpora, and no index is built twice. With --sample-order native there is
+nothing to build; the corpora are checked.
 """
 
 from __future__ import annotations
@@ -28,19 +28,15 @@ from megatron.training.rules import resolve_and_check
 from megatron_lattice import read_deepspeed_config
 
 
-def _place() -> tuple[int, int]:
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
 @tool
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build everything and say what it is; return the exit status."""
+    """Build all index files, print their sizes, and return the exit status."""
     begun = time.perf_counter()
     run = resolve_and_check(
         lambda: parse_command_line(argv, deepspeed_reader=read_deepspeed_config), planned_world_size
     )
     tokenizer = build_tokenizer(run.namespace())
-    rank, world_size = _place()
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     run = resolve_vocabulary(run, int(tokenizer.vocab_size))
     run = run.overlaid({"rank": rank, "world_size": world_size})
     config = gpt_dataset_config(run, tokenizer)

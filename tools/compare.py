@@ -23,7 +23,7 @@ from megatron.training.reports import MEDIANS, RunRecord, Series, read_run
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is compared."""
+    """Runs to compare."""
 
     run: Path = positional(metavar="RUN")
     """Directory of a run, or its file of --metrics-jsonl."""
@@ -49,7 +49,7 @@ class CurveDifference:
 
 
 def curve_differences(run: RunRecord, other: RunRecord) -> list[CurveDifference]:
-    """Compare losses and gradient norms as they were written."""
+    """Compare the losses and gradient norms in the files of two runs."""
     names = [name for name in (*run.losses, "grad-norm") if name in run.series]
     pairs = [(n, run.series[n], other.series[n]) for n in names if n in other.series]
     return [found for pair in pairs if (found := _difference(*pair)) is not None]

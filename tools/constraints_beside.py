@@ -1,9 +1,9 @@
-"""Write the lines of a constraints file that do not speak of what somebody else pins.
+"""Remove from a constraints file the distributions that another file pins already.
 
     python tools/constraints_beside.py torch /etc/pip/constraint.txt < constraints.txt > beside.txt
 
 Each argument is the name of a distribution or another constraints file. Two different pins of one
-distribution cannot be installed, so an image that pins its own torch needs the rest of ours only.
+distribution conflict, so an image that pins its own torch needs our file without these lines.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 
 def name_of(line: str) -> str:
-    """Return the distribution that a requirement is about, normalised; "" for a comment."""
+    """Return the normalised distribution name of a requirement; "" for a comment."""
     found = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", line)
     return re.sub(r"[-_.]+", "-", found[1]).lower() if found else ""
 
 
 def constraints_beside(lines: Iterable[str], others: Iterable[str]) -> Iterator[str]:
-    """Yield those of `lines` whose distribution is not in `others`."""
+    """Yield the lines whose distribution is not in `others`."""
     pinned = {name_of(other) for other in others} - {""}
     return (line for line in lines if name_of(line) not in pinned)
 

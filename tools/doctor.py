@@ -1,11 +1,11 @@
-"""Say what is installed, what is used and why the rest is not, and whether two ranks can meet.
+"""Print installed libraries, the chosen backends with reasons, and test two ranks.
 
     python tools/doctor.py                 # all of it; under half a minute
     python tools/doctor.py --no-self-test
     python tools/doctor.py --imports       # also import every optional library
     python tools/doctor.py --json
 
-The exit status is 1 if something is wrong; what is merely not installed is not wrong.
+The exit status is 1 if there is a problem; a missing optional library is no problem.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ VARIABLES = (
     "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
     "RANK", "WORLD_SIZE",
 )  # fmt: skip
-"""Variables of the environment that change what is found here."""
+"""Environment variables that affect the findings."""
 TIMEOUT_S = 180
 TOLERANCE = 1e-4
-"""Relative: sums of a few hundred fp32 products in another order, through two layers."""
+"""Relative tolerance: fp32 sums of a few hundred products in another order, through two layers."""
 _VOCABULARY, _LENGTH = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     no_self_test: bool = False
     """Start no ranks."""
@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 
 def base_findings() -> Iterator[CheckResult]:
-    """Yield what everything is built on."""
+    """Yield Python and torch."""
     yield CheckResult("base", "python", f"{platform.python_version()} on {platform.platform()}")
     is_new = is_torch_min_version(OLDEST_TORCH)
     built = torch.version.cuda or getattr(torch.version, "hip", None) or "no accelerator"
@@ -87,7 +87,7 @@ def library_findings(*, imports: bool) -> Iterator[CheckResult]:
     """Yield the optional libraries.
 
     Args:
-        imports: also import those that are installed: it takes seconds, and finds broken ones.
+        imports: also import the installed libraries: it takes seconds, and finds broken ones.
     """
     for library, extra in sorted(optional_imports.EXTRA_OF.items()):
         yield _library(library, f"pip install 'megatron-lattice[{extra}]'", imports)
@@ -109,7 +109,7 @@ def _library(library: str, source: str, imports: bool) -> CheckResult:
 
 
 def device_findings() -> Iterator[CheckResult]:
-    """Yield what computes."""
+    """Yield the devices."""
     kind = device.device_type()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = torch.get_num_threads()
@@ -133,7 +133,7 @@ def device_findings() -> Iterator[CheckResult]:
 
 
 def backend_findings() -> Iterator[CheckResult]:
-    """Yield which implementation does what, and why no other."""
+    """Yield the chosen implementations, and why others were not chosen."""
     on_cpu = device.device_type() == "cpu"
     engine = optional_imports.has("transformer_engine")
     if engine and not on_cpu:
@@ -159,11 +159,11 @@ def backend_findings() -> Iterator[CheckResult]:
 
 
 def network_findings() -> Iterator[CheckResult]:
-    """Yield how ranks can reach each other."""
+    """Yield the network backends and interfaces of ranks."""
     for name, is_there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
         used = device.communication_backend() == name
         if is_there:
-            yield CheckResult("network", name, "in use" if used else "there, for other devices")
+            yield CheckResult("network", name, "in use" if used else "available, not used here")
         else:
             state = State.PROBLEM if used else State.ABSENT
             yield CheckResult("network", name, "not in this build of torch", state)
@@ -187,42 +187,42 @@ def network_findings() -> Iterator[CheckResult]:
             f"{host} cannot be reached by its name ({error}); ranks of one machine may need "
             "GLOO_SOCKET_IFNAME=lo"
         )
-        # With an interface named, nobody asks for the host's name.
+        # If an interface is named, gloo does not resolve the host's name.
         is_named = "GLOO_SOCKET_IFNAME" in os.environ
         state = State.ABSENT if is_named else State.PROBLEM
         yield CheckResult("network", "this host", text, state)
 
 
 def _this_host(host: str, address: str) -> CheckResult:
-    """Judge the address that gloo announces to ranks on other machines."""
+    """Check the address that gloo announces to ranks on other machines."""
     if "GLOO_SOCKET_IFNAME" in os.environ or not ipaddress.ip_address(address).is_loopback:
         return CheckResult("network", "this host", f"{host} is {address}, and reachable")
     named = ", ".join(other_interfaces()) or "none here has an address of its own"
     text = (
-        f"{host} is {address}: enough for ranks of one machine; those of several would announce an "
-        f"address that no other machine reaches, and need GLOO_SOCKET_IFNAME ({named})"
+        f"{host} is {address}: enough for ranks of one machine; ranks on several machines would"
+        f" announce an address that other machines cannot reach: set GLOO_SOCKET_IFNAME ({named})"
     )
     return CheckResult("network", "this host", text, State.ABSENT)
 
 
 def environment_findings() -> Iterator[CheckResult]:
-    """Yield the variables that were set."""
+    """Yield the environment variables that are set."""
     for name in VARIABLES:
         if name in os.environ:
             yield CheckResult("environment", name, os.environ[name])
 
 
 def problem_of(section: str, name: str, error: Exception) -> CheckResult:
-    """Return the finding that says what failed."""
+    """Return a finding with the text of an error."""
     text = error.found if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
     return CheckResult(section, name, text, State.PROBLEM)
 
 
 def self_test(command: Sequence[str]) -> CheckResult:
-    """Run two ranks as processes of their own and report.
+    """Run two ranks as separate processes and report the result.
 
     Args:
-        command: runs `run_rank` in the launcher's environment.
+        command: command line that calls `run_rank`, run in the launcher's environment.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -280,7 +280,9 @@ def run_rank() -> int:
     alone = _loss_and_gradient(ProcessGroupCollection.single())
     pair = ProcessGroupCollection.single().with_groups(tp=dist.group.WORLD)
     together = _loss_and_gradient(pair)
-    errors = [_relative(a, b) for a, b in zip(together, alone, strict=True)]
+    errors = [
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(together, alone, strict=True)
+    ]
     dist.destroy_process_group()
     text = (
         f"tensor parallel 2 over {backend} on {where.type}: loss {float(alone[0]):.6f}, "
@@ -291,7 +293,7 @@ def run_rank() -> int:
 
 
 def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:
-    """Return the loss, and a gradient of a split and of a whole weight, gathered."""
+    """Return the loss, and the gathered gradients of one split and one replicated weight."""
     rng_state().set_seed(7)
     config = TransformerConfig(
         num_layers=2,
@@ -320,17 +322,13 @@ def _loss_and_gradient(groups: ProcessGroupCollection) -> list[torch.Tensor]:
     return [loss.detach(), full, model.decoder.final_layernorm.weight.grad]
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def python_of(script: str, *arguments: str) -> list[str]:
     """Return the command line that runs a script with this interpreter."""
     return [sys.executable, script, *arguments]
 
 
 def examine(options: Flags) -> list[CheckResult]:
-    """Return everything that was found."""
+    """Return all findings."""
     parts = (
         base_findings,
         device_findings,
@@ -351,7 +349,7 @@ def examine(options: Flags) -> list[CheckResult]:
 
 
 def report(found: Sequence[CheckResult]) -> str:
-    """Return the findings as text, a section after the other."""
+    """Return the findings as text, section by section."""
     lines: list[str] = []
     width = max(len(one.name) for one in found)
     section = ""

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 tools/evaluate_harness.py --load-hf DIRECTORY \
         --tensor-model-parallel-size 2 --tasks hellaswag,arc_easy --limit 200
 
---include-path names a folder with task files of your own. Scores are those of the harness; nothing
-of a model's or a task's repository is executed unless the harness is told so by its own settings.
+--include-path names a folder with your task files. The harness computes the scores; it executes
+code of a model's or a task's repository only if its own settings allow that.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class HarnessFlags:
     """File for the results, in JSON."""
 
     def __post_init__(self) -> None:
-        """Miss the library before a model is loaded, but not where only help is wanted."""
+        """Raise early if the library is missing; --help works without it."""
         require("lm_eval", purpose=PURPOSE)
 
 
 def main() -> None:
-    """Load, ask, print."""
+    """Load the model, run the tasks, print the scores."""
     status = RunStatus.of_this_process()
     with failures_reported(status):
         session = open_session(model_provider, HarnessFlags)

@@ -5,9 +5,9 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --corpus held-out_text_document --window 1024 --stride 512
 
-Tokens are in windows; each token but the first of all is predicted once, from what is before
-it in its window: at least window - stride tokens, except at the beginning. A smaller stride gives
-more context and costs more. The result is the same in every layout, up to the rounding of sums.
+The tokens are split into windows. Each token except the first is predicted once, from the tokens
+before it in its window: at least window - stride tokens, except at the beginning. A smaller stride
+gives more context and costs more. The result is equal in every layout, up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class PerplexityFlags:
     """Perplexity."""
 
     corpus: str | None = None
-    """Path of a .bin/.idx pair, without the ending."""
+    """Path of a .bin/.idx pair, without the suffix."""
     text: Path | None = None
     """A text file, tokenized as one document."""
     window: int | None = None
-    """Tokens of a window; --seq-length by default."""
+    """Tokens per window; --seq-length by default."""
     stride: int | None = None
-    """Tokens between windows; a window by default."""
+    """Tokens between windows; by default the window."""
     max_tokens: int | None = None
-    """Of the corpus, from its beginning."""
+    """Number of tokens of the corpus to evaluate, from its beginning."""
 
 
 def tokens_of(session: ModelSession[PerplexityFlags]) -> tuple[list[int], int | None]:
-    """Return the tokens, and the bytes of text that they stand for where they are known."""
+    """Return the tokens, and the number of bytes of their text if it is known."""
     options = session.options
     if (options.corpus is None) == (options.text is None):
         raise ConfigError(
-            "there is not one thing to evaluate on.",
-            rule="a corpus of tokens, or a text",
+            f"--corpus and --text: {'both' if options.corpus else 'neither'} given.",
+            rule="the perplexity of either a corpus of tokens or a text is computed",
             flags=["--corpus", "--text"],
             fix="give one of the two",
         )
@@ -87,13 +87,13 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, in
         end = min(begin + window, num_tokens)
         if end <= scored:
             return
-        # The window that follows predicts its first token too, so it begins one before it.
+        # The next window also predicts the token at its start, so it begins one token earlier.
         yield begin, end, scored - begin
         scored = end
 
 
 def check_windows(window: int, stride: int, longest: int) -> None:
-    """Raise unless windows overlap by a token at least and fit the model.
+    """Raise unless windows overlap by at least one token and fit the model.
 
     Raises:
         ConfigError: otherwise.
@@ -101,7 +101,7 @@ def check_windows(window: int, stride: int, longest: int) -> None:
     if not 1 <= stride < window <= longest + 1:
         raise ConfigError(
             f"windows of {window} tokens every {stride}.",
-            rule="a window begins inside the one before it, so that every token is predicted; "
+            rule="a window begins inside the previous window, so that every token is predicted; "
             f"the model has {longest} positions, and the last token of a window needs none",
             flags=["--window", "--stride"],
             fix=f"use --window {longest + 1} --stride {max(longest // 2, 1)}",
@@ -109,7 +109,7 @@ def check_windows(window: int, stride: int, longest: int) -> None:
 
 
 def main() -> None:
-    """Load, score, print."""
+    """Load the model, score the tokens, print the result."""
     status = RunStatus.of_this_process()
     with failures_reported(status):
         session = open_session(model_provider, PerplexityFlags)
@@ -125,9 +125,9 @@ def main() -> None:
         if not rows:
             raise DataError(
                 f"{len(tokens)} tokens are too few.",
-                rule="the first token has nothing before it, so it is not predicted",
+                rule="the first token has no context, so it is not predicted",
                 flags=["--corpus", "--text"],
-                fix="give two tokens at least",
+                fix="give at least two tokens",
             )
         batch_size = session.run.schedule.micro_batch_size
         total, count = 0.0, 0

@@ -1,13 +1,13 @@
-"""Continue prompts with a trained model, in any layout its weights can be loaded in.
+"""Continue prompts with a trained model, in any layout that its weights can be loaded in.
 
     torchrun --nproc-per-node 4 tools/generate.py --load checkpoints \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --prompt "To be, or not to be" --max-new-tokens 50 --temperature 0.8 --top-k 50
 
-With --load-hf DIRECTORY a model of Hugging Face is used as it is, with its tokenizer. The
-shape of the model comes with the weights. Flags of layout, precision and tokenizer are those of
-pretrain_gpt.py. Without --temperature the most likely token is taken.
+--load-hf DIRECTORY loads a Hugging Face model, with its tokenizer. The checkpoint determines the
+shape of the model. Flags of layout, precision and tokenizer have the same meaning as in
+pretrain_gpt.py. Without --temperature the most likely token is chosen.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ class GenerateFlags:
     prompt: tuple[str, ...] = flag((), is_repeated=True)
     """Text; may be repeated."""
     prompts_file: Path | None = None
-    """A prompt a line, or JSON lines with a 'prompt'."""
+    """File with one prompt per line, as text or as JSON objects with a 'prompt'."""
     max_new_tokens: int = 50
-    """Tokens added to each."""
+    """Tokens added to each prompt."""
     temperature: float = 0.0
-    """0 takes the most likely."""
+    """0 chooses the most likely token."""
     top_k: int = 0
-    """Choose among the k most likely."""
+    """Sample among the k most likely tokens."""
     top_p: float = 1.0
-    """Choose inside this probability."""
+    """Sample among the likeliest tokens with this total probability."""
     stop: tuple[str, ...] = flag((), is_repeated=True)
-    """End before this text."""
+    """Stop before this text."""
     log_probs: int | None = None
-    """With --json: log-probabilities, also of so many best tokens."""
+    """With --json: log-probabilities of the tokens, and of this many best tokens."""
     max_batch_size: int = 32
     """Prompts processed at once."""
     json: bool = False
-    """Write a JSON object a prompt."""
+    """Write one JSON object per prompt."""
     output: Path | None = None
-    """File for the text, besides the screen."""
+    """Also write the text to a file."""
     no_weight_packing: bool = False
     """On CPUs: keep no second copy of the weights; slower, half the memory."""
 
 
 def prompts_of(options: GenerateFlags) -> list[str]:
-    """Return the prompts of the command line, then those of the file."""
+    """Return the prompts of the command line, then the prompts of the file."""
     prompts = list(options.prompt)
     if options.prompts_file is not None:
         try:
@@ -71,7 +71,7 @@ def prompts_of(options: GenerateFlags) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{options.prompts_file} cannot be read: {error}.",
-                rule="prompts are UTF-8 text, one a line",
+                rule="prompts are UTF-8 text, one per line",
                 flags=["--prompts-file"],
                 fix="name a text file",
             ) from error
@@ -81,7 +81,7 @@ def prompts_of(options: GenerateFlags) -> list[str]:
     if not prompts:
         raise ConfigError(
             "there is no prompt.",
-            rule="the model continues at least one",
+            rule="the model continues at least one prompt",
             flags=["--prompt", "--prompts-file"],
             fix='--prompt "To be, or not to be"',
         )
@@ -99,8 +99,8 @@ def prompt_of_line(line: str, number: int) -> str:
     except (ValueError, KeyError):
         pass
     raise DataError(
-        f"line {number} begins like a JSON object and has no text under 'prompt'.",
-        rule="a line is a prompt, or a JSON object with one",
+        f"line {number} begins like a JSON object but has no text under 'prompt'.",
+        rule="a line is a prompt, or a JSON object with a prompt",
         flags=["--prompts-file"],
         fix='{"prompt": "To be, or not to be"}',
     )
@@ -109,7 +109,7 @@ def prompt_of_line(line: str, number: int) -> str:
 def continuations(
     session: ModelSession[GenerateFlags], prompts: Sequence[Sequence[int]]
 ) -> list[Continuation]:
-    """Continue tokenized prompts: with a cache, where the layout has one."""
+    """Continue tokenized prompts: with a key-value cache, if the layout has one."""
     options, tokenizer = session.options, session.tokenizer
     sampling = Sampling(
         temperature=options.temperature,
@@ -138,8 +138,8 @@ def continuations(
         return continue_texts(Engine(model), requests, tokenizer, options.stop)
     if options.stop or options.log_probs is not None:
         raise ConfigError(
-            "stop words and log-probabilities were asked of ranks that share the sequence.",
-            rule="they come with the cache of keys and values, which this layout has not",
+            "stop words or log-probabilities, in a layout whose ranks share the sequence.",
+            rule="they need the key-value cache, and this layout has none",
             flags=["--stop", "--log-probs", "--sequence-parallel", "--context-parallel-size"],
             fix="leave out --sequence-parallel and --context-parallel-size",
         )
@@ -163,7 +163,7 @@ def continuations(
 
 
 def described(prompt: str, found: Continuation) -> str:
-    """Return one JSON line."""
+    """Return the JSON line of a prompt and its continuation."""
     shown: dict[str, object] = {"prompt": prompt, "text": found.text}
     shown |= {"finish_reason": found.finish_reason, "tokens": found.tokens}
     if found.logprobs:
@@ -173,7 +173,7 @@ def described(prompt: str, found: Continuation) -> str:
 
 
 def main() -> None:
-    """Load, continue, print."""
+    """Load the model, continue the prompts, print the text."""
     status = RunStatus.of_this_process()
     with failures_reported(status):
         session = open_session(model_provider, GenerateFlags)

@@ -1,16 +1,16 @@
-"""Run the checks of one stage on a machine with a GPU, within a time.
+"""Run the checks of one stage on a machine with a GPU, within a time limit.
 
     python3 tools/gpu_session.py A --seconds 190 --out OUT
     python3 tools/gpu_session.py A --seconds 190 --out OUT --rehearse     # on the CPU, tiny sizes
 
-Stages: A, does it run and compute the right values; D, every layout on NCCL; B, how fast; C, where
-the time goes. This file needs the standard library alone, so that it starts where nothing else
-does. Each check has processes and a limit of its own: a crash or a hang costs that check. After
-each check OUT/STAGE.json and OUT/STAGE.log.gz are whole. The table is printed last, and is short:
-the end of the output may be all that anybody sees. The exit status is 0 if every check passed.
+Stages: A, correct values; D, every layout on NCCL; B, speed; C, profile of the time. This file
+imports only the standard library, so that it starts on any machine. Each check has its own
+processes and its own limit: a crash or a hang costs that check only. After each check,
+OUT/STAGE.json and OUT/STAGE.log.gz are complete. The table is printed last and is short, because
+only the end of the output may be visible. The exit status is 0 if every check passed.
 
 A check prints its results as lines `ROW: {json}`. Wheels in `.whl/` (`make gpu-wheels`) are
-unpacked first and are on the checks' PYTHONPATH.
+unpacked first and added to the checks' PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 STAGE_S = 190
-"""Seconds of one stage: the limits of its checks and what `PREPARE_S` has for it."""
+"""Seconds of one stage: the limits of its checks plus `PREPARE_S`."""
 PREPARE_S = {"A": 12, "D": 30, "B": 8, "C": 8}
-"""Seconds before and between the checks; those of D put another NCCL in place."""
+"""Seconds before and between the checks; stage D also installs another NCCL."""
 _REHEARSAL_LIMITS = 5
 _LEAST_S = 10
-"""A check with a longer limit starts if that much time is left."""
+"""A check with a longer limit starts if at least this much time remains."""
 _PRINTED = 11_000
-"""Most characters of the table: the last 12,000 of the output may be all that anybody sees."""
+"""Maximum characters of the table: only the last 12,000 of the output may be visible."""
 _LOG_BYTES = 4 << 20
-"""What is read at each end of a log."""
+"""Bytes that are read at each end of a log."""
 _TOKEN = "LATTICE_GPU_CHECK"
 _MEMORY = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _PEERS = "python3 -m benchmarks.gpu.peers"
@@ -62,10 +62,10 @@ class Check:
     """One check of a stage.
 
     Attributes:
-        command: for bash, in the repository; `{rehearse}` becomes `--rehearse` or nothing.
-        limit_s: seconds after which its processes are killed.
-        beside: checks that follow each other with the same word here run at the same time.
-        rehearsal: the command of a rehearsal, where that is another.
+        command: bash command, run in the repository; `{rehearse}` becomes `--rehearse` or nothing.
+        limit_s: seconds until its processes are killed.
+        beside: consecutive checks with the same word run at the same time.
+        rehearsal: command of a rehearsal, if it differs.
     """
 
     name: str
@@ -112,29 +112,29 @@ STAGES: dict[str, list[Check]] = {
               rehearsal="python3 -m benchmarks.gpu.kernels --once {rehearse}"),
     ],
 }  # fmt: skip
-"""Every check by stage. B and C measure time: nothing runs beside them."""
+"""Every check by stage. B and C measure time: they run one check at a time."""
 NCCL_STAGES = ("D",)
-"""Stages for which `.whl/nccl.xz` takes the place of torch's NCCL: ranks share one GPU."""
+"""Stages that replace torch's NCCL by `.whl/nccl.xz`: ranks share one GPU."""
 
 
 def limits_s(checks: Sequence[Check]) -> float:
-    """Return the seconds that checks take if each of them takes its limit."""
+    """Return the seconds of checks that all run until their limit."""
     return sum(max(each.limit_s for each in group) for group in groups(checks))
 
 
 def groups(checks: Sequence[Check]) -> Iterator[list[Check]]:
-    """Yield the checks that run at the same time."""
+    """Yield groups of checks that run at the same time."""
     for _, members in groupby(enumerate(checks), key=lambda pair: pair[1].beside or pair[0]):
         yield [each for _, each in members]
 
 
 @dataclass
 class Running:
-    """A check whose processes run.
+    """A check with running processes.
 
     Attributes:
         token: the value of `_TOKEN` in the environment of its processes.
-        end: time (monotonic) at which they are killed.
+        end: time (monotonic) when they are killed.
     """
 
     check: Check
@@ -146,7 +146,7 @@ class Running:
 
 @dataclass
 class Session:
-    """One stage while it runs: what is known, and the files that are written of it."""
+    """State of one running stage, and its result files."""
 
     stage: str
     out: Path
@@ -159,18 +159,18 @@ class Session:
     running: list[Running] = field(default_factory=list)
 
     def log_of(self, name: str) -> Path:
-        """Return the file with what a check prints."""
+        """Return the file with the output of a check."""
         return self.scratch / f"{name}.log"
 
     def note(self, name: str, status: int | str, seconds: float = 0.0, **more: object) -> None:
-        """Keep a check's result, and write the files."""
+        """Record a check's result, and write the files."""
         rows, errors = read_log(self.log_of(name))
         result = {"check": name, "status": status, "seconds": round(seconds, 1), "rows": rows}
         self.found.append(result | {"errors": errors if status != 0 else []} | more)
         self.write()
 
     def write(self) -> None:
-        """Write STAGE.json and STAGE.log.gz, each whole or not at all."""
+        """Write STAGE.json and STAGE.log.gz, each atomically."""
         whole = {"stage": self.stage, "rehearsal": self.is_rehearsal} | self.about
         whole["checks"] = self.found
         partial = self.out / f"{self.stage}.partial"
@@ -183,10 +183,10 @@ class Session:
         os.replace(partial, self.out / f"{self.stage}.log.gz")
 
     def start(self, check: Check) -> None:
-        """Start a check's processes, in a group of their own."""
+        """Start a check's processes in their own process group."""
         command = (check.rehearsal if self.is_rehearsal else "") or check.command
         command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
-        # A rehearsal's figures mean nothing, and its machine has other work.
+        # Figures of a rehearsal are meaningless, and its machine is busy with other work.
         limit_s = check.limit_s * (_REHEARSAL_LIMITS if self.is_rehearsal else 1)
         token = f"{os.getpid()}-{time.monotonic_ns()}"
         with self.log_of(check.name).open("wb") as log:
@@ -200,7 +200,7 @@ class Session:
         self.running.append(Running(check, token, begin, end, child))
 
     def run_group(self, checks: Sequence[Check]) -> None:
-        """Run checks at the same time, and keep the results of each when it has ended."""
+        """Run checks at the same time, and record each result when its check ends."""
         for check in checks:
             left = self.end - time.monotonic()
             if left < min(check.limit_s, _LEAST_S):
@@ -220,13 +220,13 @@ class Session:
             time.sleep(0.05)
 
     def close(self, each: Running, status: int | str) -> None:
-        """Kill what is left of a check, and keep its result."""
+        """Kill the remaining processes of a check, and record its result."""
         left = kill_all(each)
         more = {"processes left over": left} if left else {}
         self.note(each.check.name, status, time.monotonic() - each.begin, **more)
 
     def stop(self, signal_number: int, _frame: object) -> None:
-        """Kill what runs and end: somebody ends this process."""
+        """Kill the running checks and exit, when this process receives a signal."""
         for each in self.running:
             self.close(each, f"runner ended by signal {signal_number}")
         print_table(self)
@@ -234,15 +234,15 @@ class Session:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel end this child when the runner is killed (prctl PR_SET_PDEATHSIG)."""
+    """Make the kernel kill this child when the runner is killed (prctl PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def kill_all(each: Running, wait_s: float = 5.0) -> int:
-    """Kill a check's processes and wait until they are gone; return how many it left over.
+    """Kill a check's processes, wait for their end, and return the number of leftover processes.
 
-    Launchers start workers in sessions of their own, so processes are found by the environment
-    that they were started with. Memory of the device is free when its process is gone.
+    Launchers start workers in sessions of their own, so processes are found by an environment
+    variable that they inherit. Device memory is freed when its process ends.
     """
     end = time.monotonic() + wait_s
     seen: set[int] = set()
@@ -261,7 +261,7 @@ def kill_all(each: Running, wait_s: float = 5.0) -> int:
 
 
 def processes_with(token: str) -> list[int]:
-    """Return the processes, but for dead ones, that were started with a token."""
+    """Return the processes that were started with a token, except dead ones."""
     wanted = f"{_TOKEN}={token}".encode()
     found = []
     for file in Path("/proc").glob("[0-9]*/environ"):
@@ -272,7 +272,7 @@ def processes_with(token: str) -> list[int]:
 
 
 def ends_of(log: Path) -> bytes:
-    """Return a log, without its middle where it is very long."""
+    """Return a log; if it is very long, without its middle."""
     if not log.exists():
         return b""
     with log.open("rb") as file:
@@ -288,7 +288,7 @@ _ERRORS = re.compile(
 
 
 def read_log(log: Path) -> tuple[list[object], list[str]]:
-    """Return the rows of a log, and its first lines about errors with its last lines."""
+    """Return the rows of a log, and its first error lines and last lines."""
     lines = ends_of(log).decode("utf-8", errors="replace").splitlines()
     rows: list[object] = []
     for line in lines:
@@ -302,8 +302,8 @@ def read_log(log: Path) -> tuple[list[object], list[str]]:
     return rows, errors + [line for line in others[-3:] if line not in errors]
 
 
-def asked(*command: str, limit_s: float = 5.0) -> str | None:
-    """Return what a command prints; None if it fails, or takes longer."""
+def output_of(*command: str, limit_s: float = 5.0) -> str | None:
+    """Return the output of a command; None if it fails or exceeds the limit."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True,
                               timeout=limit_s, check=True).stdout.strip()  # fmt: skip
@@ -311,21 +311,21 @@ def asked(*command: str, limit_s: float = 5.0) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit by git, else by `.whl/commit`, which `make gpu-wheels` writes."""
-    return asked("git", "rev-parse", "HEAD") or asked("cat", ".whl/commit")
+    """Return the commit from git, else from `.whl/commit`, which `make gpu-wheels` writes."""
+    return output_of("git", "rev-parse", "HEAD") or output_of("cat", ".whl/commit")
 
 
 def gpus() -> list[dict[str, str]]:
-    """Return cards, driver, clocks, power and memory in use, as nvidia-smi names them."""
+    """Return cards, driver, clocks, power and memory in use, with nvidia-smi's names."""
     asks = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,"
     asks += "temperature.gpu,memory.used,memory.total,compute_mode,mig.mode.current"
-    text = asked("nvidia-smi", f"--query-gpu={asks}", "--format=csv,noheader")
+    text = output_of("nvidia-smi", f"--query-gpu={asks}", "--format=csv,noheader")
     lines = text.splitlines() if text else []
     return [dict(zip(asks.split(","), line.split(", "), strict=False)) for line in lines]
 
 
 def about_machine() -> dict[str, Any]:
-    """Return what results depend on, without an import of torch."""
+    """Return the versions and hardware that results depend on, without importing torch."""
 
     def version(package: str) -> str | None:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -341,10 +341,10 @@ def about_machine() -> dict[str, Any]:
 
 
 def unpack_wheels(wheels: Path, into: Path) -> dict[str, str]:
-    """Unpack `wheels/*.whl` as pip would; return the variables by which checks find them.
+    """Unpack `wheels/*.whl` as pip would; return the variables that add them to checks.
 
-    A package of our name (megatron-core) has a folder of its own, LATTICE_PEER_SITE: the checks
-    that compare with it put that folder first.
+    A package with our name (megatron-core) gets its own folder, LATTICE_PEER_SITE: the checks that
+    compare with it put that folder first on their path.
     """
     folders = {"PYTHONPATH": into / "site", "LATTICE_PEER_SITE": into / "peer"}
     for wheel in sorted(wheels.glob("*.whl")):
@@ -355,14 +355,14 @@ def unpack_wheels(wheels: Path, into: Path) -> dict[str, str]:
 
 
 def choose_nccl(*, shared: bool) -> str:
-    """Let torch load `.whl/nccl.xz`, or its own NCCL; return what happened."""
+    """Make torch load `.whl/nccl.xz` or its own NCCL; return a description of the result."""
     tool = (sys.executable, "tools/slim_cuda_library.py")
-    found = asked(*tool, "--put", ".whl/nccl.xz", limit_s=60) if shared else None
-    return found or f"{asked(*tool, '--back', limit_s=20)}"
+    found = output_of(*tool, "--put", ".whl/nccl.xz", limit_s=60) if shared else None
+    return found or f"{output_of(*tool, '--back', limit_s=20)}"
 
 
 def print_table(session: Session) -> None:
-    """Print each check, the first errors of those that failed, then as many rows as fit."""
+    """Print each check, the first errors of failed checks, then as many rows as fit."""
     name = session.about["gpus"][0]["name"] if session.about["gpus"] else "no GPU"
     text = f"stage {session.stage}, {name}"
     text += ": REHEARSAL, figures mean nothing" * session.is_rehearsal
@@ -382,7 +382,7 @@ def print_table(session: Session) -> None:
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return what the command line contains."""
+    """Parse the command line."""
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("gpu_session.py", description=__doc__, formatter_class=shown)
     parser.add_argument("stage", choices=[*STAGES])

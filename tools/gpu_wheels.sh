@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Download what travels with this repository to a GPU machine without a network, into .whl/.
+# Download the packages for a GPU machine without a network, into .whl/.
 #
 #   tools/gpu_wheels.sh
 #
 # Wheels for Python 3.12 on x86_64: the peers and yardsticks of `benchmarks.gpu`, and an NCCL that
-# lets ranks share a GPU, as .whl/nccl.xz with the machine code of sm_90 alone. What is there already
-# is not downloaded again. PYTHON chooses the interpreter whose pip downloads. It fails if the
-# repository and .whl/ together are larger than what such a machine may accept (LIMIT_MIB).
+# allows ranks to share a GPU, as .whl/nccl.xz with the machine code of sm_90 alone. Existing files
+# are not downloaded again. PYTHON is the interpreter that runs pip. The script fails if the
+# repository and .whl/ together are larger than such a machine may accept (LIMIT_MIB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,4 +1,4 @@
-"""Look into token files: verify, statistics, decode documents, compare, find duplicates.
+"""Inspect token files: verify, statistics, decode documents, compare, find duplicates.
 
     python tools/inspect_dataset.py verify data/a data/b --vocab-size 50257 --eod 50256
     python tools/inspect_dataset.py stats data/a
@@ -8,9 +8,9 @@
     python tools/inspect_dataset.py blend 0.7 data/a 0.3 data/b --samples 100000 --seq-length 4096
     python tools/inspect_dataset.py audit runs/audit
 
-A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 if all is
-well (of `compare`: equal), 1 if something was found or a corpus could not be read, 2 if the command
-itself is wrong.
+A name is a corpus without .bin and .idx, or a folder of corpora. The exit status is 0 without
+findings (`compare`: equal), 1 with findings or if a corpus cannot be read, 2 if the command itself
+is wrong.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class ShowFlags:
     corpus: str = positional()
     documents: tuple[int, ...] = flag((0,), metavar="NUMBER")
     tokens: int = 200
-    """Print so many of each."""
+    """Number of tokens printed per document."""
     ids: bool = False
-    """Print ids beside the text."""
+    """Print ids in addition to the text."""
     tokenizer_type: str | None = flag(
         None, metavar="TYPE", help=f"Decode with it: {', '.join(TOKENIZER_TYPES)}."
     )
@@ -85,7 +85,7 @@ class ShowFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """Say whether two corpora hold the same documents."""
+    """Compare the documents of two corpora."""
 
     corpora: tuple[str, str] = positional()
 
@@ -105,11 +105,11 @@ class BlendFlags:
 
     corpora: tuple[str, ...] = positional()
     samples: int | None = None
-    """That a run asks for; without it, one epoch."""
+    """Number of samples of the run; without it, one epoch."""
     seq_length: int
     """Tokens of a sample."""
     split: str = "1"
-    """As of the run; the share of training is shown."""
+    """Split of the run; the share of training is shown."""
     sample_order: str = flag("megatron", choices=SAMPLE_ORDERS)
     mid_level_dataset_surplus: float = 0.005
     json: bool = False
@@ -118,14 +118,14 @@ class BlendFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditFlags:
-    """What a run consumed."""
+    """Verify the samples that a run consumed."""
 
     folder: str = positional()
-    """Of --data-audit-path."""
+    """Folder of --data-audit-path."""
 
 
 def corpora_of(names: Sequence[str]) -> list[str]:
-    """Return the prefixes that the arguments stand for."""
+    """Return the prefixes of the named corpora and folders."""
     prefixes: list[str] = []
     for name in names:
         if os.path.isdir(name):
@@ -139,7 +139,7 @@ def corpora_of(names: Sequence[str]) -> list[str]:
 
 
 def verify(flags: VerifyFlags) -> int:
-    """Check corpora; every faulty one is named."""
+    """Check corpora, and name every faulty corpus."""
     faulty = 0
     for prefix in corpora_of(flags.corpora):
         try:
@@ -169,21 +169,21 @@ def _problems_of(corpus: IndexedDataset, flags: VerifyFlags) -> list[str]:
 
 
 def stats(flags: StatsFlags) -> int:
-    """Print lengths and sizes, and draw the lengths if asked to."""
+    """Print lengths and sizes; draw the lengths if `report` is set."""
     if flags.report is not None:
         check_picture_name(flags.report, flag="--report")
-    prefixes, told = corpora_of(flags.corpora), []
+    prefixes, lines = corpora_of(flags.corpora), []
     for prefix in prefixes:
         found = inspection.statistics(IndexedDataset(prefix))
         if flags.json:
             print(json.dumps({"corpus": prefix, **dataclasses.asdict(found)}))
         else:
             print(described(prefix, found))
-        told.append(described(prefix, found))
+        lines.append(described(prefix, found))
     if flags.report is not None:
         lengths = {prefix: IndexedDataset(prefix).document_lengths() for prefix in prefixes}
         title = f"lengths of {', '.join(map(os.path.basename, prefixes))}"
-        inspection.write_report(flags.report, lengths, title=title, summary="\n".join(told))
+        inspection.write_report(flags.report, lengths, title=title, summary="\n".join(lines))
     return 0
 
 
@@ -246,7 +246,7 @@ def show(flags: ShowFlags) -> int:
 
 
 def readable(text: str) -> str:
-    """Return text as indented lines; what a terminal would obey or not show is escaped."""
+    """Return text as indented lines, with control and invisible characters escaped."""
     shown = "".join(
         c if c.isprintable() or c in "\t\n" else c.encode("unicode_escape").decode() for c in text
     )
@@ -254,14 +254,14 @@ def readable(text: str) -> str:
 
 
 class _AnyTokens:
-    """Stands for a tokenizer where no token is read."""
+    """A tokenizer without tokens, for a caller that reads none."""
 
     vocab_size = 1 << 31
     unique_identifiers: ClassVar[dict[str, str]] = {"class": "any"}
 
 
 def blend(flags: BlendFlags) -> int:
-    """Print what each corpus gives to a blend, as a run would make it."""
+    """Print the samples of each corpus of a blend, as a run would build it."""
     from megatron.core.datasets.blended_dataset import lines_of, shares_of
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -310,7 +310,7 @@ def compare(flags: CompareFlags) -> int:
 
 
 def duplicates(flags: DuplicatesFlags) -> int:
-    """Print how many documents are copies, and list them if asked."""
+    """Print the number of copies, and list them if `list` is set."""
     prefixes = corpora_of(flags.corpora)
     found = inspection.find_duplicates([IndexedDataset(prefix) for prefix in prefixes])
     print(
@@ -330,7 +330,7 @@ def duplicates(flags: DuplicatesFlags) -> int:
 
 
 def audit(flags: AuditFlags) -> int:
-    """Print what the records of a run prove."""
+    """Print consumed, repeated and missing samples from the records of a run."""
     from megatron.training.datasets.audit import read_audit
 
     found = read_audit(flags.folder)

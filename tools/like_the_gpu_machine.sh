@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Rehearse a session on a GPU by the very packages of the machine that has one, on the CPU.
+# Rehearse a GPU session on the CPU, with the package versions of the GPU machine.
 #
 #   tools/like_the_gpu_machine.sh [options of pytest]
 #
-# The environment is .venv-like-gpu: Python 3.12 with the torch (a CUDA build, 4.6 GB on disk),
-# Triton and NumPy of that machine. As there, this project is not installed: PYTHONPATH names the
-# checkout. PYTHON chooses the interpreter. Triton's interpreter 3.6.0 fails with this NumPy, so no
-# kernel is interpreted here: `make triton` does that.
+# The environment is .venv-like-gpu: Python 3.12 with the GPU machine's torch (a CUDA build, 4.6 GB
+# on disk), Triton and NumPy. As on that machine, this project is not installed: PYTHONPATH names
+# the checkout. PYTHON chooses the interpreter. Triton's interpreter 3.6.0 fails with this NumPy, so
+# kernels are not interpreted here: `make triton` does that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,7 +49,7 @@ step() {
 step python -c 'import pretrain_gpt, pretrain_hybrid, pretrain_vlm'
 step python -m pytest -q -p no:cacheprovider tests/unit/kernels tests/unit/optimizer \
     tests/gpu_without_gpu/test_captured_layers.py "$@"
-# These skip themselves without a GPU; that they are found is what can be shown.
+# These tests skip themselves without a GPU; only their collection can be checked.
 step python -m pytest -q -p no:cacheprovider --collect-only tests/gpu
 for stage in A D B C; do
     step python tools/gpu_session.py "$stage" --rehearse --out "$out/$stage"

@@ -25,7 +25,7 @@ def lowest_versions(project: dict[str, Any], extras: Sequence[str]) -> dict[str,
 
     Args:
         project: the table of that name in pyproject.toml.
-        extras: which optional dependencies, besides what is always needed.
+        extras: optional dependencies to include in addition to the required ones.
     """
     optional = project["optional-dependencies"]
     lines = list(project["dependencies"])

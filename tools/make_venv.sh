@@ -5,10 +5,10 @@
 #   tools/make_venv.sh --remove DIRECTORY
 #
 # Does nothing when DIRECTORY was made from the same pyproject.toml, constraints, extras and
-# Python. What was not made here is never touched; an environment that is made anew for another
-# Python is put aside, and comes back if that fails. PYTHON chooses the interpreter (3.11 to 3.13).
-# TORCH chooses what is installed as torch, for example TORCH='torch==2.13.0 --index-url URL' for an
-# index with a particular CUDA build.
+# Python. A directory that this script did not make is never changed. If the Python differs, the old
+# environment is moved aside, and moved back if the installation fails. PYTHON chooses the
+# interpreter (3.11 to 3.13). TORCH chooses the torch to install, for example
+# TORCH='torch==2.13.0 --index-url URL' for an index with a particular CUDA build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -72,9 +72,8 @@ if [ "$(cat "$directory/.made-from" 2>/dev/null)" = "$key" ]; then
     exit 0
 fi
 
-say() { printf '%s\n' "$*"; }
 failed() {
-    say "Installing failed; the end of $log:" >&2
+    echo "Installing failed; the end of $log:" >&2
     tail -n 20 "$log" >&2
     exit 1
 }
@@ -87,15 +86,15 @@ restore() {
         [ ! -f "$log" ] || mv -- "$log" "$former"
         rm -rf -- "$directory"
         mv -- "$former" "$directory"
-        say "The environment that was in $directory is back." >&2
+        echo "The former environment in $directory is restored." >&2
     fi
 }
 
 started=$SECONDS
 if [ "$("$directory/bin/python" -VV 2>/dev/null)" != "$("$python" -VV)" ]; then
-    # An environment knows its own path, so the new one is made where it stays.
+    # An environment contains its own path, so the new one is made in its final place.
     trap restore EXIT
-    if [ -d "$former" ]; then # of a run that was killed: what it left unfinished goes
+    if [ -d "$former" ]; then # a run was killed: remove its unfinished environment
         rm -rf -- "$directory"
     elif is_ours "$directory"; then
         mv -- "$directory" "$former"
@@ -103,7 +102,7 @@ if [ "$("$directory/bin/python" -VV 2>/dev/null)" != "$("$python" -VV)" ]; then
     mkdir -p "$directory"
     touch "$directory/.made-by-lattice"
     if ! "$python" -m venv "$directory"; then
-        say "$python cannot make virtual environments; on Debian install python3-venv." >&2
+        echo "$python cannot make virtual environments; on Debian install python3-venv." >&2
         exit 1
     fi
 fi
@@ -113,13 +112,13 @@ rm -f "$directory/.made-from"
 # Packages are compiled below on all cores, not one by one while they are unpacked.
 pip=("$directory/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile)
 
-say "Installing torch into $directory ($("$python" -V)) ..."
+echo "Installing torch into $directory ($("$python" -V)) ..."
 # shellcheck disable=SC2086  # TORCH may carry pip options
 "${pip[@]}" ${TORCH:-torch -c constraints.txt} >>"$log" 2>&1 || failed
-say "Installing megatron-lattice[$extras] ..."
+echo "Installing megatron-lattice[$extras] ..."
 "${pip[@]}" -e ".[$extras]" -c constraints.txt >>"$log" 2>&1 || failed
 # Some packages ship templates that are no valid Python; their import does not need them.
 "$directory/bin/python" -m compileall -q -j 0 "$directory/lib" megatron >>"$log" 2>&1 || true
 
 echo "$key" >"$directory/.made-from"
-say "Installed in $((SECONDS - started)) s."
+echo "Installed in $((SECONDS - started)) s."

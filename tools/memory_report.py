@@ -1,12 +1,12 @@
-"""Show the memory of a rank at every stage of sharding, in one layout or in all of them.
+"""Show the memory of a rank at every stage of sharding, in one layout or in all layouts.
 
     python tools/memory_report.py --world-size 8 --num-layers 24 --hidden-size 2048 \\
         --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --bf16 --vocab-size 50000
     python tools/memory_report.py --world-size 64 --all-layouts --fits 80 ...
 
-Takes the flags of pretrain_gpt.py, starts nothing, and needs no accelerator. A row is the rank of
-the pipeline stage that needs most, at its peak, from a traced step: about a second for each. The
-workspaces of kernels and the losses of the allocator are not in it.
+The command reads the flags of pretrain_gpt.py. It starts no ranks and needs no accelerator. A line
+shows the pipeline stage that needs the most memory, at its peak, from a traced step; a trace takes
+about a second. Workspaces of kernels and fragmentation of the allocator are not included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron_lattice import read_deepspeed_config
 from pretrain_gpt import forward_step, model_provider
 
 WITHOUT_A_RUN = {"train_iters": 1, "lr": 1e-3}
-"""What a run must be told, and a report need not be."""
+"""Settings that a run requires and a report does not, with placeholders."""
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -47,7 +47,7 @@ class Row:
     stage: int
     memory: StageMemory | None
     reason: str = ""
-    """Why there is none: this combination does not run."""
+    """Reason why this combination cannot run; empty if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class ReportFlags:
     world_size: int | None = None
     """Ranks to plan for."""
     all_layouts: bool = False
-    """Every split."""
+    """Report every split."""
     fits: float | None = flag(None, metavar="GIB")
-    """Only rows of at most so much."""
+    """Show only lines of at most this size."""
 
 
 def layouts(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[dict[str, int]]:
-    """Yield sizes of the model-parallel axes: those of the flags, or all powers of two that fit."""
+    """Yield sizes of the model-parallel axes: the flags' values, or all powers of two that fit."""
     if not is_all:
         yield {name: values.get(name, 1) for name in SIZES}
         return
@@ -76,10 +76,10 @@ def layouts(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterato
 
 
 def traced(values: dict[str, Any], world_size: int) -> StageMemory:
-    """Return the memory of the pipeline stage that needs most.
+    """Return the memory of the pipeline stage that needs the most.
 
     Raises:
-        ConfigError: the settings do not go together.
+        ConfigError: the settings conflict.
     """
     command = ParsedCommand(config=RunConfig.from_values(values))
     run = resolve_and_check(lambda: command, lambda config: world_size)
@@ -89,7 +89,7 @@ def traced(values: dict[str, Any], world_size: int) -> StageMemory:
 
 
 def rows(values: dict[str, Any], world_size: int, *, is_all: bool) -> Iterator[Row]:
-    """Yield all stages in all layouts asked for."""
+    """Yield all stages in the requested layouts."""
     for sizes in layouts(values, world_size, is_all=is_all):
         tp, pp, cp = (sizes[name] for name in SIZES)
         layout = (tp, pp, cp, world_size // max(tp * pp * cp, 1))

@@ -1,14 +1,14 @@
-"""Join corpora into one: the documents of the first, then those of the second, and so on.
+"""Join corpora: write the documents of the first corpus, then of the second, and so on.
 
     python tools/merge_datasets.py --input shards/ --output-prefix data/whole
     python tools/merge_datasets.py --input shards/ --output-prefix data/whole --no-copy
 
-A folder stands for all its corpora in the order of their names; shards in it must be complete.
+A folder means all its corpora in the order of their names; its shards must be complete.
 Shards of several kinds (of several keys, or conversations and their masks) become one corpus for
 each kind, with the end of its name after the prefix: data/whole_messages_document.
 
-The tokens are copied, not held in memory; with --no-copy only the indices are joined, and the
-tokens stay in the files of the shards, which must then stay too.
+Tokens are copied without holding them in memory. With --no-copy only the indices are joined; the
+tokens stay in the files of the shards, so these files must be kept.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _SHARD = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(_.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     input: tuple[str, ...]
     """A folder of corpora, or their prefixes."""
     output_prefix: str
     """Path without .bin and .idx."""
     no_copy: bool = False
-    """Join the indices; the tokens stay where they are."""
+    """Join only the indices; tokens stay in the files of the shards."""
     multimodal: bool = False
     """The corpora hold modes."""
 
@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 
 def corpora_of(inputs: Sequence[str]) -> list[str]:
-    """Return the prefixes that the arguments stand for."""
+    """Return the prefixes of the named corpora and folders."""
     prefixes: list[str] = []
     for name in inputs:
         if not os.path.isdir(name):
@@ -79,10 +79,10 @@ def corpora_of(inputs: Sequence[str]) -> list[str]:
 
 
 def by_kind(prefixes: Sequence[str]) -> dict[str, list[str]]:
-    """Group the corpora of shards by what they hold: the end of the name, "_text_document".
+    """Group the corpora of shards by the end of their names, for example "_text_document".
 
     Returns:
-        kind -> prefixes in the order given; all under one kind, "", if one of them is no shard.
+        kind -> prefixes in the order given; if any of them is not a shard, all under the kind "".
     """
     kinds: dict[str, list[str]] = {}
     for prefix in prefixes:
@@ -94,10 +94,10 @@ def by_kind(prefixes: Sequence[str]) -> dict[str, list[str]]:
 
 
 def refuse_missing_shards(prefixes: Sequence[str]) -> None:
-    """Refuse a folder in which shards of an output are missing: an array task that died.
+    """Refuse a folder with missing shards of an output, left by an array task that failed.
 
     Raises:
-        DataError: names the first.
+        DataError: names the first missing shard.
     """
     found: dict[tuple[str, str, str], set[int]] = {}
     for match in filter(None, map(_SHARD.fullmatch, prefixes)):
@@ -108,14 +108,14 @@ def refuse_missing_shards(prefixes: Sequence[str]) -> None:
             raise DataError(
                 f"{len(missing)} of {int(num_shards)} shards of {output} are missing, "
                 f"{shard_name(output, missing[0], int(num_shards))}{kind} first.",
-                rule="the shards of a folder are joined when all of them are there",
+                rule="the shards of a folder are joined only when all of them exist",
                 flags=["--input"],
-                fix=f"run task {missing[0]} again; to join some only, name them one by one",
+                fix=f"run task {missing[0]} again; to join only some shards, name each of them",
             )
 
 
 def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = False) -> None:
-    """Write the corpus that holds all the others."""
+    """Write a corpus with the documents of all corpora."""
     first = IndexedDataset(prefixes[0], multimodal=multimodal)
     bin_path = get_bin_path(output_prefix)
     with IndexedDatasetBuilder(bin_path, dtype=first.dtype, multimodal=multimodal) as builder:
@@ -127,7 +127,7 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = Fal
 
 
 def join(prefixes: Sequence[str], output_prefix: str, *, multimodal: bool = False) -> None:
-    """Write an index over all the corpora, and the list of their token files."""
+    """Write an index over all corpora, and the list of their token files."""
     bin_path, idx_path = get_bin_path(output_prefix), get_idx_path(output_prefix)
     if os.path.exists(bin_path):
         raise DataError(

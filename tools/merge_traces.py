@@ -1,11 +1,11 @@
-"""Put the traces of several ranks into one file for https://ui.perfetto.dev.
+"""Merge the traces of several ranks into one file for https://ui.perfetto.dev.
 
     python pretrain_gpt.py ... --profile --profile-ranks 0 1 2 3 --save run
     python tools/merge_traces.py run                   # writes run/trace-merged.json.gz
 
-RUN is the directory of trace-rank*.json, or one above it. Process numbers become
-RANK * 10^8 + process, and process names begin with the rank. Times stay as each machine's clock
-gave them. Holistic Trace Analysis reads the directory of trace-rank*.json itself.
+RUN is the directory of trace-rank*.json, or its parent. Process numbers become
+RANK * 10^8 + process, and process names begin with the rank. Times keep the clock of each machine.
+Holistic Trace Analysis reads the directory of trace-rank*.json itself.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OF_RANK = 10**8
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is merged."""
+    """Traces to merge."""
 
     run: Path = positional(metavar="RUN")
     """Directory with the traces of a run."""
     out: Path | None = None
-    """The merged trace: .json or .json.gz. Default: trace-merged.json.gz beside the traces."""
+    """Merged trace: .json or .json.gz. Default: trace-merged.json.gz next to the traces."""
 
 
 def read_trace(path: Path) -> tuple[int, int, list[dict[str, Any]]]:
@@ -74,7 +74,7 @@ def merge_traces(paths: Sequence[Path]) -> dict[str, Any]:
     for rank, of_rank_ns, events in traces:
         for event in events:
             name, pid = event.get("name"), event.get("pid")
-            # Arrows and asynchronous events have an identity, which another rank may use as well.
+            # Arrows and asynchronous events have ids, and other ranks may use the same ids.
             changed = {"id": f"{rank}-{event['id']}"} if "id" in event else {}
             if isinstance(pid, int):
                 changed["pid"] = rank * OF_RANK + pid

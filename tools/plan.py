@@ -9,8 +9,8 @@
     python tools/plan.py memory --num-gpus 64 FLAGS        # each stage, traced from the program
     python tools/plan.py scaling --gpu H100 --output CURVES.csv   # from 8 to 16,384 GPUs
 
-A row says model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
-recompute are filled with the fastest choice that fits. `score` reads no time, rate or memory.
+A row describes model, batch, GPU and layout; docs/planner.md lists the columns. Empty MBS, VPP and
+recompute are filled with the fastest choice that fits. `score` ignores measured columns.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class SearchFlags:
     """A100, H100, H200, B200 ..."""
     num_gpus: int
     nvlink_domain: int | None = None
-    """GPUs that NVLink joins."""
+    """Number of GPUs in an NVLink domain."""
     nic_gbytes_per_s: float | None = None
-    """Of one GPU, each way."""
+    """Bandwidth of one GPU in each direction."""
     calibrate: tuple[Path, ...] = flag((), metavar="RUN")
     """Directories of runs that were measured on this cluster, each with --metrics-jsonl and
     --save in it."""
@@ -95,13 +95,13 @@ class StepFlags:
     """Predict a step of the flags of pretrain_gpt.py that follow."""
 
     gpu: str | None = flag(None, metavar="KIND")
-    """A100, H100, H200, B200 ...; without it gloo on this machine, calibrated by --calibrate."""
+    """A100, H100, H200, B200 ...; by default gloo on this machine, calibrated by --calibrate."""
     num_gpus: int
     """Ranks."""
     nvlink_domain: int | None = None
-    """GPUs that NVLink joins."""
+    """Number of GPUs in an NVLink domain."""
     nic_gbytes_per_s: float | None = None
-    """Of one GPU, each way."""
+    """Bandwidth of one GPU in each direction."""
     calibrate: tuple[Path, ...] = flag((), metavar="RUN")
     """Directories of runs that were measured there, each with --metrics-jsonl and --save in it."""
     flags_of_training: tuple[str, ...] = unknown_words()
@@ -124,7 +124,7 @@ def score(flags: ScoreFlags) -> int:
 
 
 def evaluate(flags: EvaluateFlags) -> int:
-    """Print how far predictions are from measured times and memory, for each file."""
+    """Print the errors against measured times and memory, for each file."""
     tables = [read_rows(path) for path in flags.rows]
     rows, predictor = [row for table in tables for row in table], load_predictor()
     measured = measured_rows(rows)
@@ -170,7 +170,7 @@ def calibrate(flags: CalibrateFlags) -> int:
 
 
 def search(flags: SearchFlags) -> int:
-    """Print the fastest layouts, and the command line of the first."""
+    """Print the fastest layouts, and the command line of the fastest."""
     from megatron_lattice.planner.search_command import Cluster, search_command
 
     prepare_pictures(flags.pictures)
@@ -223,7 +223,7 @@ def memory(flags: MemoryFlags) -> int:
 
 
 def scaling(flags: ScalingFlags) -> int:
-    """Print strong and weak scaling, and what a training costs."""
+    """Print strong and weak scaling, and the cost of a training."""
     from megatron_lattice.planner.scaling_command import (
         scaling_curves,
         scaling_rows,

@@ -1,9 +1,9 @@
-"""Draw over time what each rank computed and waited for, from a run with --log-straggler.
+"""Draw the computing and waiting time of each rank over time, from a run with --log-straggler.
 
     python tools/plot_ranks.py --metrics metrics.jsonl --out ranks.png
 
-A row is a rank, a column the mean of the steps between two gatherings. Ranks that were named slow
-are marked where they were.
+A row is a rank; a column is the mean of the steps between two collections of times. Marks show when
+a rank was reported as slow.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ PANELS = {
     "waiting for data": ("data",),
     "waiting for a processor": ("queued",),
 }
-"""Title -> what is added up."""
+"""Title -> times that are added up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is drawn."""
+    """Files to read and write."""
 
     metrics: Path = flag(metavar="JSONL")
     """--metrics-jsonl of the run."""
@@ -53,14 +53,14 @@ def read_times(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", flags=["--metrics"]) from error
     found = [line for line in lines if "work-s-by-rank" in line]
-    # A run that was continued from a checkpoint has some steps twice.
+    # A run that resumed from a checkpoint has some steps twice.
     found = list({line["iteration"]: line for line in found}.values())
     if not found:
         raise DataError(
             f"{path} has no times by rank.",
             rule="a run writes them with --log-straggler and --metrics-jsonl",
             flags=["--metrics"],
-            fix="train with both",
+            fix="train with both flags",
         )
     num_ranks = len(found[-1]["work-s-by-rank"])
     return [line for line in found if len(line["work-s-by-rank"]) == num_ranks]

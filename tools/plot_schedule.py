@@ -1,11 +1,11 @@
-"""Draw a pipeline schedule: the plan, a measured trace, or both in one picture.
+"""Draw a pipeline schedule: the plan, a measured trace, or both.
 
     python tools/plot_schedule.py --schedule 1f1b -p 4 -v 2 -m 8                 # text
     python tools/plot_schedule.py --schedule 1f1b -p 4 -v 2 -m 8 --out plan.svg  # or .png
     python tools/plot_schedule.py --measured trace.json --out both.png
 
-With --measured, the plan of the same p, v and m is drawn above the run. The plan's forward and
-backward last as long as the run's means, so that the two pictures can be compared box by box.
+With --measured, the plan of the same p, v and m is drawn above the run. In the plan, forward and
+backward take the run's mean times, so that the two pictures can be compared box by box.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMBINED = " and ".join(name for name, known in SCHEDULES.items() if known.overl
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is drawn."""
+    """Schedule to draw."""
 
     schedule: str = flag("1f1b", choices=SCHEDULES)
     """1f1b with -v > 1 is interleaved."""
@@ -55,21 +55,21 @@ class Flags:
     forward_only: bool = False
     """Evaluation: no backward."""
     forward_cost: float | None = None
-    """Of one chunk, in any unit (default 1)."""
+    """Time of one chunk's forward, in any unit (default 1)."""
     backward_cost: float | None = None
-    """Of one chunk (default 2)."""
+    """Time of one chunk's backward (default 2)."""
     pair_cost: float | None = None
-    """Of both, overlapped (default their sum)."""
+    """Time of an overlapped pair (default the sum of both)."""
     transfer_cost: float = 0.0
-    """Of one message."""
+    """Time of one message."""
     measured: Path | None = flag(None, metavar="JSON")
-    """Trace of a run to draw too."""
+    """Trace of a run to draw as well."""
     out: Path | None = None
     """.svg, .png, .txt, .json or .chrome.json; text to stdout if absent."""
 
 
 def plan_of(options: Flags, measured: Trace | None) -> Trace:
-    """Return the proved and simulated plan that the options, or the measured run, ask for."""
+    """Return the verified and simulated plan of the options, or of the measured run's shape."""
     forward, backward, unit = options.forward_cost or 1.0, options.backward_cost or 2.0, ""
     plan = StepPlan(
         schedule=options.schedule,

@@ -4,9 +4,9 @@
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
         --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx. The same input gives the same bytes with any number
-of workers. Nothing appears under the final names before everything is written; a run that was
-killed continues where it stopped when the same command is given again. See docs/preprocessing.md.
+This writes data/corpus_text_document.bin and .idx. Any number of workers writes the same bytes.
+The files get their final names only when they are complete. To continue a killed run, give the
+same command again. See docs/preprocessing.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Before a tokenizer library is loaded: --workers says how many processes work, each on one thread.
+# Set before a tokenizer library is loaded: --workers processes run one thread each.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAYON_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,17 +85,17 @@ class TokenizerFlags:
     tiktoken_pattern: str | None = None
     """v1, v2, or a regular expression."""
     tiktoken_num_special_tokens: int | None = None
-    """Ids reserved before the ranks of a list (1000, or what its file says)."""
+    """Reserved ids before the ranks of a list (default: from its file, else 1000)."""
     tiktoken_special_tokens: tuple[str, ...] | None = None
-    """Names of the first of them."""
+    """Names of the first reserved ids."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a tokenizer."""
+    """Run Python code from a tokenizer's folder."""
     tokenizer_hf_no_include_special_tokens: bool = False
-    """Leave out the special tokens with which a Hugging Face tokenizer begins and ends a text."""
+    """Leave out the special tokens that a Hugging Face tokenizer adds around a text."""
     tokenizer_backend: TokenizerBackend = flag(
         TokenizerBackend.auto, values={one.value: one for one in TokenizerBackend}
     )
-    """auto takes gigatoken where it is installed and gives the same ids."""
+    """auto chooses gigatoken if it is installed and gives the same ids."""
     append_eod: bool = False
     """End every document with a token."""
 
@@ -106,13 +106,13 @@ class TokenizerFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PreprocessingFlags):
-    """What the command line says."""
+    """Flags of the command line."""
 
     tokenizer: TokenizerFlags
 
 
 def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | ConversationEncoder:
-    """Load the tokenizer and everything else that a worker needs."""
+    """Load the tokenizer and everything that a worker needs."""
     flags.check(files)
     tokenizer = flags.tokenizer.load()
     engine, reason = make_engine(tokenizer, flags.tokenizer.tokenizer_backend)
@@ -152,7 +152,7 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
     # Datasets of sentences put special tokens around the sentences that they join.
     around = ((), ()) if flags.input.split_sentences else tokenizer.around_a_text
     if around[1][-1:] == (end,):
-        end = None  # the tokenizer writes it
+        end = None  # the tokenizer adds it
     return Encoder(
         engine=engine,
         keys=flags.json_keys,
@@ -167,7 +167,7 @@ def make_encoder(flags: Flags, files: Sequence[InputFile]) -> Encoder | Conversa
 
 
 def settings_of(flags: Flags, encoder: Encoder | ConversationEncoder) -> dict[str, Any]:
-    """Return what decides the output besides the files."""
+    """Return the settings that determine the output for given files."""
     if isinstance(encoder, ConversationEncoder):
         return {
             "tokenizer": encoder.identity,
@@ -195,13 +195,13 @@ def settings_of(flags: Flags, encoder: Encoder | ConversationEncoder) -> dict[st
 
 def corpus_prefix(output: str, name: str, level: str, keys: Sequence[str]) -> str:
     """Return the path of one output corpus without its suffix."""
-    if name not in keys:  # the mask beside a corpus
+    if name not in keys:  # the mask of a corpus
         return f"{output}_{name.removesuffix(MASK_SUFFIX)}_{level}{MASK_SUFFIX}"
     return f"{output}_{name}_{level}"
 
 
 def preprocess(flags: Flags) -> list[CorpusStats]:
-    """Write the corpora of this process's shards and print what was made."""
+    """Write the corpora of this process's shards and print a summary."""
     if flags.output.report:
         check_picture_name(flags.output.report, flag="--report")
     files = expand_inputs(flags.input.input, flags.input.input_format)
@@ -237,10 +237,10 @@ def preprocess(flags: Flags) -> list[CorpusStats]:
         lengths = {
             name: IndexedDataset(prefix).document_lengths() for name, prefix in prefixes.items()
         }
-        told = summary(tally, prefixes, dtypes, time.perf_counter() - begun, lengths)
+        text = summary(tally, prefixes, dtypes, time.perf_counter() - begun, lengths)
         if job.was_finished:
-            told += f"\nalready there; --restart makes {output} again"
-        print(told, flush=True)
+            text += f"\nalready complete; --restart writes {output} again"
+        print(text, flush=True)
         if flags.output.report:
             write_report(
                 shard_name(flags.output.report, shard, num_shards)
@@ -248,7 +248,7 @@ def preprocess(flags: Flags) -> list[CorpusStats]:
                 else flags.output.report,
                 lengths,
                 title=os.path.basename(output),
-                summary=told,
+                summary=text,
             )
         tallies.append(tally)
     return tallies
@@ -261,12 +261,12 @@ def summary(
     seconds: float,
     lengths: dict[str, np.ndarray],
 ) -> str:
-    """Return documents, tokens, lengths, bytes per token, what was left out, and the rate.
+    """Return documents, tokens, lengths, bytes per token, skipped lines, and the rate.
 
     Args:
         prefixes: name of a corpus -> its path without suffix.
         dtypes: name of a corpus -> type of its tokens.
-        seconds: of this run.
+        seconds: duration of this run.
         lengths: name of a corpus -> tokens of each document.
     """
     lines = []

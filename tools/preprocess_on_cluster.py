@@ -5,10 +5,9 @@
         --input '/shared/corpus/*.jsonl.zst' --output-prefix /shared/data/corpus \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model /shared/tokenizer --workers 8
 
-What stands after `--` are the flags of tools/preprocess_data.py. Each task writes one shard; a task
-that is killed is run again by giving the same command, and continues where it stopped. The bytes of
-a shard depend on the input and on the number of shards alone, whatever ran it. Join them with
-tools/merge_datasets.py.
+The flags of tools/preprocess_data.py follow `--`. Each task writes one shard. To continue a killed
+task, give the same command again. The bytes of a shard depend only on the input and the number of
+shards. Join the shards with tools/merge_datasets.py.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(os.path.abspath(__file__)), 
 
 
 class ShardTask:
-    """A step of a datatrove pipeline: one shard in a process of its own.
+    """A step of a datatrove pipeline: one shard in a separate process.
 
-    A process of its own, because datatrove's workers may not start processes themselves, and
-    because nothing of theirs should be able to change what is written.
+    The process is separate, because datatrove's workers may not start processes themselves, and
+    because their state must not affect the output.
     """
 
     name = "preprocess"
@@ -47,8 +46,8 @@ class ShardTask:
         self.num_shards = num_shards
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> list[Any]:
-        """Write the shards of a rank; a failure fails the task."""
-        # Pickled by value, the class comes to the machines without the globals of this file.
+        """Write the shards of a rank; raise if a shard fails."""
+        # The class is pickled by value: the globals of this file are missing on the machines.
         import subprocess
         import sys
 
@@ -63,21 +62,21 @@ class ShardTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     executor: str = flag(choices=["local", "slurm", "ray"])
     tasks: int
-    """Tasks, each one shard."""
+    """Number of tasks; each writes one shard."""
     logging_dir: str
-    """Logs and which tasks are done; shared by all machines."""
+    """Directory of logs and of marks of finished tasks; shared by all machines."""
     at_once: int = -1
     """Tasks that run at one time."""
     python: str = sys.executable
-    """Interpreter on the machines."""
+    """Interpreter on the machines that run tasks."""
     cpus_per_task: int = 1
-    """SLURM, Ray; also the workers of a task."""
+    """Cores of a task on SLURM or Ray, and its number of workers."""
     mem_per_cpu_gb: int = 2
-    """SLURM, Ray."""
+    """Memory of a task on SLURM or Ray."""
     partition: str | None = None
     """SLURM."""
     time: str = "24:00:00"
@@ -87,7 +86,7 @@ class Flags:
     env_command: str | None = None
     """SLURM: run before each task, to set up Python."""
     flags: tuple[str, ...] = positional(metavar="-- FLAGS")
-    """Of preprocess_data.py."""
+    """Flags of preprocess_data.py."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Flags:
@@ -102,7 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> Flags:
 
 
 def workers_of(args: Flags) -> list[str]:
-    """Return the flag that shares the cores among the tasks of a machine; a later one counts."""
+    """Return a --workers flag that divides a machine's cores among its tasks; a later flag wins."""
     if args.executor != "local":
         return ["--workers", str(args.cpus_per_task)]
     at_once = args.tasks if args.at_once < 1 else min(args.at_once, args.tasks)
@@ -113,16 +112,16 @@ def make_executor(args: Flags) -> Any:
     """Return datatrove's executor for the command line.
 
     Raises:
-        ConfigError: flags that the tasks decide themselves, or SLURM without a partition.
+        ConfigError: flags that each task sets itself, or SLURM without a partition.
         MissingExtraError: datatrove (or Ray) is not installed.
     """
     own = {"--num-shards", "--rank", "--world-size"} & set(args.flags)
     if own:
         raise ConfigError(
             f"{', '.join(sorted(own))} after --.",
-            rule="each task is given its shard",
+            rule="each task sets its own shard",
             flags=["--tasks"],
-            fix="leave it out; --tasks says how many shards there are",
+            fix="leave it out; --tasks sets the number of shards",
         )
     if args.executor == "slurm" and not args.partition:
         raise ConfigError(
@@ -159,7 +158,7 @@ def make_executor(args: Flags) -> Any:
 
 
 def check_all_done(executor: Any) -> None:
-    """Refuse to end well while shards are missing.
+    """Raise if shards are missing.
 
     With Ray, datatrove logs that a task failed and returns; the other executors raise, or have only
     submitted the tasks.

@@ -25,14 +25,14 @@ from megatron.training.reports import MEDIANS, RunRecord, read_run
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is reported."""
+    """Runs to report."""
 
     run: Path = positional(metavar="RUN")
     """Directory of a run, or its file of --metrics-jsonl."""
     against: Path | None = None
     """Another run, whose curves are drawn, too."""
     out: Path | None = None
-    """The picture: .png, .svg or .pdf. Default: report.png in the directory of the run."""
+    """Picture: .png, .svg or .pdf. Default: report.png in the directory of the run."""
 
 
 def key_figures(run: RunRecord) -> Iterator[tuple[str, str]]:

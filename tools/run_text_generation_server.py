@@ -6,9 +6,10 @@
     curl http://127.0.0.1:5000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "model", "prompt": "To be, or not", "max_tokens": 20}'
 
-By default it listens on this machine only and answers everybody who reaches it; --host and
---api-key-file change that. Put a proxy that encrypts between it and a network. The flags of layout,
-precision and tokenizer are those of pretrain_gpt.py. Control-C ends it on all ranks.
+By default the server listens on this machine only and answers every client; --host and
+--api-key-file change that. Put an encrypting proxy between the server and a network. The flags of
+layout, precision and tokenizer have the same meaning as in pretrain_gpt.py. Control-C ends the
+server on all ranks.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ class ServerFlags:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 5000
-    """0 takes a free one."""
+    """0 chooses a free port."""
     api_key_file: Path | None = None
-    """File of keys, one in each line: a request must carry one of them."""
+    """File with one key per line: a request must contain one of them."""
     allowed_hosts: tuple[str, ...] = flag((), metavar="NAME")
-    """If --host is this machine: names in the Host header that are answered besides localhost; *
-    answers all."""
+    """If --host is this machine: names in the Host header that are answered in addition to
+    localhost; * answers all names."""
     no_request_log: bool = False
     """Print no line for each request."""
     served_model_name: str = "model"
-    """What clients call it."""
+    """Name of the model for clients."""
     max_batch_size: int = 8
     """Sequences processed at once."""
     max_context: int | None = None
@@ -63,10 +64,10 @@ class ServerFlags:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file: one in each line, except empty lines and lines that begin with #.
+    """Return the keys of a file: one per line, without empty lines and lines that begin with #.
 
     Raises:
-        ConfigError: the file cannot be read, or has no key that a header can carry.
+        ConfigError: the file cannot be read, or has no valid key.
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -86,7 +87,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def chat_template_of(session: ModelSession[ServerFlags]) -> Any:
-    """Return the chat template, or None if nobody gives one."""
+    """Return the chat template of the flags or the tokenizer; None without one."""
     tokenizer = session.run.tokenizer
     try:
         return find_chat_template(
@@ -130,7 +131,7 @@ def access_of(options: ServerFlags) -> dict[str, Any]:
 
 
 def serve(server: Any, service: Service, listener: socket.socket) -> None:
-    """Serve until a signal or the end of the engine; the serving rank's main thread."""
+    """Serve until a signal or the end of the engine, in the serving rank's main thread."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     crash: list[Exception] = []
@@ -176,7 +177,7 @@ def main() -> None:
     """Load and serve."""
     status = RunStatus.of_this_process()
     with failures_reported(status):
-        # Not above: without the extra this raises an error that names it.
+        # Imported here: without the extra, this import raises an error that names the extra.
         from megatron.inference.server import App, http_server
 
         session = open_session(model_provider, ServerFlags)
@@ -208,7 +209,7 @@ def main() -> None:
             print(f"serving {options.served_model_name} at http://{host}:{port}", flush=True)
             serve(server, service, listener)
         else:
-            # The serving rank handles the signal and ends the others.
+            # The serving rank handles the signal and ends the other ranks.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             service.follow()

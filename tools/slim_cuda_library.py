@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Make a CUDA library small enough to carry, and put a carried NCCL in the place of torch's own.
+"""Make a CUDA library small enough to carry, and replace torch's NCCL by a carried NCCL.
 
     python3 tools/slim_cuda_library.py libnccl.so.2 --into nccl.xz       # keeps sm_90
     python3 tools/slim_cuda_library.py --put nccl.xz                     # torch uses it
     python3 tools/slim_cuda_library.py --back                            # torch uses its own again
 
-Nearly all of such a library is machine code, once for each generation of GPUs. The code of all but
-one becomes zeros, which xz makes tiny. The file keeps its length and its layout, and the driver
-loads code for its own card alone, so what is blank is never read there.
+Nearly all of such a library is machine code, once per generation of GPUs. The code of all
+generations but one is overwritten by zeros, which xz compresses well. The file keeps its length and
+layout. The driver loads only the code for its own card, so it never reads the zeros.
 
-Fat binary, as files show it: u32 0xBA55ED50, u16 version, u16 bytes of this header (16), u64 bytes
+Fat binary, as found in files: u32 0xBA55ED50, u16 version, u16 bytes of this header (16), u64 bytes
 of all entries; then entries: u16 kind (1 PTX, 2 ELF), u16, u32 bytes of its header, u64 bytes of
 its code, and at byte 28 the u32 architecture (90 for sm_90).
 """
@@ -51,7 +51,7 @@ class Code(NamedTuple):
 
 
 def codes(library: bytes | bytearray) -> Iterator[Code]:
-    """Yield all code of all fat binaries; what has another layout is left out."""
+    """Yield the code of all fat binaries; skip entries with another layout."""
     at = library.find(_MAGIC)
     while 0 <= at <= len(library) - _HEADER_BYTES:
         _, header, size = struct.unpack_from("<HHQ", library, at + 4)
@@ -68,7 +68,7 @@ def codes(library: bytes | bytearray) -> Iterator[Code]:
 
 
 def slim(library: bytearray, architecture: int) -> Counter[tuple[str, int]]:
-    """Blank all code but the machine code of one architecture; return bytes by kind and it.
+    """Blank all code but one architecture's machine code; return bytes by kind and architecture.
 
     Raises:
         ValueError: the library has no machine code for it.
@@ -86,7 +86,7 @@ def slim(library: bytearray, architecture: int) -> Counter[tuple[str, int]]:
 
 
 def nccl_of_torch() -> Path | None:
-    """Return the NCCL that torch loads, where that is a package of its own."""
+    """Return the NCCL that torch loads, if it is a separate package."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ImportError:
@@ -97,9 +97,9 @@ def nccl_of_torch() -> Path | None:
 
 
 def put(packed: Path, library: Path) -> str:
-    """Put an unpacked library in the place of another, which is kept; return what happened.
+    """Replace a library by an unpacked one, keeping a copy; return a description of the result.
 
-    torch does not import without an NCCL that it can load: if it fails, the old one is put back.
+    torch does not import without a loadable NCCL: if the import fails, the old one is restored.
     """
     kept, partial = (library.with_name(library.name + end) for end in (".own", ".partial"))
     try:
@@ -119,7 +119,7 @@ def put(packed: Path, library: Path) -> str:
 
 
 def put_back(library: Path) -> str:
-    """Put the kept library back in its place; return what happened."""
+    """Restore the kept library; return a description of the result."""
     kept = library.with_name(library.name + ".own")
     if not kept.exists():
         return "torch uses its own"
@@ -128,7 +128,7 @@ def put_back(library: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do one of the three."""
+    """Run one of the three commands."""
     parser = argparse.ArgumentParser(
         prog="slim_cuda_library.py", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

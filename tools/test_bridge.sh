@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Install megatron-bridge as it is published, with what it imports, and let it convert weights and
-# train its recipes on the framework of this repository: on the CPU, with stand-ins for
-# Transformer Engine, ModelOpt, NVIDIA's resiliency extension and CUDA's calls.
+# Install the published megatron-bridge with its dependencies, convert weights with it and train its
+# recipes on the framework of this repository: on the CPU, with replacements for Transformer
+# Engine, ModelOpt, NVIDIA's resiliency extension and CUDA's calls.
 #
 #   tools/test_bridge.sh [options of pytest]
 #
-# The environment is .venv-bridge: it has the release 4 of Transformers, which the library wants.
+# The environment is .venv-bridge, with release 4 of Transformers, which the library requires.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

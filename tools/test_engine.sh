@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install the Python of Transformer Engine as it is published, without its compiled part, and run the
-# tests of models that are built of its layers: on the CPU, with a stand-in for that part.
+# Install the Python part of the published Transformer Engine, without its compiled part, and run
+# the tests of models with its layers: on the CPU, with a replacement for the compiled part.
 #
 #   tools/test_engine.sh [options of pytest]
 #
-# The environment is .venv-engine: the one of `make venv`, with the library and what it imports.
+# The environment is .venv-engine: as `make venv`, plus the library and its dependencies.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

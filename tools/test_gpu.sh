@@ -3,8 +3,8 @@
 #
 #   tools/test_gpu.sh [options of tools/gpu_session.py]     for example --seconds 600
 #
-# LATTICE_GPU_PYTHON names the Python of a machine that has torch, and nothing is installed. Without
-# it the environment is .venv-gpu: that of `make venv`, with Triton. TORCH chooses the torch, as in
+# LATTICE_GPU_PYTHON names a Python that has torch; then nothing is installed. Otherwise the
+# environment is .venv-gpu: as `make venv`, plus Triton. TORCH chooses the torch, as in
 # make_venv.sh. Results are gpu_report/STAGE.json and gpu_report/STAGE.log.gz.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the lowest versions that pyproject.toml allows, and run the tests of what uses them.
+# Install the lowest versions that pyproject.toml allows, and run the tests that use these packages.
 #
 #   tools/test_lowest.sh [options of pytest]
 #
@@ -18,13 +18,13 @@ mkdir "$environment"
 touch "$environment/.made-by-lattice"
 "${PYTHON:-python3}" -m venv "$environment"
 "$python" tools/lowest_versions.py >"$environment/lowest.txt"
-# The pip that comes with Python 3.11 takes several times as long to find versions that fit.
+# pip of Python 3.11 takes several times as long to find versions that fit.
 "$python" -m pip install --quiet --upgrade pip
 # shellcheck disable=SC2086  # TORCH may carry pip options
 "$python" -m pip install --quiet $torch
 "$python" -m pip install --quiet "${torch%% *}" -r "$environment/lowest.txt" \
     pytest hypothesis packaging openai peft
-PATH=$PWD/$environment/bin:$PATH # of the commands that libraries bring, for SLURM's tasks
+PATH=$PWD/$environment/bin:$PATH # commands that libraries install, for SLURM's tasks
 export PATH PYTHONPATH=$PWD
 python -m pytest -q -p no:cacheprovider \
     tests/unit/tokenizers tests/unit/datasets tests/unit/hugging_face tests/unit/inference \

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Derive the schemas of the files for clusters from the packages that publish them, have these
-# packages read every file, and train two ranks by Ray Train.
+# Derive the schemas of the cluster files from the packages that publish them, read every file with
+# these packages, and train two ranks with Ray Train.
 #
 #   tools/test_schemas.sh
 #
-# The environment is .venv-schemas; PYTHON chooses the interpreter. It fails if the derived schemas
-# differ from those in the repository, which then are new: look at the difference, and commit it.
+# The environment is .venv-schemas; PYTHON chooses the interpreter. If the derived schemas differ
+# from the repository's schemas, the script replaces them and fails: check the difference, and
+# commit it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,7 @@ touch "$environment/.made-by-lattice"
 "$python" -m pip install --quiet $torch numpy pyyaml jsonschema
 "$python" -m pip install --quiet kubeflow-trainer-api==2.3.0 'ray[train]==2.60.0' skypilot==0.14.1
 export PYTHONPATH=$PWD RAY_USAGE_STATS_ENABLED=0
-TMPDIR=$(mktemp -d) # Ray and torchrun leave logs where they are told to put them
+TMPDIR=$(mktemp -d) # for the logs of Ray and torchrun
 export TMPDIR
 trap 'rm -rf "$TMPDIR"' EXIT
 former=$TMPDIR/schemas.json

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Compute our Triton kernels by Triton's interpreter on the CPU, against the plain formulas, and
-# compile them for four generations of NVIDIA GPUs. The interpreter also rehearses the comparisons as
-# they are made on a device, which the CPU poses as. No GPU is needed.
+# Run our Triton kernels in Triton's interpreter on the CPU, compare them with the plain formulas,
+# and compile them for four generations of NVIDIA GPUs. A second run rehearses the comparisons of a
+# device, with the CPU in the device's role. No GPU is needed.
 #
 #   tools/test_triton.sh [options of pytest]
 #
-# The environment is .venv-triton: the one of `make venv`, with Triton, whose package holds NVIDIA's
+# The environment is .venv-triton: as `make venv`, plus Triton, whose package contains NVIDIA's
 # assembler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ tools/make_venv.sh "$environment" dev
 PATH=$PWD/$environment/bin:$PATH
 export PATH
 folder=tests/gpu_without_gpu/triton_kernels
-# A process each: the interpreter takes the place of the compiler when a kernel is declared.
+# Separate processes: the interpreter replaces the compiler when a kernel is declared.
 status=0
 for where in 0 rehearsed; do
     TRITON_INTERPRET=1 LATTICE_TEST_KERNELS_ON_DEVICE=$where \

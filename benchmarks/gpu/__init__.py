@@ -1,1 +1,1 @@
-"""What there is to measure on the day a GPU is there: `make gpu`."""
+"""Measurements on machines with GPUs: `make gpu`."""

@@ -1,9 +1,9 @@
-"""Stage D: what ranks exchange, on a machine with several GPUs.
+"""Stage D: rates of collectives, on a machine with several GPUs.
 
     python -m benchmarks.gpu.collectives                # all GPUs of this machine
     python -m benchmarks.gpu.collectives --rehearse     # two ranks on the CPU, by gloo
 
-GB/s are the bytes that a rank must send over the time of the collective.
+GB/s are the bytes that a rank must send, divided by the time of the collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LIMIT_S = 12
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return the median seconds of a call among several that are queued together."""
+    """Return the median seconds of a call, among several that are queued together."""
     call()
     found = []
     for _ in range(_ROUNDS):
@@ -84,20 +84,20 @@ def main_of_rank() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     rehearse: bool = False
-    """Two ranks on the CPU."""
+    """Run two ranks on the CPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all GPUs together."""
+    """Measure the collectives over all GPUs."""
     options = read_command_line(
         Flags, argv, prog="python -m benchmarks.gpu.collectives", description=__doc__
     )
     if options.rehearse:
         choose_cpu()
-    # By the driver's library, which leaves forks free to use CUDA.
+    # Counted by the driver's library, so that forks can still use CUDA.
     number = 2 if options.rehearse else torch.accelerator.device_count()
     if number < 2:
         print(f'ROW: {{"collectives": "not measured", "GPUs": {number}}}')

@@ -1,12 +1,11 @@
-"""What has run on a GPU: results of `tools/gpu_session.py` joined, and the pages written from them.
+"""Join results of `tools/gpu_session.py`, and write the GPU sections of the documents from them.
 
     python -m benchmarks.gpu.evidence join DIRECTORY    # A.json ... D.json of one or more sessions
     python -m benchmarks.gpu.evidence write             # renew the blocks in README and docs
 
 `join` writes `benchmarks/results/gpu/DATE-CARD-COMMIT.json`, one file for each card and commit;
-stages that are joined later are added to it. A rehearsal is no evidence. Every sentence and table
-about GPUs between the marks in README.md and docs/gpu.md comes from these files; a test
-compares them.
+later calls add stages to it. A rehearsal is refused. `write` generates every sentence and table
+about GPUs between the marks in README.md and docs/gpu.md from these files; a test compares them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
     """Write the stages below a directory to the file of their card and commit.
 
     Raises:
-        DataError: there are none, a stage is a rehearsal, or a file would be too large.
+        DataError: there are no stages, a stage is a rehearsal, or a file would be too large.
     """
     stages = [json.loads(path.read_text("utf-8"))
               for name in STAGES for path in sorted(directory.rglob(f"{name}.json"))]  # fmt: skip
@@ -73,7 +72,7 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
 
 
 def _planner(result: Result) -> list[dict[str, Any]]:
-    """Return the planner's times before and after it is calibrated to the variants."""
+    """Return the planner's times before and after its calibration to the variants."""
     rows = rows_of(result, "variants")
     if not rows:
         return []
@@ -83,7 +82,7 @@ def _planner(result: Result) -> list[dict[str, Any]]:
     runs = measured_runs(rows)
     try:
         return list(calibrated(runs, gpu_of_card(result["card"]))) if runs else []
-    except ConfigError as error:  # a card that the planner does not know
+    except ConfigError as error:  # the planner has no constants for the card
         return [{"error": str(error)}]
 
 
@@ -104,7 +103,7 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
     """Return the rows of some checks.
 
     Args:
-        passed: of checks with status 0 alone.
+        passed: select only checks with status 0.
     """
     return [
         row
@@ -115,7 +114,7 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
 
 
 def cell(value: object) -> str:
-    """Return a value as a table shows it."""
+    """Return a value as text for a table."""
     if isinstance(value, list):
         return " to ".join(map(cell, value))
     if isinstance(value, float):
@@ -124,7 +123,7 @@ def cell(value: object) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a Markdown table; nothing where there are no rows."""
+    """Yield the lines of a Markdown table; no lines without rows."""
     if rows:
         yield from ("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
         for row in rows:
@@ -138,7 +137,7 @@ KERNEL = ("kernel", "by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
 
 
 def summary(result: Result) -> Iterator[str]:
-    """Yield what ran on one card and what did not, and the speed of the step."""
+    """Yield the passed and failed checks on one card, and the speed of the step."""
     machine = ", ".join(f"{k} {v}" for k, v in result["machine"].items() if v)
     yield f"**{result['card']}**, commit `{result['commit']}`, {result['date']} ({machine}):"
     yield ""
@@ -166,7 +165,7 @@ def _case(row: dict[str, Any]) -> str:
 
 
 def details(result: Result) -> Iterator[str]:
-    """Yield the tables of stage C under the summary."""
+    """Yield the tables of stage C below the summary."""
     yield from summary(result)
     shown: list[tuple[str, Sequence[str]]] = [
         ("family", ("family", "ms", "predicted ms", "launches", "predicted launches")),
@@ -193,10 +192,10 @@ PAGES: dict[str, Callable[[Result], Iterable[str]]] = {
 
 
 def renewed(page: str, found: Sequence[Result], lines: Callable[[Result], Iterable[str]]) -> str:
-    """Return a page with its block written anew.
+    """Return a page with a new block.
 
     Raises:
-        ValueError: it has no block, or several.
+        ValueError: the page has no block, or several.
     """
     parts = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", page, flags=re.DOTALL)
     if len(parts) != 2:
@@ -206,11 +205,11 @@ def renewed(page: str, found: Sequence[Result], lines: Callable[[Result], Iterab
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     command: str = positional(choices=("join", "write"))
     directories: tuple[Path, ...] = positional(metavar="DIRECTORY", default=())
-    """With the JSON files of stages, to join."""
+    """Directory with the JSON files of the stages to join."""
 
 
 @tool

@@ -1,11 +1,11 @@
-"""Stage A: does a step of the width of Llama 3 8B run, and do our kernels compute what torch does.
+"""Stage A: train a step of the width of Llama 3 8B, and compare our kernels with torch.
 
     python -m benchmarks.gpu.first_step                # on the GPU of this machine
     python -m benchmarks.gpu.first_step --rehearse     # a tiny model on the CPU
 
-Two layers train a few steps by our kernels, then by torch alone (LATTICE_TRITON=0), from the same
-weights on the same batches. The losses must be finite, fall, and agree. The rows list where the
-host waits for the device, by line.
+Two layers train a few steps with our kernels, then with torch alone (LATTICE_TRITON=0), from the
+same weights on the same batches. The losses must be finite, fall, and agree. The rows list the
+lines at which the host waits for the device.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.core.foundation import device
 from megatron.core.settings.command_line import read_command_line
 
 TOLERANCE = 5e-3
-"""Relative difference of losses between two sets of kernels in bf16: each rounds every activation
-to u = 2e-3 in other places, and the loss is a mean over thousands of tokens."""
+"""Relative difference of losses between two sets of kernels in bf16: they round activations to
+u = 2e-3 at different places, and the loss is a mean over thousands of tokens."""
 STEPS = 6
 _WAITS = "host waits: "
 _LIMIT_S = 36
@@ -57,7 +57,7 @@ def words_of(*, is_tiny: bool) -> tuple[str, ...]:
 
 
 def note_waits() -> Counter[str]:
-    """Count torch's warnings of host waits from now on, by the line of this project."""
+    """Count torch's warnings about host waits from now on, by line of this project."""
     places: Counter[str] = Counter()
 
     def note(message: Any, *_: Any) -> None:
@@ -89,7 +89,7 @@ def main_of_rank() -> None:
 
 
 def row_of(outcome: Outcome, kernels: str) -> dict[str, object]:
-    """Return what one run shows; `ok` is whether its losses are finite and fall."""
+    """Return the row of one run; `ok` means that its losses are finite and fall."""
     losses = [loss for _, loss in sorted(outcome.losses.items())]
     is_good = (
         len(losses) == STEPS and all(map(math.isfinite, losses)) and min(losses[1:]) < losses[0]
@@ -117,10 +117,10 @@ def difference(ours: Sequence[float], torchs: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     rehearse: bool = False
-    """A tiny model on the CPU."""
+    """Train a tiny model on the CPU."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

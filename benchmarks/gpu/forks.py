@@ -1,7 +1,7 @@
-"""Training runs in forks of one process that has imported everything and has used no device.
+"""Run trainings in forks of one process that has imported all modules but has used no device.
 
-Imports cost seconds of a processor and a fork costs milliseconds. Forks of a process that has
-initialised CUDA cannot use it. `run_cases` tries first; where forks cannot, it starts processes.
+Imports take seconds of processor time, a fork takes milliseconds. Forks cannot use CUDA after their
+parent has initialised it. `run_cases` tests this first; if forks fail, it starts new processes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Before torch counts devices: CUDA's own count would keep forks from CUDA.
+# Set before torch counts devices: CUDA's own count would prevent forks from using CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
-import torch._dynamo  # torch's optimizers import it when they are made: 1.5 s in every rank
+import torch._dynamo  # torch's optimizers import it: otherwise 1.5 s in every rank
 import torch.distributed.fsdp
 
 import pretrain_gpt
@@ -33,12 +33,12 @@ _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: ([-+.\dEe]+|nan|inf)")
 Main = Callable[[], None] | None
 _FAILED, _NO_ACCELERATOR = 1, 2
 FOLDER = "{folder}"
-"""In a run's flags: a folder of its case, the same for all its runs."""
+"""Placeholder in a run's flags: a folder of its case, shared by all its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One job of one or several ranks."""
+    """One training on one or several ranks."""
 
     words: tuple[str, ...]
     num_ranks: int = 1
@@ -46,12 +46,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Runs, one after the other.
+    """Consecutive runs.
 
     Attributes:
-        environment: variables of the ranks.
-        loses_rank: kill the last rank with SIGKILL after the first step; the others must end by
-            themselves and name that rank.
+        environment: additional environment variables of the ranks.
+        loses_rank: kill the last rank with SIGKILL after the first step; the other ranks must exit
+            without help, and their output must name the killed rank.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        """Most ranks that run at the same time."""
+        """Return the largest number of ranks that run at the same time."""
         return max(run.num_ranks for run in self.runs)
 
 
 @dataclass
 class Outcome:
-    """What became of a case.
+    """Result of a case.
 
     Attributes:
         problem: empty if every rank of every run ended with status 0.
-        losses: of the steps that the logs show, by their numbers.
+        losses: step -> loss, from the logs.
     """
 
     case: Case
@@ -82,7 +82,7 @@ class Outcome:
 
 
 class _Job:
-    """A case while it runs."""
+    """A running case."""
 
     def __init__(self, case: Case, folder: Path, limit_s: float, main: Main, *, forks: bool):
         self.case, self.folder, self.main, self.forks = case, folder, main, forks
@@ -115,7 +115,7 @@ class _Job:
             self.pids[rank] = pid
 
     def poll(self) -> str | None:
-        """Return None while it runs, else its problem."""
+        """Return None while the case runs, an empty string if it passed, else its problem."""
         for rank, status in self.statuses.items():
             if status is None:
                 found, ended = os.waitpid(self.pids[rank], os.WNOHANG)
@@ -128,7 +128,7 @@ class _Job:
         if self.case.loses_rank:
             return self._poll_after_loss()
         if any(self.statuses.values()):
-            # The others end by themselves: who fails first is what has to be known.
+            # Wait for the other ranks: the first failure has to be found.
             self.end = min(self.end, time.monotonic() + 5)
         if None in self.statuses.values():
             return None
@@ -156,7 +156,7 @@ class _Job:
         return "" if is_named else f"no rank named rank {self.lost}, which was killed"
 
     def text(self) -> str:
-        """Return what its ranks have printed."""
+        """Return the output of its ranks."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
@@ -172,14 +172,14 @@ class _Job:
 def _train(
     words: list[str], variables: Mapping[str, str], log: Path, main: Main, *, forks: bool
 ) -> None:
-    """Be one rank, in a fork: train, and end this process. Without `forks` import all again."""
+    """Train as one rank in a fork and exit. Without `forks`, import all modules again."""
     status = 1
     try:
         os.setsid()
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(target, 1)
         os.dup2(target, 2)
-        # What was printed is there when the rank is killed.
+        # Unbuffered: the output is complete when the rank is killed.
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(variables)
@@ -233,7 +233,7 @@ def _free_port() -> int:
 
 
 def losses_of(text: str) -> dict[int, float]:
-    """Return the losses of the steps that a log shows."""
+    """Return step -> loss from a log."""
     return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
 
 
@@ -247,14 +247,14 @@ def run_cases(
     whole_limit_s: float,
     on_end: Callable[[Outcome], None],
 ) -> None:
-    """Run cases, as many at a time as have `ranks_at_once` ranks together.
+    """Run cases, so that at most `ranks_at_once` ranks run at the same time.
 
     Args:
         folder: logs and checkpoints; a case without problems removes its files.
-        main: the function that a rank runs; default: the main of `pretrain_gpt.py`.
-        limit_s: seconds of one case; a case that hangs costs no more.
-        whole_limit_s: seconds of all; a case that has not begun by then has the problem "no time".
-        on_end: is called with each outcome, as soon as there is one.
+        main: the function that a rank runs; default: the main function of `pretrain_gpt.py`.
+        limit_s: limit of one case in seconds; a hanging case is killed.
+        whole_limit_s: limit of all cases; a case that has not begun has the problem "no time".
+        on_end: called with each outcome as soon as the case has ended.
     """
     forks = forks_can_compute()
     if not forks:
@@ -289,6 +289,6 @@ def _has_ended(job: _Job, on_end: Callable[[Outcome], None]) -> bool:
 
 
 def first_errors(log: str, most: int = 5) -> Iterator[str]:
-    """Yield the lines of a log that most likely name the reason of a failure."""
+    """Yield the lines of a log that most likely name the cause of a failure."""
     found = [line for line in log.splitlines() if re.search(r"Error\b|error:|Rule:|rank \d", line)]
     yield from (line[:300] for line in found[:most])

@@ -1,14 +1,14 @@
-"""Stage C: each kernel of the step by itself, at the step's shapes, beside what else computes it.
+"""Stage C: each kernel of the step alone, at the step's shapes, compared with other libraries.
 
-    python -m benchmarks.gpu.kernels                 # every case, those that matter most first
+    python -m benchmarks.gpu.kernels                 # every case, in order of importance
     python -m benchmarks.gpu.kernels --only softmax  # some of them
     python -m benchmarks.gpu.kernels --once          # three of our kernels, once: for ncu
     python -m benchmarks.gpu.kernels --rehearse      # tiny sizes on the CPU
 
-A row has the milliseconds of the forward pass and of both passes, GB/s by the bytes that no
-implementation can avoid, and their share of the rate of a copy, or TFLOP/s. The candidates are the
-entries of our kernel tables, torch, torch.compile, Liger and cut-cross-entropy. A candidate that
-fails costs its own row.
+A row has the milliseconds of the forward pass and of both passes. Memory-bound cases have GB/s of
+the bytes that no implementation can avoid, and their share of the rate of a copy; other cases have
+TFLOP/s. The candidates are the entries of our kernel tables, torch, torch.compile, Liger and
+cut-cross-entropy. If a candidate fails, only its row is lost.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ Call = Callable[[], object]
 BF16 = torch.bfloat16
 EPSILON = 1e-5
 WIDE_EXPERTS = (128, 8, 2048, 768)
-"""Experts, experts of a token, hidden size and width of fine-grained experts (Qwen3-30B-A3B)."""
+"""Experts, experts per token, hidden size and width of fine-grained experts (Qwen3-30B-A3B)."""
 TINY_EXPERTS = (4, 2, 32, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rehearse: bool = False
     """Run tiny sizes on the CPU."""
@@ -76,8 +76,8 @@ class Candidate:
     """One implementation of a case.
 
     Attributes:
-        run: a function of the case's inputs, or why there is none here.
-        is_slow_to_compile: it is measured after the others of all cases.
+        run: a function of the case's inputs, or the reason why there is none here.
+        is_slow_to_compile: measure it after the fast candidates of all cases.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Case:
 
     Attributes:
         inputs: arguments of each candidate; backward differentiates the inputs that require it.
-        forward_bytes, backward_bytes: what any implementation must read and write.
-        forward_flops, backward_flops: of products; 0 where bytes are what counts.
+        forward_bytes, backward_bytes: bytes that any implementation must read and write.
+        forward_flops, backward_flops: FLOPs of products; 0 for memory-bound cases.
     """
 
     candidates: Sequence[Candidate]
@@ -105,7 +105,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where cases are built: sizes, device, and how much is repeated."""
+    """Sizes, device and repetitions of all cases."""
 
     sizes: Sizes
     batch: int
@@ -118,7 +118,7 @@ class Bench:
         return self.batch * self.sizes.sequence
 
     def random(self, *shape: int, grad: bool = True, dtype: torch.dtype = BF16) -> Tensor:
-        """Return normal numbers of a shape."""
+        """Return a tensor of normal numbers."""
         x = torch.randn(shape, device=self.where, dtype=dtype)
         return x.requires_grad_(grad)
 
@@ -133,10 +133,10 @@ class Bench:
         needs: Sequence[str] = (),
         call: Callable[..., Callable[..., object]] | None = None,
     ) -> list[Candidate]:
-        """Return the entries of a table for the device.
+        """Return the entries of a kernel table for the device.
 
         Args:
-            call: makes the function to run of an entry's function; None takes that as it is.
+            call: makes the function to run from an entry's function; None uses that function.
         """
         request = Request(self.where.type, "bfloat16", frozenset(needs))
         return [
@@ -147,19 +147,19 @@ class Bench:
         ]
 
     def compiled(self, run: Callable[..., object]) -> Candidate:
-        """Return a plain formula as torch.compile makes it."""
+        """Return a candidate that torch.compile makes of a plain formula."""
         backend = "aot_eager" if self.is_rehearsal else "inductor"
         return Candidate("compiled", torch.compile(run, backend=backend, dynamic=False), True)
 
     def library(
         self, name: str, module: str, make: Callable[[Any], Callable[..., object]]
     ) -> Candidate:
-        """Return a function of a library, or why it is not here."""
+        """Return a function of a library, or the reason why it cannot be imported."""
         if self.is_rehearsal:
             return Candidate(name, "needs a GPU")
         try:
             return Candidate(name, make(require(module, purpose="a comparison")))
-        except Exception as error:  # some fail while they are imported
+        except Exception as error:  # some libraries fail during import
             return Candidate(name, f"{type(error).__name__}: {str(error)[:80]}")
 
     def milliseconds(self, call: Call) -> float:
@@ -277,13 +277,13 @@ def loss_passes(bench: Bench) -> Case:
 
 
 def cross_entropy(bench: Bench) -> Case:
-    """The loss of each token from bf16 logits, and the gradient of the logits in their place."""
+    """The loss of each token from bf16 logits, and the gradient, written over the logits."""
     logits = bench.random(bench.tokens, bench.sizes.vocab_size)
     labels = bench.ids(bench.sizes.vocab_size, bench.tokens)
 
     def ours(logits: Tensor, labels: Tensor, *, overwrites: bool = False) -> Tensor:
         tp = ProcessGroupCollection.single().tp
-        if overwrites:  # a leaf cannot be given away; this view costs nothing
+        if overwrites:  # a leaf must not be overwritten; this view costs nothing
             logits = logits.view_as(logits)
         return vocab_parallel_cross_entropy(
             logits, labels, tp_group=tp, overwrite_logits=overwrites
@@ -303,7 +303,7 @@ def cross_entropy(bench: Bench) -> Case:
 
 
 def head_and_loss(bench: Bench) -> Case:
-    """The product with the head and the loss: what some compute without logits in memory."""
+    """The product with the head and the loss; some candidates keep no logits in memory."""
     z = bench.sizes
     hidden = bench.random(bench.tokens, z.hidden_size)
     weight = (bench.random(z.vocab_size, z.hidden_size, grad=False) * 0.02).requires_grad_()
@@ -334,7 +334,7 @@ def head_and_loss(bench: Bench) -> Case:
 
 
 def attention(bench: Bench) -> Case:
-    """Causal attention with fewer key heads; the half of the scores that it needs counts."""
+    """Causal attention with fewer key heads; only the needed half of the scores counts."""
     z = bench.sizes
     d = z.hidden_size // z.num_heads
     query = bench.random(z.sequence, bench.batch, z.num_heads, d)
@@ -343,14 +343,14 @@ def attention(bench: Bench) -> Case:
     candidates = [
         each
         for each in bench.table(ATTENTION, call=lambda run: lambda q, k, v: run(q, k, v, options))
-        if each.name not in ("unfused", "blockwise")  # minutes, and all scores in memory
+        if each.name not in ("unfused", "blockwise")  # they take minutes, or store all scores
     ]
     flops = 2.0 * bench.batch * z.num_heads * z.sequence**2 * d
     return Case(candidates, (query, key, value), forward_flops=flops, backward_flops=2.5 * flops)
 
 
 def dropped_residual(bench: Bench) -> Case:
-    """residual + dropout(x), with dropout that no layout changes."""
+    """residual + dropout(x), with dropout that is independent of the layout."""
     z = bench.sizes
     x, residual = (bench.random(z.sequence, bench.batch, z.hidden_size) for _ in range(2))
     n = 2.0 * x.numel()
@@ -407,7 +407,7 @@ def adam(bench: Bench) -> Case:
 
 
 def rounding(bench: Bench) -> Case:
-    """Hidden states times one scale, rounded to E4M3: one byte an element is enough."""
+    """Hidden states times one scale, rounded to E4M3: the output has one byte per element."""
     x = bench.random(bench.tokens, bench.sizes.hidden_size, grad=False)
     scale = torch.ones((), device=bench.where)
     candidates = bench.table(
@@ -422,7 +422,7 @@ def _of_experts(bench: Bench) -> tuple[int, int, int, int]:
 
 
 def permutation(bench: Bench) -> Case:
-    """Tokens into the order of their experts and back."""
+    """Permute tokens into the order of their experts and back."""
     experts, top, hidden, _ = _of_experts(bench)
     token = torch.arange(bench.tokens, device=bench.where).repeat_interleave(top)
     expert = bench.ids(experts, len(token)).sort().values
@@ -471,11 +471,11 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "rounding to E4M3": rounding,
     "head and loss": head_and_loss,
 }
-"""Those that matter most first: the last may find no time."""
+"""In order of importance: there may be no time for the last cases."""
 
 
 def both_passes(run: Callable[..., object], inputs: Sequence[Any]) -> Call:
-    """Return a call of the forward and the backward pass."""
+    """Return a call that runs the forward and the backward pass."""
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     made = run(*inputs)
     given = [torch.ones_like(x) for x in (made if isinstance(made, tuple) else (made,))]
@@ -488,10 +488,10 @@ def both_passes(run: Callable[..., object], inputs: Sequence[Any]) -> Call:
 
 
 def measure(bench: Bench, name: str, case: Case, copy_rate: float, *, slow: bool) -> Iterator[Row]:
-    """Yield a row for each candidate that is slow to compile, or for each that is not.
+    """Yield a row for each candidate; `slow` selects slow or fast compilation.
 
     Args:
-        copy_rate: bytes a second that a copy reads and writes.
+        copy_rate: bytes per second that a copy reads and writes.
     """
     for each in case.candidates:
         if each.is_slow_to_compile != slow:
@@ -510,12 +510,12 @@ def measure(bench: Bench, name: str, case: Case, copy_rate: float, *, slow: bool
                 flops = case.forward_flops + case.backward_flops
                 row |= rates(row, "both passes, ", both, moved, flops, copy_rate)
             yield row
-        except Exception as error:  # of one candidate: the others have something to show
+        except Exception as error:  # one candidate failed: measure the others
             yield row | {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:200]}
 
 
 def rates(row: Row, what: str, ms: float, moved: float, flops: float, copy_rate: float) -> Row:
-    """Return the cells of one time."""
+    """Return the cells of one measured time."""
     found: Row = {f"{what}ms": round(ms, 4)}
     if moved:
         found[f"{what}GB/s"] = round(1e-6 * moved / ms)
@@ -526,7 +526,7 @@ def rates(row: Row, what: str, ms: float, moved: float, flops: float, copy_rate:
 
 
 def rate_of_a_copy(bench: Bench) -> float:
-    """Return the bytes a second that a copy within the device reads and writes."""
+    """Return the bytes per second that a copy within the device reads and writes."""
     source = torch.zeros(2**12 if bench.is_rehearsal else 2**28, device=bench.where)
     target = torch.empty_like(source)
     return 2e3 * 4 * source.numel() / bench.milliseconds(lambda: target.copy_(source))
@@ -566,7 +566,7 @@ def main() -> None:
         try:
             for row in measure(bench, name, CASES[name](bench), copy_rate, slow=slow):
                 workload.print_row(row)
-        except Exception as error:  # of one case
+        except Exception as error:  # one case failed
             text = f"{type(error).__name__}: {error}"[:200]
             workload.print_row({"kernel": name, "error": text})
         if where.type != "cpu":

@@ -1,13 +1,13 @@
-"""Stage D: every parallel layout, its ranks on NCCL.
+"""Stage D: every parallel layout, with ranks on NCCL.
 
     python -m benchmarks.gpu.layouts                       # on the GPUs of this machine
-    python -m benchmarks.gpu.layouts --rehearse            # some of them on the CPU, by gloo
-    LATTICE_DEVICE=cpu python -m benchmarks.gpu.layouts    # all of them on the CPU
+    python -m benchmarks.gpu.layouts --rehearse            # some layouts on the CPU, with gloo
+    LATTICE_DEVICE=cpu python -m benchmarks.gpu.layouts    # all layouts on the CPU
 
-Each trains three steps of a small model, and its last loss is compared with the loss that one
-process computed on the CPU. Ranks have a GPU each where there are enough; else they share them,
+Each layout trains a small model for three steps. Its last loss is compared with the loss that one
+process computed on the CPU. If there are enough GPUs, each rank has one; else ranks share GPUs,
 which NCCL 2.30 and later permit (NCCL_MULTI_RANK_GPU_ENABLE=1). If the first layout fails because
-of NCCL, the others run by gloo, and their rows contain the backend.
+of NCCL, the other layouts run on gloo, and their rows name the backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODELS = {
     "dense": _SIZES,
     "mixture": f"{_SIZES} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm",
 }
-"""Models of the layouts -> what they add to the small model's flags."""
+"""Kind of model -> its flags in addition to the small model's flags."""
 _TP2, _PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 _CP2, _EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 _SHARDS = "--use-distributed-optimizer --overlap-grad-reduce"
@@ -69,21 +69,21 @@ _ENVIRONMENT = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
 }  # fmt: skip
-"""All ranks are on this machine, whose own name may have no address."""
+"""All ranks run on this machine, and its host name may have no address."""
 _LIMIT_S, _FIRST_LIMIT_S = 30, 45
-"""Seconds of a layout; the first compiles the kernels for all."""
+"""Limit of a layout in seconds; the first layout compiles the kernels for all."""
 _WHOLE_S = 130
 _RANKS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     rehearse: bool = False
-    """Run a few on the CPU, by gloo."""
+    """Run a few layouts on the CPU, with gloo."""
     only: tuple[str, ...] = flag((), choices=LAYOUTS)
-    """Names of layouts, instead of all."""
+    """Names of layouts. Default: all."""
 
 
 def claims(backend: str) -> list[Claim]:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if os.environ.get("LATTICE_DEVICE") == "cpu":
         return 0 if run(chosen, "gloo") else 1
-    # Where NCCL refuses ranks that share a GPU, one layout finds that out for all.
+    # If NCCL refuses ranks that share a GPU, only one layout is spent to find out.
     held = run(chosen[:1], "nccl", _FIRST_LIMIT_S)
     others, backend = (chosen[1:], "nccl") if held else (chosen, "gloo")
     return 0 if run(others, backend) and held else 1

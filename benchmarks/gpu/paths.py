@@ -1,11 +1,11 @@
-"""Stage A: small models on the paths that a plain dense step does not take.
+"""Stage A: train small models with features that a plain dense step does not use.
 
     python -m benchmarks.gpu.paths                # on the GPU of this machine
     python -m benchmarks.gpu.paths --rehearse     # on the CPU
     python -m benchmarks.gpu.paths --record       # write the expected losses again
 
-Each trains three steps, four of them at a time, and its last loss is compared with the loss that
-the CPU computed in fp32. Where the Triton or flex kernels take bf16 alone, the model is in bf16.
+Each case trains three steps, four cases at a time. Its last loss is compared with the loss that the
+CPU computed in fp32. Cases whose Triton or flex kernels support only bf16 use a bf16 model.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PATHS = {
     "fp8": ("fp8", "--fp8-recipe tensorwise"),
     "save and load": ("fp32", ""),
 }  # fmt: skip
-"""Name -> precision on the device, and what the path adds to the small model's flags."""
+"""Name -> precision on the device, and flags in addition to the small model's flags."""
 ON_DEVICE_ONLY = ("graphs",)
-"""Paths that the CPU refuses: there the model runs without what they add."""
+"""Cases that the CPU refuses: there the model runs without the additional flags."""
 _AT_ONCE = 4
 _LIMIT_S = 60
 _WHOLE_S = 85
@@ -55,16 +55,16 @@ _WHOLE_S = 85
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     rehearse: bool = False
     """Run on the CPU."""
     record: bool = False
-    """Run the paths and the layouts in fp32 on the CPU, and write their losses."""
+    """Run the cases and layouts in fp32 on the CPU, and write their losses."""
 
 
 def claims(*, on_cpu: bool) -> list[Claim]:
-    """Return each path with its expected loss."""
+    """Return each case with its expected loss."""
     return [
         Claim(case=_case(name, f"{text} {_DTYPES[dtype]}", on_cpu=on_cpu),
               expected=name, dtype=dtype, about={"dtype": dtype})
@@ -82,7 +82,7 @@ def _case(name: str, text: str, *, on_cpu: bool) -> Case:
 
 
 def recorded_cases() -> list[Case]:
-    """Return what computes the expected losses: one process, fp32."""
+    """Return the cases that compute the expected losses: one process, fp32."""
     plain = [name for name, (dtype, _) in PATHS.items() if dtype != "fp8"]
     found = [_case(name, PATHS[name][1], on_cpu=True) for name in plain]
     found += [_case("fp8", "", on_cpu=True)]
@@ -110,7 +110,7 @@ def losses_now() -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the paths, or write what they must compute."""
+    """Run the cases, or write their expected losses."""
     options = read_command_line(Flags, argv, prog="python -m benchmarks.gpu.paths",
                                 description=__doc__)  # fmt: skip
     if options.rehearse or options.record:

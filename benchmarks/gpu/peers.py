@@ -1,11 +1,11 @@
-"""Stage B: the step of `speed.py` by a peer, one peer in one process.
+"""Stage B: measure the step of `speed.py` in a peer's program, one peer per process.
 
     python -m benchmarks.gpu.peers plain-compiled        # or hf-liger, megatron-core
     python -m benchmarks.gpu.peers hf-liger --rehearse   # a tiny model on the CPU
 
-A missing package is named in the row; only a rehearsal passes then. megatron-core's package has the
-name of ours, so LATTICE_PEER_SITE names the folder that `pip install --target` put it into, and
-this process imports nothing of our own `megatron`.
+If a package is missing, the row names it, and the process fails unless it is a rehearsal.
+megatron-core's package has the name of ours: LATTICE_PEER_SITE names the folder where `pip install
+--target` installed it, and this process imports nothing of our own `megatron`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Step = Callable[[], float]
 SITE = "LATTICE_PEER_SITE"
 LEARNING_RATE = 1e-4
 NUM_STEPS = 6
-"""The first steps count too: some of them compile for many seconds."""
+"""The first steps count too: some peers compile for many seconds."""
 
 
 class NotRunError(Exception):
-    """The peer cannot run here, in words for the row."""
+    """The peer cannot run here; the message is stored in the row."""
 
 
 class MasterAdamW:
@@ -74,7 +74,7 @@ def text_of(work: Workload, device: torch.device) -> list[tuple[Tensor, Tensor]]
 def simple_step(
     model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], work: Workload
 ) -> Step:
-    """Return the step of a bf16 model whose gradients add up in bf16."""
+    """Return the step of a bf16 model that accumulates its gradients in bf16."""
     optimizer = MasterAdamW(model)
     text = text_of(work, optimizer.mains[0].device)
 
@@ -89,10 +89,10 @@ def simple_step(
 
 
 def plain_compiled(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
-    """Return the step of `plain_gpt.PlainLlama` whose layers and loss are compiled.
+    """Return the step of `plain_gpt.PlainLlama` with compiled layers and a compiled loss.
 
-    Each layer is compiled by itself, which compiles once for all of them: the whole model at once
-    would take minutes to compile.
+    Each layer is compiled by itself, and one compilation serves all layers: compiling the whole
+    model would take minutes.
     """
     with _in_bf16(device):
         model = PlainLlama(work.sizes)
@@ -100,7 +100,7 @@ def plain_compiled(work: Workload, device: torch.device, *, is_rehearsal: bool) 
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.02)
-    backend = "aot_eager" if is_rehearsal else "inductor"  # a C++ compiler takes a minute
+    backend = "aot_eager" if is_rehearsal else "inductor"  # inductor's C++ compiler takes a minute
     for block in model.blocks:
         block.compile(backend=backend)
 
@@ -125,8 +125,8 @@ def hugging_face(work: Workload, device: torch.device, *, is_rehearsal: bool) ->
     """Return the step of Transformers' Llama with torch's attention and Liger's other kernels.
 
     Raises:
-        NotRunError: in a rehearsal where Liger is installed: the model is patched, and its kernels
-            need a GPU.
+        NotRunError: in a rehearsal with Liger installed: Liger has patched the model, and its
+            kernels need a GPU.
     """
     transformers = _imported("transformers")
     z = work.sizes
@@ -147,7 +147,7 @@ def hugging_face(work: Workload, device: torch.device, *, is_rehearsal: bool) ->
         raise NotRunError("Liger is applied to the model; its kernels need a GPU")
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
-        # What Liger's own forward of the whole model does: no logits are kept.
+        # As in Liger's own forward of the whole model, no logits are stored.
         x = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         return loss_of_rows(model.lm_head.weight, x.flatten(0, 1), labels.flatten())
 
@@ -157,8 +157,8 @@ def hugging_face(work: Workload, device: torch.device, *, is_rehearsal: bool) ->
 def megatron_core(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
     """Return the step of megatron-core's local layers.
 
-    Its scores are in memory, [b, n, s, s], and computed again for backward, as its own scripts do
-    with `--recompute-activations`: without that the full workload does not fit.
+    Scores [b, n, s, s] are stored, and recomputed in backward, as with megatron-core's flag
+    `--recompute-activations`: otherwise the full workload does not fit into memory.
     """
     _find_peer()
     if is_rehearsal:
@@ -218,7 +218,7 @@ def megatron_core(work: Workload, device: torch.device, *, is_rehearsal: bool) -
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         for tokens, labels in text:
-            # Without a mask its softmax makes the causal one.
+            # Without a mask, megatron-core's softmax is causal.
             loss = chunk(tokens, positions, None, labels=labels).float().mean()
             (loss / len(text)).backward()
         finalize_model_grads([chunk])
@@ -230,7 +230,7 @@ def megatron_core(work: Workload, device: torch.device, *, is_rehearsal: bool) -
 
 @contextmanager
 def _in_bf16(device: torch.device) -> Iterator[None]:
-    """Let the block create bf16 weights on the device."""
+    """Create bf16 weights on the device inside the block."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
@@ -247,22 +247,22 @@ def _imported(name: str) -> Any:
 
 
 def _find_peer() -> None:
-    """Let `megatron` be megatron-core's package, and not ours.
+    """Make `import megatron` find megatron-core's package instead of ours.
 
     Raises:
-        NotRunError: there is none.
+        NotRunError: megatron-core is not installed.
     """
     site = os.environ.get(SITE)
     if not site or not (Path(site) / "megatron" / "core").is_dir():
         raise NotRunError(f"megatron-core is missing: {SITE}={site or ''} has no megatron/core")
-    # A package with __init__.py is found before one without, wherever it is on the path.
+    # Python prefers a package with __init__.py, at any position of the path.
     others = [p for p in sys.path if not (Path(p or ".") / "megatron" / "__init__.py").exists()]
     sys.path[:] = [site, *others]
     assert "megatron" not in sys.modules
 
 
 class _CpuForGpu(TorchFunctionMode):
-    """Answers requests of megatron-core for a GPU with the CPU."""
+    """Redirects megatron-core's requests for a GPU to the CPU."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -278,7 +278,7 @@ class _CpuForGpu(TorchFunctionMode):
 
 
 def _answer_for_a_gpu() -> None:
-    """Let megatron-core compute on the CPU, without compiling, for the rest of this process."""
+    """Make megatron-core compute on the CPU, without compiling, for the rest of this process."""
     gpu: Any = torch.get_device_module("cuda")
     gpu.synchronize = gpu.empty_cache = lambda *_: None
     gpu.current_device = lambda: "cpu"
@@ -298,7 +298,7 @@ PEERS: dict[str, Callable[..., Step]] = {
 
 
 def measure(name: str, work: Workload, device: torch.device, *, is_rehearsal: bool) -> Row:
-    """Take the steps and return the row.
+    """Run the steps and return the row.
 
     Raises:
         NotRunError: the peer is not installed here.
@@ -308,9 +308,9 @@ def measure(name: str, work: Workload, device: torch.device, *, is_rehearsal: bo
     seconds = []
     for number in range(1, work.num_steps + 1):
         begin = time.perf_counter()
-        loss = step()  # reads the loss, which waits for the device
+        loss = step()  # reads the loss, and so waits for the device
         seconds.append(time.perf_counter() - begin)
-        # If the process is killed at its limit, its log has these.
+        # Printed for the case that the process is killed at its limit.
         print(f"{name}: step {number} took {seconds[-1]:.3f} s, loss {loss:.4f}", flush=True)
     peak = 0.0
     if device.type != "cpu":
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workload.print_row({"step": options.peer, "micro batch": work.micro_batch, "error": text})
         if work.micro_batch == 1:
             return 1
-        # A new process, since this one's memory may never be free again.
+        # A new process, because this one may never free its memory.
         os.execv(sys.executable, [*sys.orig_argv, "--micro-batch", "1"])
     workload.print_row(row)
     return 0

@@ -1,13 +1,13 @@
-"""Stage A: questions about a GPU and torch that no CPU can answer, one row or several for each.
+"""Stage A: small experiments that need a GPU, each with its own rows.
 
     python -m benchmarks.gpu.probes                      # all but `machine`
     python -m benchmarks.gpu.probes --names sdpa adam    # some
-    python -m benchmarks.gpu.probes --rehearse           # tiny, on the CPU: figures mean nothing
+    python -m benchmarks.gpu.probes --rehearse           # tiny, on the CPU: figures are meaningless
 
-Each probe is a process of its own, because an error of the device ends all that a process can do
-with it: a probe that fails has a row with its error, and the others run. Shapes are those of one
-layer of Llama 3 8B at 8,192 tokens. TFLOP/s count the products that the formula needs: half of the
-scores in causal attention, and 3.5 forward passes for both passes.
+Each probe runs in its own process, because an error of the device makes a process unusable. A probe
+that fails has a row with its error, and the others run. Shapes are the shapes of one layer of Llama
+3 8B with 8,192 tokens. TFLOP/s count the products that the formula needs: half of the scores in
+causal attention, and 3.5 forward passes for both passes.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from megatron.core.settings.flags import flag
 
 Row = dict[str, object]
 _IMPORTS_S = time.process_time()
-"""Seconds of a processor that the interpreter and the imports took."""
+"""Seconds of processor time of the interpreter and the imports."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 _TOKENS = 8192
 _TIMED, _WARM_UP = 7, 2
 _PER_CALL_S = 0.4
-"""Most seconds that the calls of one timing take."""
+"""Maximum seconds that the calls of one timing take."""
 _LIMIT_S, _WHOLE_S = 15, 45
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where probes run, and what sizes are divided by there."""
+    """Device of the probes, and the divisor of their sizes on it."""
 
     device: torch.device
     scale: int
 
     def tensor(self, *sizes: int, dtype: torch.dtype = BF16) -> Tensor:
-        """Return normal numbers."""
+        """Return a tensor of normal numbers."""
         return torch.randn(sizes, device=self.device, dtype=torch.float32).to(dtype)
 
     def ms(self, call: Callable[[], object]) -> float:
-        """Return the median milliseconds of a call, by the device's own clock where it has one."""
+        """Return the median milliseconds of a call, by the device's own clock if it has one."""
         begin = time.perf_counter()
         for _ in range(_WARM_UP):
             call()
@@ -90,7 +90,7 @@ class Bench:
 
 
 def machine(bench: Bench) -> Iterator[Row]:
-    """Versions, memory, and how long imports and questions to the name service take."""
+    """Versions, memory, and the time of imports and of name resolution."""
     begin = time.perf_counter()
     socket.getfqdn()
     row: Row = {"getfqdn s": time.perf_counter() - begin, "imports, CPU s": _IMPORTS_S}
@@ -111,7 +111,7 @@ def machine(bench: Bench) -> Iterator[Row]:
 
 
 def ceilings(bench: Bench) -> Iterator[Row]:
-    """The most that products and copies reach here."""
+    """Highest rates of products and copies on this machine."""
     for size, dtype in ((8192, BF16), (8192, torch.float16), (4096, BF16), (4096, torch.float32)):
         n = size // bench.scale
         a, b = bench.tensor(n, n, dtype=dtype), bench.tensor(n, n, dtype=dtype)
@@ -147,7 +147,7 @@ def linears(bench: Bench) -> Iterator[Row]:
 
 
 def weight_gradient(bench: Bench) -> Iterator[Row]:
-    """A weight gradient that is added to fp32: in two calls, and by one addmm into fp32."""
+    """A weight gradient that is added to fp32: in two calls, or in one addmm into fp32."""
     tokens, o, i = (size // bench.scale for size in (_TOKENS, 28672, 4096))
     g, x = bench.tensor(tokens, o), bench.tensor(tokens, i)
     main = torch.zeros(o, i, device=bench.device)
@@ -169,7 +169,7 @@ def weight_gradient(bench: Bench) -> Iterator[Row]:
         place = main.data_ptr()
         try:
             add()
-        except NotImplementedError as error:  # torch has none for the CPU
+        except NotImplementedError as error:  # torch has no such kernel for the CPU
             yield row | refusal(error)
             continue
         off = float((main - exact).norm() / exact.norm())
@@ -180,12 +180,12 @@ def weight_gradient(bench: Bench) -> Iterator[Row]:
 
 
 def refusal(error: Exception) -> Row:
-    """Return what a row contains where torch refuses."""
+    """Return the cell for an operation that torch refuses."""
     return {"refused": str(error).splitlines()[0][:120]}
 
 
 def sdpa(bench: Bench) -> Iterator[Row]:
-    """Causal attention with fewer key heads: which kernel torch takes, and each by name."""
+    """Causal attention with fewer key heads: the kernel that torch chooses, and each by name."""
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
     backends = (None, *(getattr(SDPBackend, name) for name in names))
     for positions, batch, width in ((4096, 2, 128), (8192, 1, 128), (4096, 2, 64), (4096, 1, 256)):
@@ -216,7 +216,7 @@ def sdpa(bench: Bench) -> Iterator[Row]:
 
 
 def low_precision(bench: Bench) -> Iterator[Row]:
-    """Products of 8 bits, with one scale for a tensor and one for a row."""
+    """8-bit products, with one scale per tensor and one scale per row."""
     m, n, k = (size // bench.scale for size in (_TOKENS, 28672, 4096))
     a, b = bench.tensor(m, k, dtype=FP8), bench.tensor(n, k, dtype=FP8)
     ones = {name: [torch.ones(shape, device=bench.device) for shape in shapes]
@@ -255,7 +255,7 @@ def grouped(bench: Bench) -> Iterator[Row]:
 
 
 def waits_of(bench: Bench, call: Callable[[], object]) -> int:
-    """Return how often the host waits for the device in a call."""
+    """Return the number of host waits for the device in a call."""
     call()
     if bench.device.type == "cpu":
         return 0
@@ -271,7 +271,7 @@ def waits_of(bench: Bench, call: Callable[[], object]) -> int:
 
 
 def waits(bench: Bench) -> Iterator[Row]:
-    """How often the host waits in segment_reduce, with and without its checks."""
+    """Number of host waits in segment_reduce, with and without its checks."""
     x = torch.rand(2**20, device=bench.device, dtype=torch.float64)
     lengths = torch.tensor([2**19, 2**19], device=bench.device)
     for unsafe in (False, True):
@@ -329,7 +329,7 @@ def shown(value: object) -> object:
 
 
 def main_of_probe() -> None:
-    """Run the probe that the command line of this process names, and print its rows."""
+    """Run the probe named by the command line of this process, and print its rows."""
     name = sys.argv[1]
     on_cpu = device.device_type() == "cpu"
     bench = Bench(device.current_device(), 64 if on_cpu else 1)
@@ -340,10 +340,10 @@ def main_of_probe() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line contains."""
+    """Flags of the command line."""
 
     names: tuple[str, ...] = flag(tuple(PROBES)[1:], choices=PROBES)
-    """Probes; all but `machine` if none is named."""
+    """Names of probes. Default: all but `machine`."""
     rehearse: bool = False
     """Tiny sizes on the CPU."""
 

@@ -1,10 +1,10 @@
-"""Stage C: where the time of one micro batch goes, kernel by kernel, and the optimizer's step.
+"""Stage C: profile one micro batch, kernel by kernel, and the optimizer's step.
 
-    python -m benchmarks.gpu.profile_step                # the trace is left, compressed, in $OUT
+    python -m benchmarks.gpu.profile_step                # writes the compressed trace to $OUT
     python -m benchmarks.gpu.profile_step --rehearse     # a tiny model on the CPU
 
-Prints one row for each family of kernels beside its predicted time, one for the slowest kernels,
-and one for the step: time in which any kernel runs, time between kernels, launches.
+Prints one row for each family of kernels with its predicted time, one for the slowest kernels, and
+one for the step: time with any kernel running, time between kernels, launches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAMILIES = {
     "rotation, qkv copies": r"rotation|aten::(cos|sin)\b|splitwithsizes|permute|clone|aten::cat",
     "residual sums": r"addbackward|aten::add_?\b",
 }
-"""Family -> pattern of the kernel's name or an operator around its launch; the first that fits."""
+"""Family -> pattern of the kernel's name or of an operator around its launch; the first match."""
 
 PREDICTED = {
     "optimizer": (25, 41.0, 33.0),
@@ -57,13 +57,13 @@ PREDICTED = {
     "residual sums": (16, 1.2, 0.6),
     NO_FAMILY: (31, 1.1, 0.5),
 }
-"""Family -> launches, and ms on an H100 by the bytes and FLOPs of the step: as of the first
-prediction, and with all changes that it proposed."""
+"""Family -> (launches, and ms on an H100 from the bytes and FLOPs of the step: of the first
+prediction, and of the prediction with all proposed changes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rehearse: bool = False
     """Run a tiny model on the CPU."""
@@ -71,10 +71,10 @@ class Flags:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel that ran; on a CPU an operator that called no other.
+    """A kernel that ran; on a CPU, an operator that called no other operator.
 
     Attributes:
-        begin_us, end_us: on the device.
+        begin_us, end_us: time on the device.
         around: names of the operators around its launch, the outermost first.
     """
 
@@ -85,7 +85,7 @@ class Work:
 
     @property
     def family(self) -> str:
-        """What it is part of."""
+        """Family of kernels that it belongs to."""
         words = "\n".join((*self.around, self.name))
         found = (
             name for name, pattern in FAMILIES.items()
@@ -95,7 +95,7 @@ class Work:
 
 
 def work_of(events: Sequence[dict[str, Any]]) -> list[Work]:
-    """Return what ran on the device according to the events of torch's profiler."""
+    """Return the kernels on the device from the events of torch's profiler."""
     events = [event for event in events if event.get("ph") == "X"]
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     around = dict(_operators_around(events, is_cpu=not on_device))
@@ -145,7 +145,7 @@ def _operators_around(
 
 
 def busy_us(work: Sequence[Work]) -> float:
-    """Return the time in which at least one kernel ran."""
+    """Return the time with at least one running kernel."""
     total, until = 0.0, float("-inf")
     for each in sorted(work, key=lambda w: w.begin_us):
         total += max(0.0, each.end_us - max(each.begin_us, until))
@@ -188,7 +188,7 @@ def main() -> None:
     more = ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(PROFILED),
             "--profile-step-end", str(PROFILED + 1)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        # Without --tensorboard-dir, whose library may be missing, the trace is written here.
+        # Without --tensorboard-dir, which needs a library, this writes the trace.
         with contextlib.chdir(folder):
             train([*words_of(work), *more], Path(folder))
         trace = Path(folder) / "trace-rank0.json"

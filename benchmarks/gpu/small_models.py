@@ -1,6 +1,6 @@
-"""Small models that train a few steps, and the losses that they must reach.
+"""Small models that train a few steps, and their expected losses.
 
-What each must reach is in `benchmarks/results/gpu/expected_losses.json`: the CPU computed it in
+The expected losses are in `benchmarks/results/gpu/expected_losses.json`: the CPU computed them in
 fp32, in one process. `python -m benchmarks.gpu.paths --record` writes that file again.
 """
 
@@ -20,12 +20,13 @@ EXPECTED = Path(__file__).resolve().parents[1] / "results" / "gpu" / "expected_l
 STEPS = 3
 TOLERANCES = {"fp32": 5e-5, "bf16": 1e-3, "fp8": 3e-3}
 """Relative error of the loss after three steps. It is a mean over 512 tokens, so rounding averages
-out: the CPU's own bf16 and emulated fp8 are within 2.5e-4 of fp32. fp32: other orders of sums, and
-the device's exp2 and rsqrt. A path that computes nothing of its own is off by 2e-4 to 6e-2."""
+out: the CPU's own bf16 and emulated fp8 are within 2.5e-4 of fp32. fp32 differs by the order of
+sums, and by the device's exp2 and rsqrt. An error in the feature itself changes the loss by 2e-4 to
+6e-2."""
 
 
 def words_of(text: str, num_steps: int = STEPS) -> tuple[str, ...]:
-    """Return the flags of a small Llama; `text` goes last, and the last of equal flags counts."""
+    """Return the flags of a small Llama, then `text`; the last of equal flags counts."""
     model = (
         "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 2"
         " --seq-length 128 --max-position-embeddings 128 --micro-batch-size 2"
@@ -40,12 +41,12 @@ def words_of(text: str, num_steps: int = STEPS) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A case and the value that its last loss must have.
+    """A case and the expected value of its last loss.
 
     Attributes:
-        expected: name of that value in the file.
+        expected: name of the value in the file.
         dtype: key of `TOLERANCES`.
-        about: what else its row contains.
+        about: further entries of its row.
     """
 
     case: Case
@@ -61,7 +62,7 @@ def expected_losses() -> dict[str, float]:
 
 
 def print_outcome(claim: Claim, outcome: Outcome, losses: Mapping[str, float]) -> bool:
-    """Print the row of a claim, and its log if it does not hold; return whether it holds."""
+    """Print the row of a claim, and its log if the claim fails; return whether it holds."""
     row: dict[str, object] = {"case": outcome.case.name, **claim.about, "s": outcome.seconds}
     problem = outcome.problem
     if not problem and not claim.case.loses_rank:
@@ -77,7 +78,7 @@ def print_outcome(claim: Claim, outcome: Outcome, losses: Mapping[str, float]) -
 def _difference(
     claim: Claim, outcome: Outcome, losses: Mapping[str, float], row: dict[str, object]
 ) -> str:
-    """Put loss and expected loss into `row`; return why the loss is wrong, or nothing."""
+    """Store loss and expected loss in `row`; return the problem, or an empty string."""
     if STEPS not in outcome.losses:
         return f"no loss of step {STEPS}: its log has steps {sorted(outcome.losses)}"
     loss, expected = outcome.losses[STEPS], losses[claim.expected]
@@ -103,5 +104,5 @@ def run_claims(claims: Sequence[Claim], **how: Any) -> bool:
 
 
 def choose_cpu() -> None:
-    """Let this process and its forks compute on the CPU."""
+    """Make this process and its forks compute on the CPU."""
     os.environ["LATTICE_DEVICE"] = "cpu"

@@ -1,10 +1,10 @@
-"""Stage B: one training step of this project by `pretrain_gpt.py`, at the sizes of `workload.py`.
+"""Stage B: measure one training step of `pretrain_gpt.py`, at the sizes of `workload.py`.
 
     python -m benchmarks.gpu.speed                # on the GPU of this machine
     python -m benchmarks.gpu.speed --rehearse     # a tiny model on the CPU
 
-Prints one row: time, tokens/s, TFLOP/s, MFU, peak memory beside the estimate of `--dry-run`, clocks
-before and after.
+Prints one row: time, tokens/s, TFLOP/s, MFU, peak memory and its estimate by `--dry-run`, and the
+clocks before and after.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOSS = "lm loss"
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rehearse: bool = False
     """Run a tiny model on the CPU."""
@@ -57,10 +57,10 @@ def words_of(work: Workload) -> list[str]:
 
 
 def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
-    """Train in this process, once; return the values of each step by the names of their curves.
+    """Train once in this process; return curve name -> value of each step.
 
     Raises:
-        RuntimeError: the run failed; it has printed why, and its exception is the cause.
+        RuntimeError: the run failed; it has printed the error, and its exception is the cause.
     """
     metrics = folder / "metrics.jsonl"
     more = ["--log-throughput", "--metrics-jsonl", str(metrics)]

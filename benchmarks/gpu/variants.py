@@ -1,11 +1,11 @@
-"""Stage C: the step of stage B with one thing changed at a time, four steps each.
+"""Stage C: the step of stage B with one change at a time, four steps each.
 
-    python -m benchmarks.gpu.variants                     # all, those that matter most first
+    python -m benchmarks.gpu.variants                     # all, in order of importance
     python -m benchmarks.gpu.variants --only base fp8     # some of them
     python -m benchmarks.gpu.variants --rehearse          # tiny models on the CPU
 
-A row has time, tokens/s and peak memory beside the estimate of `--dry-run`. Each variant is a fork
-(`forks.py`): a variant that runs out of memory, crashes or hangs costs its own row alone.
+A row has time, tokens/s, and peak memory with its estimate by `--dry-run`. Each variant is a fork
+(`forks.py`): if a variant runs out of memory, crashes or hangs, only its row is lost.
 `calibrated` compares the rows with the planner; `benchmarks.gpu.evidence` calls it afterwards.
 """
 
@@ -40,13 +40,13 @@ from megatron_lattice.planner.search_command import run_of_words
 from megatron_lattice.planner.step_command import predicted_step
 
 NO_TIME = "no time"
-"""The problem of a case for which `run_cases` had no time."""
+"""Problem of a case that `run_cases` had no time for."""
 OUT_OF_MEMORY = "out of memory"
 LLAMA_1B = Sizes(num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_size=8192,
                  vocab_size=128256, sequence=4096)  # fmt: skip
 WITH_EXPERTS = Sizes(num_layers=4, hidden_size=2048, num_heads=16, num_kv_heads=4, ffn_size=8 * 768,
                      vocab_size=128256, sequence=4096)  # fmt: skip
-"""The width of the 8 experts of a token counts for the FLOPs."""
+"""The total width of the 8 experts of a token determines the FLOPs."""
 FINE_GRAINED = (
     "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm"
     " --moe-router-load-balancing-type none"
@@ -59,10 +59,10 @@ class Variant:
     """One change of the step.
 
     Attributes:
-        flags: more flags of `pretrain_gpt.py`.
-        before: flags of a run before, which is not measured.
-        environment: variables that are set.
-        is_plannable: the planner has constants for it, and is calibrated to it.
+        flags: additional flags of `pretrain_gpt.py`.
+        before: flags of an unmeasured run before it.
+        environment: additional environment variables.
+        is_plannable: the planner has constants for it; its row is used in the calibration.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Variant:
     before: str = ""
 
     def workload(self, is_rehearsal: bool) -> Workload:
-        """Return its step: two micro batches."""
+        """Return the variant's step: two micro batches."""
         if is_rehearsal:
             sizes = workload.TINY.sizes
         else:
@@ -86,7 +86,7 @@ class Variant:
         )
 
     def case(self, *, is_rehearsal: bool) -> Case:
-        """Return its runs."""
+        """Return the variant's runs."""
         texts = [self.before] * bool(self.before) + [self.flags]
         if is_rehearsal:
             texts = [text.replace("experts 128", "experts 8").replace("size 768", "size 8")
@@ -114,12 +114,12 @@ VARIANTS = (
     Variant("deterministic", "--deterministic-mode"),
     Variant("graphs", GRAPHS),
 )  # fmt: skip
-"""By importance: the last may find no time."""
+"""In order of importance: there may be no time for the last variants."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     rehearse: bool = False
     """Run tiny models on the CPU."""
@@ -128,11 +128,11 @@ class Flags:
     seconds: float = 1e9
     """Start no variant after this time."""
     limit: float = 25.0
-    """Seconds after which a variant is killed."""
+    """Limit of a variant in seconds; then it is killed."""
 
 
 def train_variant() -> None:
-    """Train and measure the variant that the environment names, and print its row."""
+    """Train and measure the variant named in the environment, and print its row."""
     name, is_rehearsal = os.environ[_NAME], bool(os.environ[_REHEARSES])
     variant = next(each for each in VARIANTS if each.name == name)
     try:
@@ -147,7 +147,7 @@ def train_variant() -> None:
 
 
 def row_of(outcome: Outcome) -> Row:
-    """Return the last row that a variant printed, or why there is none."""
+    """Return the last row that a variant printed, or a row with the problem."""
     printed = [line for line in outcome.log.splitlines() if line.startswith("ROW: ")]
     row: Row = {"variant": outcome.case.name}
     if outcome.problem:
@@ -156,7 +156,7 @@ def row_of(outcome: Outcome) -> Row:
 
 
 def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
-    """Yield the planner's time of each run before and after it is calibrated to all of them."""
+    """Yield the planner's time of each run before and after its calibration to all runs."""
     before = load_predictor()
     after = calibrate_to_runs(before, measured, gpu)
     ratios = []
@@ -188,13 +188,13 @@ def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the variants; what runs out of memory is a result and no failure."""
+    """Measure the variants; running out of memory is a result and no failure."""
     prog = "python -m benchmarks.gpu.variants"
     options = read_command_line(Flags, argv, prog=prog, description=__doc__)
     if options.rehearse:
         os.environ["LATTICE_DEVICE"] = "cpu"
     with contextlib.suppress(ImportError):
-        importlib.import_module("triton")  # before the forks
+        importlib.import_module("triton")  # once, before the forks
     failed: list[Row] = []
 
     def keep(outcome: Outcome) -> None:

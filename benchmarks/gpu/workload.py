@@ -1,7 +1,7 @@
-"""The training step that all rows of stages B and C measure, and how a row is made and printed.
+"""The training step of all rows of stages B and C, and functions that make and print a row.
 
-This module imports nothing of `megatron`: megatron-core's package has the same name as ours, and
-the process that measures megatron-core imports this module too.
+This module imports nothing of `megatron`, because the process that measures megatron-core, whose
+package has the same name as ours, imports this module too.
 
 Legend: s sequence, h hidden, v vocabulary.
 """
@@ -25,7 +25,7 @@ Row = dict[str, object]
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
 WARM_UP_STEPS = 2
-"""First steps, which allocate and compile; `planner.measured_run` leaves out as many."""
+"""First steps, which allocate and compile; `planner.measured_run` skips the same number."""
 
 PREDICTED_MFU = {
     "ours": (51.8, 60.7),
@@ -33,20 +33,20 @@ PREDICTED_MFU = {
     "hf-liger": (46.0, 51.0),
     "megatron-core": (38.0, 45.0),
 }
-"""Percent, before any GPU ran this. Ours: bytes and FLOPs of each kernel of the traced step at the
-rates of an H100 (products at 640 to 720 TFLOP/s); the lower value is the step whose cross entropy
-moves 20 bytes an element and whose weight gradients pass through bf16, the upper value has neither.
-The others: from published runs on several GPUs."""
+"""MFU in percent, predicted before any GPU ran this. Ours: bytes and FLOPs of each kernel of the
+traced step at the rates of an H100 (products at 640 to 720 TFLOP/s). The lower value assumes that
+the cross entropy moves 20 bytes per element and that weight gradients are rounded to bf16, the
+upper value assumes neither. The others: from published runs on several GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A Llama and the batches that it trains on, in bf16 with fp32 main weights.
+    """A Llama and its batches, in bf16 with fp32 main weights.
 
     Attributes:
         micro_batch: samples of a micro batch.
-        num_micro_batches: of one step.
-        num_steps: with the `WARM_UP_STEPS` first ones.
+        num_micro_batches: micro batches of one step.
+        num_steps: number of steps, including the first `WARM_UP_STEPS`.
     """
 
     sizes: Sizes = field(
@@ -79,20 +79,20 @@ TINY = Workload(
 
 
 def workload(is_rehearsal: bool) -> Workload:
-    """Return what is measured: 8 layers of the width of Llama 3 8B, or a tiny model."""
+    """Return the measured step: 8 layers of the width of Llama 3 8B, or a tiny model."""
     return TINY if is_rehearsal else Workload()
 
 
 def model_flops(sizes: Sizes, tokens: int) -> float:
     """Return the FLOPs of a forward and a backward pass: the numerator of every MFU.
 
-    6 per weight of a matrix and token, the head's among them and the embedding's not, and the
-    causal half of attention: 118.2e12 for 8,192 tokens of the full workload.
+    6 per token and weight of a matrix, with the head and without the embedding, plus the causal
+    half of attention: 118.2e12 for 8,192 tokens of the full workload.
     """
     h, head = sizes.hidden_size, sizes.hidden_size // sizes.num_heads
     of_attention = h * (sizes.num_heads + 2 * sizes.num_kv_heads) * head + h * h
     weights = sizes.num_layers * (of_attention + 3 * h * sizes.ffn_size) + h * sizes.vocab_size
-    # Two products of s x s with half of the scores: 2 * 2 * s * h / 2 forward, three times that.
+    # Two products of s x s with half of the scores: 2 * 2 * s * h / 2 forward, three times in all.
     attention = sizes.num_layers * 6.0 * sizes.sequence * h
     return tokens * (6.0 * weights + attention)
 
@@ -105,7 +105,7 @@ def choose_device(is_rehearsal: bool) -> torch.device:
     """
     if is_rehearsal:
         os.environ["LATTICE_DEVICE"] = "cpu"
-        torch.set_num_threads(1)  # of tiny tensors: the threads would wait for each other
+        torch.set_num_threads(1)  # for tiny tensors, several threads would wait for each other
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -114,7 +114,7 @@ def choose_device(is_rehearsal: bool) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the accelerator's own name, or "cpu"."""
+    """Return the accelerator's name, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device.type).get_device_name())
@@ -133,7 +133,7 @@ def clocks() -> Row:
 
 
 def print_row(row: Row) -> None:
-    """Print a row where the runner finds it."""
+    """Print a row in the runner's format."""
     print(f"ROW: {json.dumps(row)}", flush=True)
 
 
@@ -146,14 +146,14 @@ def step_row(
     peak_bytes: float,
     before: Row,
 ) -> Row:
-    """Return what one measured step shows.
+    """Return the row of one measured step.
 
     Args:
-        seconds: of each step, the first ones too.
-        loss: of the last step.
+        seconds: duration of each step, including the first ones.
+        loss: loss of the last step.
         before: `clocks` before the first step.
     Raises:
-        RuntimeError: the loss is not finite: the time of such a step means nothing.
+        RuntimeError: the loss is not finite: the time of such a step is meaningless.
     """
     if not math.isfinite(loss):
         raise RuntimeError(f"{name}: the loss of the last step is {loss}")

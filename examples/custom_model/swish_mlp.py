@@ -14,7 +14,7 @@ class SwishMLP(MLP):
     def __init__(self, config, submodules, **options):
         super().__init__(config, submodules, **options)
         self.slope = torch.nn.Parameter(torch.ones(self.linear_fc2.input_size_per_partition))
-        # All that checkpoints and the optimizer need to know: channels are split over the ranks.
+        # Metadata for checkpoints and the optimizer: channels are split over the ranks.
         set_param_meta(self.slope, ParamMeta(split_dim=0, split_axis="tp"))
 
     def activate(self, x, bias):

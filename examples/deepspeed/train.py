@@ -1,4 +1,4 @@
-"""A script written for DeepSpeed, of which one line was changed: the import.
+"""A script written for DeepSpeed, with one changed line: the import.
 
     torchrun --nproc-per-node 2 examples/deepspeed/train.py --deepspeed \
         --deepspeed_config examples/deepspeed/ds_config.json
@@ -13,7 +13,7 @@ import megatron_lattice.deepspeed as deepspeed  # was: import deepspeed
 
 
 class Classifier(nn.Module):
-    """Tells apart three noisy shapes of a signal."""
+    """Classifies three noisy shapes of a signal."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 def signals(count: int = 512) -> list[tuple[torch.Tensor, int]]:
-    """Return sines, sawteeth and squares with noise, and which of them each is."""
+    """Return sines, sawteeth and squares with noise, and the class of each."""
     generator = torch.Generator().manual_seed(0)
     time = torch.linspace(0, 6.28, 32)
     shapes = [torch.sin(2 * time), (2 * time / 3.14) % 2 - 1, torch.sign(torch.sin(2 * time))]

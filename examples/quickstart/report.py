@@ -1,4 +1,4 @@
-"""The picture of the losses and the closing table."""
+"""Draw the losses and print the closing table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINING_SCALAR, VALIDATION_SCALAR = "lm loss", "lm loss validation"
 
 
 def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the (step, value) pairs of every TensorBoard scalar, a resumed run's last words."""
+    """Return the (step, value) pairs of every TensorBoard scalar; a resumed run's values win."""
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()
     scalars = {}
@@ -27,7 +27,7 @@ def read_scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def draw_losses(directory: Path, picture: Path, unigram: float, title: str) -> None:
-    """Draw training and held-out loss over steps, and the line that context-free guessing gives."""
+    """Draw training and held-out loss over steps, and the loss of context-free guessing."""
     scalars = read_scalars(directory)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     steps, losses = zip(*scalars[TRAINING_SCALAR], strict=True)
@@ -50,7 +50,7 @@ def draw_losses(directory: Path, picture: Path, unigram: float, title: str) -> N
 
 
 def running_mean(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Return the exponentially weighted mean up to each step, of those steps alone."""
+    """Return the exponentially weighted mean up to each step, without bias to a start value."""
     means, total, weights = [], 0.0, 0.0
     for loss in losses:
         total, weights = weight * total + loss, weight * weights + 1.0
@@ -59,7 +59,7 @@ def running_mean(losses: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def closing_table(rows: list[tuple[str, str]]) -> str:
-    """Lay out (what, value) rows in a box."""
+    """Format (name, value) rows as a box."""
     width = max(len(name) for name, _ in rows) + 2
     inner = width + max(len(value) for _, value in rows) + 1
     lines = [f"│ {name:<{width}}{value:<{inner - width - 1}} │" for name, value in rows]
@@ -67,5 +67,5 @@ def closing_table(rows: list[tuple[str, str]]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Return the number of tokens among which the model is as unsure as a fair die."""
+    """Return the perplexity: the number of equally likely tokens with the same loss."""
     return math.exp(loss)

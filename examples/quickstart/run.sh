@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From nothing but bash and Python to a trained GPT: environment, then quickstart.py.
+# Train a GPT with nothing but bash and Python: make an environment, then run quickstart.py.
 #
 #   examples/quickstart/run.sh [options of quickstart.py]
 #
-# Everything lands in ./quickstart. A second run continues where the first one stopped; `make clean`
+# All output is in ./quickstart. A second run continues where the first one stopped; `make clean`
 # or `rm -r quickstart` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -1,4 +1,4 @@
-"""The commands of the quickstart: which layout, which model, and running them with a bar."""
+"""The commands of the quickstart: choose layout and model, run commands with a progress bar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALIDATION = re.compile(r"validation loss at (.+?) \| lm loss value: ([-+\d.E]+)
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes, and how they share the work."""
+    """Number of processes along each axis."""
 
     tensor: int
     pipeline: int
@@ -44,7 +44,7 @@ class Layout:
 
 
 def choose_layout(num_gpus: int) -> Layout:
-    """Return TP 2 x PP 2 on the CPU; with GPUs, the same idea on as many as fit."""
+    """Return TP 2 x PP 2 on the CPU; with GPUs, a similar layout on as many as fit."""
     if num_gpus == 0:
         return Layout(2, 2, 1, uses_gpu=False)
     if num_gpus < 4:
@@ -53,7 +53,7 @@ def choose_layout(num_gpus: int) -> Layout:
 
 
 def available_gpus() -> int:
-    """Return the number of accelerators, 0 when the CPU is asked for."""
+    """Return the number of accelerators; 0 if LATTICE_DEVICE selects the CPU."""
     if os.environ.get("LATTICE_DEVICE") == "cpu" or not torch.accelerator.is_available():
         return 0
     return torch.accelerator.device_count()
@@ -61,7 +61,7 @@ def available_gpus() -> int:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Model and schedule: what fits five minutes of two cores, or a minute of a GPU."""
+    """Model and schedule for five minutes on two cores, or a minute on a GPU."""
 
     num_layers: int
     hidden_size: int
@@ -90,14 +90,14 @@ class Recipe:
 
 
 def recipe_for(layout: Layout) -> Recipe:
-    """Return the recipe for the machine at hand."""
+    """Return the recipe for this machine."""
     if layout.uses_gpu:
         return Recipe(8, 512, 8, 256, 8, 32 * layout.data, 600, 1e-3)
     return Recipe(4, 128, 4, 256, 2, 8, 800, 4e-3)
 
 
 def layout_flags(layout: Layout) -> list[str]:
-    """Return the flags that spread a model over processes."""
+    """Return the flags that distribute a model over processes."""
     flags = ["--tensor-model-parallel-size", str(layout.tensor)]
     flags += ["--pipeline-model-parallel-size", str(layout.pipeline)]
     if layout.uses_gpu:
@@ -110,7 +110,7 @@ def torchrun(layout: Layout, script: str, arguments: Sequence[str]) -> list[str]
     return [
         "torchrun",
         "--standalone",
-        "--local-addr",  # else torchrun asks for the full name of this machine
+        "--local-addr",  # otherwise torchrun resolves the full name of this machine
         "127.0.0.1",
         "--nproc-per-node",
         str(layout.num_processes),
@@ -120,13 +120,13 @@ def torchrun(layout: Layout, script: str, arguments: Sequence[str]) -> list[str]
 
 
 def show(command: Sequence[str]) -> str:
-    """Format a command as a person would type it, a flag a line."""
+    """Format a command with one flag per line."""
     text = shlex.join(command)
     return re.sub(r" (--[a-z])", r" \\\n      \1", text)
 
 
 def rank_environment(layout: Layout) -> dict[str, str]:
-    """One thread a process where the processes already use all cores."""
+    """Set one thread per process if the processes already use all cores."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -139,7 +139,7 @@ def rank_environment(layout: Layout) -> dict[str, str]:
 
 @dataclass
 class Progress:
-    """What the log of a training run says."""
+    """Progress of a training run, from its log."""
 
     milliseconds: list[float]
     last_loss: float = float("nan")
@@ -147,11 +147,11 @@ class Progress:
 
 
 def run_training(command: Sequence[str], layout: Layout, log: Path, first: int) -> Progress:
-    """Run a training command, showing its log as a progress bar.
+    """Run a training command and show its log as a progress bar.
 
     Args:
-        log: receives everything the ranks print.
-        first: iterations done by an earlier run.
+        log: file for the output of all ranks.
+        first: number of iterations that an earlier run has done.
     """
     progress = Progress([], validation=[])
     process = subprocess.Popen(
@@ -168,7 +168,7 @@ def run_training(command: Sequence[str], layout: Layout, log: Path, first: int) 
         initial=first,
         unit="step",
         desc="starting",
-        # A log file gets a line now and then, a terminal a moving bar.
+        # A log file gets a line from time to time, a terminal gets a moving bar.
         mininterval=0.2 if sys.stderr.isatty() else 15.0,
         ncols=None if sys.stderr.isatty() else 90,
     )
@@ -193,7 +193,7 @@ def run_training(command: Sequence[str], layout: Layout, log: Path, first: int) 
 
 
 def run_quietly(command: Sequence[str], layout: Layout, log: Path) -> str:
-    """Run a command, keep its output in `log` as well, and return it."""
+    """Run a command, write its output to `log`, and return the output."""
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
@@ -210,10 +210,10 @@ def run_quietly(command: Sequence[str], layout: Layout, log: Path) -> str:
 
 
 def stop_if_failed(return_code: int, log: Path) -> None:
-    """End the quickstart with the last words of a command that failed."""
+    """End the quickstart with the last output lines of a command that failed."""
     if return_code:
         lines = log.read_text().splitlines()
-        # What torchrun says after the ranks' own last line is about the other ranks.
+        # torchrun's lines after the ranks' last line concern other ranks.
         fatal = [number for number, line in enumerate(lines) if "FATAL[" in line]
         end = fatal[-1] + 1 if fatal else len(lines)
         shown = "\n".join(lines[max(end - 30, 0) : end])
@@ -228,7 +228,7 @@ class Stopwatch:
         self._since = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """Assign the time since the last lap to `name`."""
+        """Add the time since the last lap to `name`."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
         self._since = now

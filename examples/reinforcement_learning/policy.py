@@ -1,8 +1,8 @@
-"""A policy as trainers such as verl and slime hold it: Megatron's names, any layout.
+"""A policy for trainers such as verl and slime: Megatron's names, any layout.
 
 `Policy` builds the model and its optimizer from the command line of `pretrain_gpt.py`, computes
-log-probabilities, takes steps with a given loss, saves and loads, and gives its weights away under
-Hugging Face's names.
+log-probabilities, runs steps with a given loss, saves, loads, and streams its weights under Hugging
+Face's names.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ TINY = {
     "micro_batch_size": 64, "train_iters": 50, "mock_data": True, "lr": 5e-3, "clip_grad": 1.0,
     "use_distributed_optimizer": True, "transformer_impl": "local",
 }  # fmt: skip
-"""Defaults of the settings: a model that learns in a minute on a CPU. Flags change them."""
+"""Default settings: a model that learns in a minute on a CPU. Flags override them."""
 Batch = dict[str, Tensor]
 
 
@@ -65,7 +65,7 @@ def model_provider(
 
 
 class Policy:
-    """A model that is trained."""
+    """The trained model."""
 
     def __init__(self) -> None:
         args = get_args()
@@ -91,7 +91,7 @@ class Policy:
         return [one.log_probs for one in compute_log_probs(self.model, batches)]
 
     def update(self, batches: list[Batch], loss_func: Callable[..., Any]) -> dict[str, float]:
-        """Take one step on micro batches; return what the loss reports, and the gradient's norm."""
+        """Run one step on micro batches; return the loss function's report and the norm."""
 
         def forward_step(iterator: Iterator[Batch], chunk: Any) -> Any:
             where = device.current_device()
@@ -118,7 +118,7 @@ class Policy:
         return means | {"grad norm": float(grad_norm)}
 
     def state(self, is_loading: bool = False) -> dict[str, Any]:
-        """Declare weights and optimizer for a checkpoint of any layout."""
+        """Declare weights and optimizer state for a checkpoint that loads in any layout."""
         model = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(self.model)}
         return model | {
             "optimizer": self.optimizer.sharded_state_dict(model, is_loading=is_loading)
@@ -129,7 +129,7 @@ class Policy:
         dist_checkpointing.save(self.state(), directory)
 
     def load(self, directory: str) -> None:
-        """Continue from a checkpoint, also of another layout."""
+        """Continue from a checkpoint of any layout."""
         loaded = dist_checkpointing.load(self.state(is_loading=True), directory)
         for index, chunk in enumerate(self.model):
             chunk.load_state_dict(loaded[f"model{index}"])
@@ -141,7 +141,7 @@ class Policy:
 
 
 def reference_model() -> list[torch.nn.Module]:
-    """Return the policy as it begins, which is not trained."""
+    """Return the initial policy; it is not trained."""
     return get_model(model_provider, wrap_with_ddp=False)
 
 

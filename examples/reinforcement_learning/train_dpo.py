@@ -22,7 +22,7 @@ LENGTH, MICRO_BATCHES = 8, 2
 
 
 def preferences(policy: Policy, step: int) -> list[Batch]:
-    """Return micro batches of pairs: an even row is preferred to the row after it."""
+    """Return micro batches of pairs: each even sample is preferred to the next sample."""
     rank = parallel_state.get_data_parallel_rank()
     draw = torch.Generator().manual_seed(1000 * step + rank)
     rows = get_args().micro_batch_size * MICRO_BATCHES
@@ -34,7 +34,7 @@ def preferences(policy: Policy, step: int) -> list[Batch]:
 
 
 def main() -> None:
-    """Train, print how well preferences are told apart, and continue from a checkpoint."""
+    """Train, print the metrics of the loss, and continue from a checkpoint."""
     initialize_megatron(args_defaults=TINY | {"train_iters": 20, "lr": 1e-3})
     policy, reference = Policy(), reference_model()
     for step in range(1, get_args().train_iters + 1):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train 10 steps as tp 2 x pp 2, stop, and go on for 10 steps in another layout: pp 2 x dp 2 with
-# the optimizer state sharded. Checkpoints are the same whatever layout wrote them.
+# Train 10 steps as tp 2 x pp 2, stop, and train 10 more steps in another layout: pp 2 x dp 2 with
+# sharded optimizer state. A checkpoint does not depend on the layout that wrote it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

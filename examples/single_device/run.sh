@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrain a small GPT in one process, on a GPU if there is one, else on the CPU.
-# Further flags are passed on and win:  examples/single_device/run.sh --train-iters 100
+# Further flags are passed on and override these:  examples/single_device/run.sh --train-iters 100
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

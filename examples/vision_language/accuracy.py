@@ -1,9 +1,9 @@
-"""Let a trained model answer every conversation of a file, and count the right answers.
+"""Count the right answers of a trained model to the conversations of a file.
 
     python examples/vision_language/accuracy.py --load CHECKPOINT --conversations valid.jsonl
 
-It loads any layout's checkpoint in any other. Answers are the most likely tokens up to the end of
-the document; right is what equals the file's answer.
+A checkpoint of any layout loads in any other. An answer is the most likely tokens up to the end of
+the document. It is right if it equals the file's answer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says besides the flags of training."""
+    """Flags of the command line in addition to the training flags."""
 
     conversations: Path
-    """File of JSON lines: one question and one answer each."""
+    """File of JSON lines with one question and one answer each."""
 
 
 def main() -> None:
-    """Print how many answers are right."""
+    """Print the number of right answers."""
     session = open_session(pretrain_vlm.model_provider, Flags, architecture="vlm")
     vision, tokenizer = session.run.vision, session.tokenizer
     shape = patch_shape(vision)

@@ -3,7 +3,7 @@
     python examples/vision_language/make_digits.py DIRECTORY
 
 1,797 images of 8 x 8 pixels (E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits",
-UCI Machine Learning Repository). Every fifth is held out, in valid.jsonl.
+UCI Machine Learning Repository). Every fifth image is held out, in valid.jsonl.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ QUESTION = "<image>digit: "
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says."""
+    """Flags of the command line."""
 
     directory: Path = positional()
-    """Where the files go."""
+    """Directory to write to."""
     count: int = 1797
-    """Images, the first of the set."""
+    """Number of images, from the start of the set."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train a small model to name the handwritten digits of scikit-learn, and let it name those that were
-# held out. One process by default; RANKS=4 and the flags of a layout train on several:
+# Train a small model to name the handwritten digits of scikit-learn, and test it on the held-out
+# digits. One process by default; RANKS=4 and the flags of a layout train on several:
 #   RANKS=4 examples/vision_language/run.sh --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -8,9 +8,9 @@
         engine.backward(loss)
         engine.step()
 
-Names, arguments and the order of results are DeepSpeed's (0.19). There is no second mechanism
-below them: `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.core.offload` and
-`megatron.core.dist_checkpointing` do the work.
+Names, arguments and the order of results follow DeepSpeed 0.19. The engine has no mechanism of its
+own: it calls `megatron.core.distributed`, `megatron.core.optimizer`, `megatron.core.offload` and
+`megatron.core.dist_checkpointing`.
 """
 
 from megatron.core.foundation.errors import ConfigError
@@ -38,4 +38,4 @@ __all__ = [
 names.install()
 
 __version__ = "0.19.8"
-"""The release of DeepSpeed whose names, arguments and settings these are."""
+"""The release of DeepSpeed whose names, arguments and settings this package follows."""

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: the device of this process, by DeepSpeed's questions."""
+"""`deepspeed.accelerator`: queries about the device of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.core.foundation import device
 
 
 class Accelerator:
-    """Answers from `megatron.core.foundation.device`."""
+    """DeepSpeed's methods on `megatron.core.foundation.device`."""
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cpu", "cuda" or "cuda:1"."""
@@ -16,11 +16,11 @@ class Accelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def current_device_name(self) -> str:
-        """Return the name of the device that new tensors of this process belong on."""
+        """Return the name of the device for new tensors of this process."""
         return str(device.current_device())
 
     def current_device(self) -> int:
-        """Return its number."""
+        """Return the number of the current device."""
         return device.current_device().index or 0
 
     def set_device(self, device_index: int) -> None:
@@ -36,15 +36,15 @@ class Accelerator:
         return device.communication_backend()
 
     def is_available(self) -> bool:
-        """Return whether there is anything to compute on."""
+        """Return whether there is a device to compute on."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the work that is queued on the device."""
+        """Wait for the work queued on the device."""
         device.synchronize()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the peak bytes allocated on it, or of this process on a CPU."""
+        """Return the peak bytes allocated on the device; on a CPU, of this process."""
         return device.peak_memory_bytes()
 
 
@@ -52,5 +52,5 @@ _ACCELERATOR = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """Return what answers questions about the device."""
+    """Return the accelerator of this process."""
     return _ACCELERATOR

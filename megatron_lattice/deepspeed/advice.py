@@ -1,4 +1,4 @@
-"""Errors of the layers below in the words of an engine: its arguments and the keys of its file."""
+"""Translate errors of lower layers: name an engine's arguments and configuration keys."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _WORDS = {
     "--optimizer-offload-path": "zero_optimization.offload_optimizer.nvme_path",
     "--ddp-bucket-size": "zero_optimization.reduce_bucket_size",
 }
-"""Flag of pretrain_gpt.py -> what a caller of an engine writes."""
+"""Flag of pretrain_gpt.py -> the corresponding argument or key of an engine."""
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _KNOWN = re.compile("|".join(map(re.escape, sorted(_WORDS, key=len, reverse=True))) + r"(?![\w-])")
 
 
 def in_words_of_the_engine(error: MegatronError) -> MegatronError:
-    """Return an error that names no flag of the command line which an engine does not read.
+    """Return the error without flags of the command line that an engine does not read.
 
-    A fix that such a flag is part of is left out.
+    A fix that contains such a flag is left out.
     """
     if error.problems:  # of a configuration, by its keys
         return error
@@ -55,7 +55,7 @@ def in_words_of_the_engine(error: MegatronError) -> MegatronError:
 
 
 def advises_callers_of_an_engine(function: Function) -> Function:
-    """Let a function raise its errors in the words of the engine."""
+    """Decorate a function so that its errors name the engine's arguments and keys."""
 
     @functools.wraps(function)
     def translated(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batch sizes: any two of three numbers give the third, and what does not fit is explained."""
+"""Batch sizes: derive the third of three numbers from two, and explain numbers that conflict."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 KEYS = (TRAIN, MICRO, ACCUMULATION)
+DEFAULT = "the default"
+"""Source of a number that neither a key nor other numbers determine."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class BatchSizes:
     accumulation: int
     replicas: int
     sources: Mapping[str, str]
-    """Key -> where its number is from."""
+    """Key -> source of its number."""
 
     def describe(self) -> str:
         """Return the equation with the source of each number, one line each."""
@@ -35,7 +37,7 @@ class BatchSizes:
 def resolve_batch(
     train: int | None, micro: int | None, accumulation: int | None, *, replicas: int
 ) -> BatchSizes:
-    """Derive what is missing.
+    """Derive the missing numbers.
 
     Args:
         train: samples of an optimizer step over all ranks.
@@ -43,19 +45,19 @@ def resolve_batch(
         accumulation: forward passes of a step.
         replicas: data-parallel ranks.
     Raises:
-        ConfigError: they do not fit; with the equation, and numbers that would.
+        ConfigError: the numbers conflict; the message has the equation and numbers that fit.
     """
     given = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
     sources = {key: "given" for key, value in given.items() if value is not None}
     if train is None:
         if micro is None:
-            micro, sources[MICRO] = 1, "nothing says more"
+            micro, sources[MICRO] = 1, DEFAULT
         if accumulation is None:
-            accumulation, sources[ACCUMULATION] = 1, "nothing says more"
+            accumulation, sources[ACCUMULATION] = 1, DEFAULT
         train = micro * accumulation * replicas
         sources[TRAIN] = f"{MICRO} x {ACCUMULATION} x {replicas} replicas"
     elif micro is None and accumulation is None:
-        accumulation, sources[ACCUMULATION] = 1, "nothing says more"
+        accumulation, sources[ACCUMULATION] = 1, DEFAULT
         micro, sources[MICRO] = train // replicas, f"{TRAIN} / {replicas} replicas"
     elif micro is None:
         assert accumulation is not None

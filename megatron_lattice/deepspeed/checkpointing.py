@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activations that are computed again in backward."""
+"""`deepspeed.checkpointing`: recompute activations in backward."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["checkpoint", "configure", "is_configured"]
 
 
 def configure(*unused: object, **settings: object) -> None:
-    """Accept settings; what is kept are the inputs, where they are."""
+    """Accept and ignore settings: only the inputs are saved, on their device."""
 
 
 def is_configured() -> bool:
-    """Return True: nothing needs to be configured."""
+    """Return True: there is nothing to configure."""
     return True
 
 
 def checkpoint(function: object, *args: object) -> Any:
-    """Call a function, and call it again in backward instead of keeping what it computes."""
+    """Call a function and recompute its activations in backward instead of saving them."""
     return recompute(function, *args, use_reentrant=False)

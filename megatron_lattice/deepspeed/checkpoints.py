@@ -1,7 +1,7 @@
-"""Checkpoints of an engine: this library's format, under DeepSpeed's names of directories.
+"""Checkpoints of an engine: this library's format, with DeepSpeed's directory names.
 
-SAVE_DIR/latest            text: the tag of the newest one, replaced by a rename
-SAVE_DIR/global_step10/    a checkpoint: complete or not there, without pickle
+SAVE_DIR/latest            text: the tag of the newest checkpoint, replaced by a rename
+SAVE_DIR/global_step10/    a checkpoint without pickle; it appears only when complete
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def load(
             else:
                 optimizer.reload_model_params()
         schedule = engine.lr_scheduler
-        # Of another program's checkpoint only the place in one of our schedules is known.
+        # Another program's checkpoint only determines the position in a schedule of this package.
         is_known = isinstance(schedule, Schedule) or not isinstance(contents, InteropContents)
         if schedule is not None and is_known and scheduler_states and state.get("lr_scheduler"):
             schedule.load_state_dict(state["lr_scheduler"])
@@ -144,22 +144,22 @@ def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) 
     if not is_strict:
         return StrictHandling.LOG_ALL
     if isinstance(contents, InteropContents) or "optimizer" not in wanted:
-        return StrictHandling.RAISE_UNEXPECTED  # what nobody asks for may be there
+        return StrictHandling.RAISE_UNEXPECTED  # entries that were not requested are ignored
     return StrictHandling.RAISE_ALL
 
 
 def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
-    """Raise on all ranks, if the optimizer's state is wanted and cannot be read."""
+    """Raise on all ranks if the optimizer's state is required and cannot be read."""
     if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
         raise CheckpointError(
             f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
-            rule="a run goes on only with the optimizer state it stopped with",
+            rule="a run resumes only with the optimizer state of the checkpoint",
             fix="give load_optimizer_states=False to continue with fresh moments",
         )
 
 
 def _complete(state: dict[str, Any], wanted: Mapping[str, Any], contents: InteropContents) -> None:
-    """Add what a checkpoint of DeepSpeed's own has under other names."""
+    """Add the entries that a checkpoint of DeepSpeed stores under other names."""
     if "optimizer" in wanted:
         contents.complete_optimizer(state["optimizer"], wanted["optimizer"])
     common = contents.common_state()
@@ -172,8 +172,8 @@ def save_weights(engine: EngineState, directory: str, name: str) -> None:
     """Write the full weights to one file of raw tensors: collective.
 
     Raises:
-        CheckpointError: on all ranks, if the file cannot be written, or its name asks for another
-            format.
+        CheckpointError: on all ranks, if the file cannot be written, or if its name has the suffix
+            of another format.
     """
     peers = control_group(torch_collectives.world())
     path = Path(directory) / name
@@ -209,8 +209,8 @@ def _names_in_module(engine: EngineState) -> dict[str, str]:
 def write_safetensors(path: Path, state: Mapping[str, Tensor]) -> None:
     """Write tensors to one file, which appears complete or not at all: this process alone.
 
-    A tensor of several names is stored under the first. The file's metadata gives it for each
-    further name, as `safetensors.torch.save_model` does.
+    A tensor with several names is stored under the first name. The file's metadata maps each
+    further name to the first name, as `safetensors.torch.save_model` does.
     """
     shared = _further_names(state.items())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: the names of torch.distributed, and the start of a process group."""
+"""`deepspeed.comm`: the names of torch.distributed, and creation of the process group."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def init_distributed(
 ) -> None:
     """Bind this process to its device and create the process group, if there is none.
 
-    Ranks are those of the launcher (torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT). A process that nobody launched is the only one.
+    The launcher sets the ranks (torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT). Without a launcher, this process is the only rank.
 
     Args:
-        dist_backend: None chooses by the device: nccl or gloo. "mpi" takes the ranks of mpirun.
-        rank, world_size: instead of the launcher's.
-        auto_mpi_discovery, verbose, config: accepted.
+        dist_backend: by default nccl or gloo, depending on the device. "mpi" uses mpirun's ranks.
+        rank, world_size: replace the launcher's values.
+        auto_mpi_discovery, verbose, config: accepted and ignored.
     Raises:
-        ConfigError: "mpi", with a torch that has no MPI.
+        ConfigError: "mpi" with a torch that is built without MPI.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -60,7 +60,7 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         launched_size = int(os.environ.get("WORLD_SIZE", "1"))
         if init_method is None and world_size < 0 and launched_size > 1:
-            # torch reads the same variables, but would meet the ranks of an earlier attempt.
+            # torch reads the same variables, but may connect to ranks of an earlier attempt.
             this_rank = int(os.environ["RANK"])
             store = rendezvous(this_rank, launched_size, timeout or START_TIMEOUT)
             options |= {"store": store, "rank": this_rank, "world_size": launched_size}
@@ -70,7 +70,7 @@ def init_distributed(
 
 
 def get_rank(group: Any = None) -> int:
-    """Return this process's number; 0 before `init_distributed`."""
+    """Return this process's rank; 0 before `init_distributed`."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
@@ -80,5 +80,5 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's number on its machine."""
+    """Return this process's rank on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))

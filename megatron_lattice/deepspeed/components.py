@@ -1,4 +1,4 @@
-"""What optimizers and schedules take that a configuration names by their type."""
+"""Keys of optimizers and schedules that a configuration selects by type."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ OPTIMIZERS: Mapping[str, Schema] = {
         "nesterov": switch(refused="pass a torch.optim.SGD of your own"),
     },
 }
-"""optimizer.type in small letters -> its params. Any other name of torch.optim takes what its
-class takes."""
+"""optimizer.type in lower case -> its params. Another class of torch.optim accepts the arguments of
+its constructor."""
 
 REFUSED_OPTIMIZERS = {
-    "lamb": "its step looks at full tensors of weights; use AdamW",
-    "fusedlamb": "its step looks at full tensors of weights; use AdamW",
+    "lamb": "its update needs the norm of unsharded weights; use AdamW",
+    "fusedlamb": "its update needs the norm of unsharded weights; use AdamW",
     "onebitadam": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',
     "onebitlamb": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',
     "zerooneadam": 'use AdamW with "zero_quantized_gradients": true (int8, errors fed back)',
@@ -119,4 +119,4 @@ REQUIRED = {
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
-"""Params without which a schedule is not defined."""
+"""Params that a schedule requires."""

@@ -25,7 +25,7 @@ from megatron_lattice.deepspeed.settings import EngineSettings
 
 
 class ReplicaLoader:
-    """Batches of this replica's samples; each iteration is an epoch in an order of its own."""
+    """Batches of this replica's samples; each iteration is an epoch with its own order."""
 
     def __init__(self, loader: DataLoader[object], sampler: DistributedSampler[object]) -> None:
         self.loader, self.sampler = loader, sampler
@@ -43,9 +43,10 @@ class ReplicaLoader:
 class DeepSpeedEngine(EngineState):
     """A module, its replicas, and its optimizer: call, `backward(loss)`, `step()`.
 
-    `step()` follows every micro batch and acts at the last one of `gradient_accumulation_steps`.
-    Gradients are the mean over replicas and micro batches. Accumulation, `no_sync()` and evaluation
-    are legal at every stage. Attributes that the engine lacks are those of the module.
+    Call `step()` after every micro batch; it updates the weights after the last one of
+    `gradient_accumulation_steps`. Gradients are the mean over replicas and micro batches.
+    Accumulation, `no_sync()` and evaluation work at every stage. The engine forwards attributes
+    that it lacks to the module.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class DeepSpeedEngine(EngineState):
         settings: EngineSettings,
         groups: ProcessGroupCollection,
     ) -> None:
-        """Take the parts of `EngineState`, and begin with no gradients."""
+        """Set the parts of `EngineState`; there are no gradients yet."""
         super().__init__(module, replica, settings, groups)
         self._boundary: bool | None = None
         self._is_in_no_sync = False
@@ -115,7 +116,7 @@ class DeepSpeedEngine(EngineState):
         return value.to(self.settings.dtype) if is_float else value
 
     def _backward_begins(self, _: Tensor) -> None:
-        """Note a backward pass that the caller has started by `loss.backward()`."""
+        """Record the start of a backward pass, for callers of `loss.backward()`."""
         if self._is_in_backward or self._num_plain > self.micro_steps % self._accumulation:
             return
         if self._optimizer().grad_scaler is not None and not self._is_scaled:
@@ -134,10 +135,10 @@ class DeepSpeedEngine(EngineState):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Compute gradients of a scalar loss; at the last micro batch, start to reduce them.
+        """Compute gradients of a scalar loss; start their reduction at the last micro batch.
 
         Returns:
-            the loss divided by the number of micro batches.
+            the loss, divided by the number of micro batches.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -171,12 +172,12 @@ class DeepSpeedEngine(EngineState):
         return (self.micro_steps + 1) % self._accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide it for the caller, from now on."""
+        """Override `is_gradient_accumulation_boundary` from now on."""
         self._boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward starts no reduction of full gradients; legal at every stage."""
+        """Start no reduction of unsharded gradients inside the block; works at every stage."""
         self._is_in_no_sync = True
         try:
             yield
@@ -189,13 +190,13 @@ class DeepSpeedEngine(EngineState):
 
     @advises_callers_of_an_engine
     def step(self, lr_kwargs: Mapping[str, object] | None = None) -> None:
-        """Count a micro batch; after the last one, update the weights.
+        """Count a micro batch; after the last micro batch, update the weights.
 
         Communication: at the boundary, reduction of gradients, their norm, gather of weights.
         """
         if self._is_in_no_sync:
             raise ScheduleError(
-                "engine.step() inside of no_sync().",
+                "engine.step() inside no_sync().",
                 rule="a step follows the reduction of gradients",
                 fix="call it after the context",
             )
@@ -225,7 +226,7 @@ class DeepSpeedEngine(EngineState):
         self._report()
 
     def _report(self) -> None:
-        """Print and write what is due after a step."""
+        """Print progress and write scalars if they are due after this step."""
         period = self.settings["steps_per_print"]
         is_due = self.global_steps % (period or 1) == 0
         if period and is_due and self._is_first:
@@ -256,9 +257,9 @@ class DeepSpeedEngine(EngineState):
     def _check_passes(self) -> None:
         if self._accumulation > 1 and not self._num_plain and not self._num_managed:
             raise ScheduleError(
-                "engine.step() without a backward pass that the engine has seen.",
-                rule="a plain loss.backward() is seen by tensors in what the module returns: alone,"
-                " or in tuples, lists and dicts",
+                "engine.step() without a backward pass that the engine has recorded.",
+                rule="the engine records loss.backward() by hooks on the tensors that the module"
+                " returns: a tensor, or tensors in tuples, lists and dicts",
                 fix="call engine.backward(loss)",
             )
         if self._num_plain and self._num_managed:
@@ -270,7 +271,7 @@ class DeepSpeedEngine(EngineState):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Reset all gradients."""
         self._num_plain = self._num_managed = 0
         self._is_scaled = False
         self.replica.zero_grad_buffer()
@@ -288,7 +289,7 @@ class DeepSpeedEngine(EngineState):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save to `save_dir`/`tag` what resumes training on any number of ranks: collective."""
+        """Save the state for resuming on any number of ranks in `save_dir`/`tag`: collective."""
         checkpoints.save(
             self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters
         )
@@ -305,16 +306,16 @@ class DeepSpeedEngine(EngineState):
         load_module_only: bool = False,
         custom_load_fn: object = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continue from a checkpoint saved at any stage on any number of ranks: collective.
+        """Resume from a checkpoint of any stage and any number of ranks: collective.
 
         Returns:
-            (its path, the caller's state); (None, None) if `load_dir` has none.
+            (path of the checkpoint, the caller's state); (None, None) if `load_dir` has none.
         """
         if custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint(custom_load_fn=...).",
-                rule="weights are read slice by slice, into their places",
-                fix="load what you need with engine.load_state_dict()",
+                rule="weights are read slice by slice, directly into their shards",
+                fix="load part of the weights with engine.load_state_dict()",
             )
         return checkpoints.load(
             self,
@@ -329,7 +330,7 @@ class DeepSpeedEngine(EngineState):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", **_: object
     ) -> bool:
-        """Write the module's weights, as it computes with them, to one file: collective."""
+        """Write the module's weights to one file, in the dtype of the computation: collective."""
         checkpoints.save_weights(self, save_dir, save_filename)
         return True
 
@@ -342,7 +343,7 @@ class DeepSpeedEngine(EngineState):
         collate_fn: Callable[..., object] | None = None,
         **_: object,
     ) -> Any:
-        """Return a loader of this replica's samples; None makes batches of micro batch size."""
+        """Return a loader of this replica's samples, by default in micro batches."""
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset,
             num_replicas=self.settings.batch.replicas,
@@ -359,12 +360,12 @@ class DeepSpeedEngine(EngineState):
         return ReplicaLoader(loader, sampler)
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Reduce the gradients now instead of in `step`: collective."""
+        """Reduce the gradients now, before `step`: collective."""
         self.replica.finish_grad_sync()
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: full parameters are freed after each use."""
+        """Do nothing: unsharded parameters are freed after each use."""
 
     def destroy(self) -> None:
-        """Finish the files of the monitors."""
+        """Close the files of the monitors."""
         self.monitor.close()

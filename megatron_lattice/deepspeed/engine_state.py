@@ -1,4 +1,4 @@
-"""What an engine holds and what can be read of it: module, replica, optimizer, counters."""
+"""State of an engine and its accessors: module, replica, optimizer, counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_lattice.deepspeed.settings import EngineSettings
 class EngineState(nn.Module):
     """The parts of an engine under DeepSpeed's names, without its passes and steps.
 
-    Attributes that it lacks are those of the module.
+    It forwards attributes that it lacks to the module.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class EngineState(nn.Module):
     ) -> None:
         """
         Args:
-            module: the caller's, on its device and in its dtype.
-            replica: the same module, wrapped.
-            settings: checked for this number of replicas.
+            module: the caller's module, on its device and in its dtype.
+            replica: the wrapped module.
+            settings: configuration that was checked for this number of replicas.
         """
         super().__init__()
         self.module = module
-        # Not a submodule: parameters and state have the module's own names.
+        # Not a submodule, so that parameters and state keep the module's own names.
         self.__dict__["replica"] = replica
         self.settings, self.pg_collection = settings, groups
         self.optimizer: MegatronOptimizer | None = None
@@ -66,9 +66,9 @@ class EngineState(nn.Module):
         if self.optimizer is None:
             raise ConfigError(
                 "the engine has no optimizer.",
-                rule="backward and step need one; forward does not",
+                rule="backward and step need an optimizer; forward does not",
                 flags=["optimizer"],
-                fix="name one in the configuration, or pass one to initialize()",
+                fix="name an optimizer in the configuration, or pass one to initialize()",
             )
         return self.optimizer
 
@@ -78,7 +78,6 @@ class EngineState(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
         return device.current_device()
 
     @property
@@ -88,7 +87,7 @@ class EngineState(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The keys that the configuration gives, by dotted path."""
+        """Keys and values of the configuration, by dotted path."""
         return dict(self.settings.read.given)
 
     def train_batch_size(self) -> int:
@@ -105,16 +104,16 @@ class EngineState(nn.Module):
         return self._accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the micro batches of a step; their size stays.
+        """Change the number of micro batches of a step; the micro batch size is unchanged.
 
         Raises:
-            ConfigError: no whole number of micro batches makes that size.
+            ConfigError: no whole number of micro batches gives that size.
         """
         unit = self.settings.batch.micro * self.settings.batch.replicas
         if train_batch_size < unit or train_batch_size % unit:
             raise ConfigError(
                 f"set_train_batch_size({train_batch_size}).",
-                rule=f"it is a multiple of micro batch x replicas = {unit}",
+                rule=f"it must be a multiple of micro batch x replicas = {unit}",
                 flags=["train_batch_size"],
                 fix=f"use {max(1, round(train_batch_size / unit)) * unit}",
             )
@@ -122,12 +121,11 @@ class EngineState(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """Number of this process."""
+        """Rank of this process."""
         return comm.get_rank()
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return comm.get_world_size()
 
     dp_world_size = world_size
@@ -140,7 +138,7 @@ class EngineState(nn.Module):
         return isinstance(self._optimizer().grad_scaler, DynamicGradScaler)
 
     def steps_per_print(self) -> int | None:
-        """Return the steps between lines of progress; None prints none."""
+        """Return the steps between progress lines; None disables them."""
         period: int | None = self.settings["steps_per_print"]
         return period
 
@@ -162,27 +160,23 @@ class EngineState(nn.Module):
             group["lr"] = lr
 
     def zero_optimization(self) -> bool:
-        """Return whether anything is sharded."""
+        """Return whether any state is sharded."""
         return self.settings.stage > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of the configuration."""
         return self.settings.stage
 
     def fp16_enabled(self) -> bool:
-        """Return whether weights are fp16."""
         return self.settings.dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether weights are bf16."""
         return self.settings.dtype == torch.bfloat16
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm of gradients; 0 does not clip."""
+        """Return the maximum gradient norm; 0 disables clipping."""
         return float(self._optimizer().config.clip_grad)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
         return [group["lr"] for group in self._optimizer().param_groups]
 
     def get_mom(self) -> list[Any]:
@@ -204,7 +198,7 @@ class EngineState(nn.Module):
 
     @property
     def cur_scale(self) -> float:
-        """The same, under another name."""
+        """Return `loss_scale`; DeepSpeed has both names."""
         return self.loss_scale()
 
     # Weights ------------------------------------------------------------------------------------
@@ -216,7 +210,7 @@ class EngineState(nn.Module):
     module_state_dict = state_dict
 
     def load_state_dict(self, state_dict: object, strict: bool = True, assign: bool = False) -> Any:
-        """Take full weights over, into shards and main weights as well."""
+        """Load unsharded weights, into shards and main weights as well."""
         result = self.replica.load_state_dict(state_dict, strict=strict, assign=assign)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
@@ -225,6 +219,6 @@ class EngineState(nn.Module):
     load_module_state_dict = load_state_dict
 
     def counters(self) -> dict[str, int]:
-        """Return what counts steps and samples."""
+        """Return the counters of steps and samples."""
         names = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
         return {name: getattr(self, name) for name in names}

@@ -1,7 +1,7 @@
 """Flags from a DeepSpeed configuration, for --deepspeed_config.
 
-The configuration stands for flags of the same meaning. Where both say something, they must say the
-same: two sources for one number are a mistake that should be seen.
+Each key of the configuration sets the flag of the same meaning. If the command line sets the flag
+too, both values must be equal: a conflict is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.training.config.run import all_flags
 from megatron.training.launch import rank_info
-from megatron_lattice.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
+from megatron_lattice.deepspeed.batch import (
+    ACCUMULATION,
+    DEFAULT,
+    MICRO,
+    TRAIN,
+    BatchSizes,
+    resolve_batch,
+)
 from megatron_lattice.deepspeed.reading import ReadSettings, collect
 from megatron_lattice.deepspeed.settings import (
     EngineSettings,
@@ -46,7 +53,7 @@ def read_deepspeed_config(
     Returns:
         (field name -> value, one line for each key that has no effect).
     Raises:
-        ConfigError: with all problems of the file, and all conflicts with `given`.
+        ConfigError: lists all problems of the file, and all conflicts with `given`.
     """
     read, problems = collect(path, resolves_auto=True)
     values: dict[str, Any] = {}
@@ -55,8 +62,8 @@ def read_deepspeed_config(
         values = _values(read, given, problems)
     problems += [
         ConfigError(
-            f"{all_flags()[name].flag} {given[name]} beside {value} in {path}.",
-            rule="the command line and the DeepSpeed configuration agree where both speak",
+            f"{all_flags()[name].flag} {given[name]} conflicts with {value} in {path}.",
+            rule="a flag and the DeepSpeed configuration must not conflict",
             flags=[all_flags()[name].flag, "--deepspeed_config"],
             fix=f"drop {all_flags()[name].flag}, or change the file",
         )
@@ -77,7 +84,7 @@ def _notes(read: ReadSettings) -> list[str]:
             "--log-throughput prints rates, and --dry-run the operations of each part of the model"
         )
     if read["wandb.group"]:
-        ignored["wandb.group"] = "a run is named by --wandb-exp-name"
+        ignored["wandb.group"] = "--wandb-exp-name names a run"
     if "warmup_type" not in read.sections.get("scheduler", {"params": "warmup_type"})["params"]:
         ignored["scheduler"] = "warm-up is linear; DeepSpeed's default is logarithmic"
     return [f"{key} of the DeepSpeed configuration: {why}." for key, why in ignored.items()]
@@ -90,7 +97,7 @@ def _not_here(read: ReadSettings) -> list[MegatronError]:
         problems.append(
             ConfigError(
                 f"{path}: {found}.",
-                rule="the loop of pretrain_gpt.py has one way of doing it",
+                rule="the loop of pretrain_gpt.py supports only one setting",
                 flags=[path],
                 fix=fix,
             )
@@ -168,12 +175,12 @@ def _values(
             values[name] = _DTYPES[getattr(config, name)]
     if "optimizer" in read.sections:
         params = read.sections["optimizer"]["params"]
-        values |= {name: getattr(config, name) for name in _RULE if _says(name, params, config)}
+        values |= {name: getattr(config, name) for name in _RULE if _decides(name, params, config)}
     return values | _schedule(read, config.lr)
 
 
 def _monitors(read: ReadSettings) -> dict[str, Any]:
-    """Return what the sections of monitors and times become."""
+    """Return the flags for the monitor sections and the timing keys."""
     values: dict[str, Any] = {}
     if read["tensorboard.enabled"]:
         base = read["tensorboard.output_path"] or os.path.expanduser("~/tensorboard")
@@ -188,8 +195,8 @@ def _monitors(read: ReadSettings) -> dict[str, Any]:
     return values
 
 
-def _says(name: str, params: Mapping[str, Any], config: Any) -> bool:
-    """Return whether the file decides a field of the rule."""
+def _decides(name: str, params: Mapping[str, Any], config: Any) -> bool:
+    """Return whether the file sets a parameter of the update rule."""
     if name in ("lr", "weight_decay"):
         return params.get(name) is not None
     if name.startswith("adam_beta"):
@@ -209,7 +216,7 @@ def _batch(
     values: dict[str, Any],
     problems: list[MegatronError],
 ) -> BatchSizes | None:
-    """Set the batch sizes that the file decides; replicas are what the other sizes leave."""
+    """Set the batch sizes that the file determines; parallel sizes determine the replicas."""
     world = known.get("dry_run_world_size") or rank_info.read_rank_info().world_size
     model = 1
     for name in (
@@ -223,8 +230,8 @@ def _batch(
         problems.append(problem)
         return None
     if any(read[key] is not None for key in (TRAIN, MICRO, ACCUMULATION)):
-        # What only a default of DeepSpeed's would decide is left to the flags.
-        if batch.sources[MICRO] != "nothing says more":
+        # The flags decide a size that the file leaves to DeepSpeed's default.
+        if batch.sources[MICRO] != DEFAULT:
             values["micro_batch_size"] = batch.micro
         if read[TRAIN] is not None or read[ACCUMULATION] is not None:
             values["global_batch_size"] = batch.train

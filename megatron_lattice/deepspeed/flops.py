@@ -1,8 +1,8 @@
 """`flops_profiler`: floating-point operations of one forward pass, module by module.
 
-`torch.utils.flop_counter` counts them as torch dispatches them: products, convolutions and
-attention, two for a multiplication with an addition. Counting changes the time of a pass, so no
-times are shown: `wall_clock_breakdown` prints those.
+`torch.utils.flop_counter` counts products, convolutions and attention as torch dispatches them; a
+multiplication with an addition counts as two. Counting slows the pass down, so no times are shown:
+`wall_clock_breakdown` prints times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def count_flops(module: nn.Module, call: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Call, and count the operations.
+    """Call a function and count its operations.
 
     Returns:
         (result of the call, path of each module below `module` -> operations; "" is the total).
@@ -44,10 +44,10 @@ def print_profile(
     """Print a report of `count_flops`, or write it to a file.
 
     Args:
-        depth: of the modules in the report; -1 is all.
-        top: number of modules in the list of the largest at that depth.
+        depth: maximum depth of the modules in the report; -1 means all.
+        top: number of modules in the list of the largest modules at that depth.
         detailed: list all modules as well.
-        path: of the file.
+        path: file to write; None prints the report.
     """
     total = flops[""]
     lines = [

@@ -58,21 +58,21 @@ def initialize(
     mesh_param: object = None,
     config_params: ConfigSource | None = None,
 ) -> EngineParts:
-    """Return (engine, optimizer, dataloader, scheduler); what was not asked for is None.
+    """Return (engine, optimizer, dataloader, scheduler); a part that was not requested is None.
 
-    The module is moved to the device and into the dtype of the configuration, and the weights of
-    the first process become those of all. At stage 3 its parameters show their shapes, and NaN
-    outside of its passes: see `deepspeed.zero.GatheredParameters`.
+    The module is moved to the device and cast to the dtype of the configuration. The first
+    process's weights are broadcast to all ranks. At stage 3, outside forward and backward,
+    parameters keep their shapes but contain NaN: see `deepspeed.zero.GatheredParameters`.
 
     Args:
-        args: a namespace whose `deepspeed_config` names the configuration, unless `config` does.
-        model: any module. At stage 3 the units that are gathered are the children of its
-            `nn.ModuleList`s and `nn.Sequential`s.
-        optimizer: one of torch's, or a function that makes it of groups; wins over the file's.
-            Its groups stay the same dictionaries, so that a schedule on them goes on working.
-        model_parameters: what is trained; other parameters are frozen. None: everything.
-        lr_scheduler: an object, or a function that makes it of an optimizer; wins over the file's.
-        mpu, mesh_param: refused; modules that are split are those of `megatron.core.models`.
+        args: a namespace; its `deepspeed_config` names the configuration, unless `config` does.
+        model: any module. At stage 3, the children of its `nn.ModuleList`s and `nn.Sequential`s are
+            the units that are gathered.
+        optimizer: an optimizer of torch, or a function from parameter groups to one; it overrides
+            the file. Its group dictionaries are kept, so that a schedule on them still works.
+        model_parameters: parameters to train; others are frozen. None trains all parameters.
+        lr_scheduler: an object, or a function from an optimizer to one; it overrides the file.
+        mpu, mesh_param: refused; `megatron.core.models` has modules that are split.
     Raises:
         ConfigError: on all ranks, with all problems of the configuration.
     """
@@ -109,13 +109,13 @@ def initialize(
 
 
 class _SumOverReplicas:
-    """What `DistributedDataParallel` reads of a model's config: gradients are not averaged."""
+    """Model config that `DistributedDataParallel` reads: gradients are not averaged."""
 
     calculate_per_token_loss = True
 
 
 def get_rank_of_world() -> int:
-    """Return this process's number."""
+    """Return this process's rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -123,15 +123,15 @@ def _source(args: Any, config: ConfigSource | None) -> ConfigSource:
     named = getattr(args, "deepspeed_config", None)
     if config is not None and named is not None:
         raise ConfigError(
-            f"initialize(config=...) beside --deepspeed_config {named}.",
-            rule="there is one configuration",
+            f"initialize(config=...) and --deepspeed_config {named}.",
+            rule="an engine has one configuration",
             flags=["--deepspeed_config"],
             fix="drop one of the two",
         )
     if config is None and named is None:
         raise ConfigError(
             "initialize() without a configuration.",
-            rule="batch sizes, precision and stage are in it",
+            rule="the configuration sets batch sizes, precision and stage",
             flags=["--deepspeed_config"],
             fix='pass config={"train_micro_batch_size_per_gpu": 1, ...}',
         )
@@ -144,7 +144,7 @@ def _checked(
     optimizer: OptimizerSource,
     model_parameters: Iterable[Any] | None,
 ) -> tuple[EngineSettings, torch.optim.Optimizer | None, ParamGroups]:
-    """Read everything that can be wrong, and raise it on all ranks."""
+    """Read and check all inputs, and raise problems on all ranks."""
     problem: MegatronError | None = None
     found = None
     try:
@@ -173,7 +173,7 @@ def _checked(
 
 
 def _process_groups(num_instances: int) -> ProcessGroupCollection:
-    """Return the groups of the replicas."""
+    """Return the process groups of the replicas."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ProcessGroupCollection.single()
     layout = plan_layout(dist.get_world_size())
@@ -187,7 +187,7 @@ def _prepare_module(
     client: torch.optim.Optimizer | None,
     pg_collection: ProcessGroupCollection,
 ) -> None:
-    """Move, cast, freeze what is not trained, and take over the first process's values."""
+    """Move and cast the module, freeze untrained parameters, broadcast from the first process."""
     model.to(device.current_device())
     if settings.dtype != torch.float32:
         model.to(settings.dtype)
@@ -197,12 +197,9 @@ def _prepare_module(
             if parameter.requires_grad and id(parameter) not in trained:
                 warnings.warn(f"{name} is in no group of the optimizer: it is frozen", stacklevel=3)
                 parameter.requires_grad_(False)
-    values = {id(v): v.detach() for v in model.state_dict(keep_vars=True).values() if _is_tensor(v)}
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    values = {id(v): v.detach() for v in state.values() if isinstance(v, Tensor)}
     broadcast_from_first([(value, pg_collection.dp_cp) for value in values.values()])
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> Any:
@@ -213,7 +210,7 @@ def _schedule(engine: DeepSpeedEngine, settings: EngineSettings, given: Any) -> 
     if optimizer is None:
         return None
     if given is not None:
-        # torch's schedules want one of torch's optimizers.
+        # torch's schedules require an optimizer of torch.
         rule = optimizer.optimizer
         return given(rule if isinstance(rule, torch.optim.Optimizer) else optimizer)
     if section is None:

@@ -1,6 +1,6 @@
 """DeepSpeed's five learning-rate schedules, stepped once per optimizer step.
 
-A schedule is a function of the number of steps that were taken. Cycles: L. N. Smith, "Cyclical
+A schedule is a function of the number of steps taken. Cycles: L. N. Smith, "Cyclical
 Learning Rates for Training Neural Networks", section 3, arXiv 1506.01186. Range test: ibid.,
 section 3.3. Cosine: "SGDR", section 3, arXiv 1608.03983.
 """
@@ -22,7 +22,7 @@ class Schedule:
         """
         Args:
             optimizer: anything with `param_groups`.
-            last_batch_iteration: number of the last step; -1 before the first one.
+            last_batch_iteration: number of the last step; -1 before the first step.
         """
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
@@ -36,11 +36,11 @@ class Schedule:
         return groups
 
     def rates(self, step: int) -> list[float]:
-        """Return the learning rate of each group at a step; -1 is before the first one."""
+        """Return the learning rate of each group at a step; -1 is before the first step."""
         raise NotImplementedError
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Move on by one step, or to a given one, and set the rates."""
+        """Advance by one step, or to the given step, and set the rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -59,16 +59,16 @@ class Schedule:
     get_last_lr = get_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule is."""
+        """Return the number of the last step."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there, and set the rates."""
+        """Set the number of the last step, and the rates."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
     def _per_group(self, value: float | Sequence[float]) -> list[float]:
-        """Give each group its own value, or all the same."""
+        """Return one value per group; a single value applies to all groups."""
         if isinstance(value, (int, float)):
             return [float(value)] * len(self.param_groups)
         if len(value) != len(self.param_groups):
@@ -77,13 +77,13 @@ class Schedule:
                 " parameters.",
                 rule="a list in scheduler.params has one value for each group",
                 flags=["scheduler.params"],
-                fix="write one number for all",
+                fix="write one number for all groups",
             )
         return [float(each) for each in value]
 
 
 class WarmupLR(Schedule):
-    """Rise from `warmup_min_lr` to `warmup_max_lr` (the optimizer's own by default), and stay."""
+    """Rise from `warmup_min_lr` to `warmup_max_lr` (default: the optimizer's rate); then hold."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class WarmupLR(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def _warmed(self, step: int) -> float:
-        """Return the risen part, 0 to 1."""
+        """Return the progress of the warm-up, 0 to 1."""
         if step >= self.warmup_num_steps:
             return 1.0
         if self.warmup_type == "log":
@@ -113,7 +113,6 @@ class WarmupLR(Schedule):
         return self._warmed(step)
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         part = self._part(step)
         return [
             low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -207,7 +206,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def _height(self, taken: int) -> float:
-        """Return the place between low (0) and high (1) after a number of steps of the cycle."""
+        """Return the position between low (0) and high (1) after a number of steps of the cycle."""
         if taken <= self.first:
             height, stairs = taken / self.first, self.stairs[0]
         else:
@@ -215,12 +214,11 @@ class OneCycle(Schedule):
         return math.floor(height * stairs + 1e-9) / stairs if stairs else height
 
     def _decays(self, taken: int) -> float:
-        """Return how many decay intervals have passed since the end of the cycle."""
+        """Return the number of decay intervals since the end of the cycle."""
         after = taken - self.first - self.second
         return after / self.decay_step_size if after > 0 and self.decay_step_size else 0.0
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         taken = step + 1
         if taken > self.first + self.second:
             rate = self.low / (1.0 + self.decay_lr_rate * self._decays(taken))
@@ -229,7 +227,7 @@ class OneCycle(Schedule):
         return [rate] * len(self.param_groups)
 
     def momentum(self, step: int) -> float | None:
-        """Return the momentum at a step; None: it is not cycled."""
+        """Return the momentum at a step; None if it is not cycled."""
         if self.momenta is None:
             return None
         low, high = self.momenta
@@ -251,7 +249,7 @@ class OneCycle(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Raise the rate without end, to see where training breaks."""
+    """Raise the rate without limit, to find the rate that makes training diverge."""
 
     def __init__(
         self,
@@ -269,7 +267,6 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, step: int) -> list[float]:
-        """See `Schedule.rates`."""
         intervals = (step + 1) / self.step_size
         if self.is_staircase:
             intervals = math.floor(intervals)

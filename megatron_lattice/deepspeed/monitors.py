@@ -1,6 +1,6 @@
 """Scalars and times of an engine's steps: TensorBoard, Weights & Biases, CSV files.
 
-Scalars have DeepSpeed's names and count in samples: `Train/Samples/train_loss`, `.../lr`,
+Scalars have DeepSpeed's names, and their steps count samples: `Train/Samples/train_loss`, `.../lr`,
 `.../loss_scale`, and with `wall_clock_breakdown` the times of the parts of a step. The first
 process writes them; its loss is the mean over its own micro batches.
 """
@@ -25,7 +25,7 @@ Event = tuple[str, Any, int]
 """Name, value, and the number of samples so far."""
 
 PARTS = ("forward", "backward", "reduce", "step")
-"""Parts of a step: of a micro batch the first two, then the reduction of gradients, the update."""
+"""Parts of a step: forward and backward of micro batches, gradient reduction, update."""
 
 
 class CsvSink:
@@ -51,7 +51,7 @@ class CsvSink:
 
 
 class MonitorMaster:
-    """The sinks that a configuration names, on the first process; other processes have none."""
+    """The sinks of a configuration, on the first process; other processes have none."""
 
     def __init__(self, settings: EngineSettings, is_first: bool = True) -> None:
         self.sinks: list[ScalarSink] = []
@@ -85,7 +85,7 @@ class MonitorMaster:
         return bool(self.sinks)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write (name, value, number of samples) tuples, also those of the caller."""
+        """Write (name, value, number of samples) tuples; a script may call it as well."""
         by_step: dict[int, dict[str, float]] = {}
         for name, value, step in event_list:
             by_step.setdefault(step, {})[name] = float(value)
@@ -96,22 +96,22 @@ class MonitorMaster:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """Finish all files."""
+        """Close all files."""
         for sink in self.sinks:
             sink.close()
         self.sinks, self._tensorboard = [], None
 
 
 def destination_of(settings: EngineSettings, section: str) -> Path:
-    """Return a monitor's directory: `job_name` in `output_path`, or in one in the home."""
+    """Return a monitor's directory: `job_name` in `output_path`, by default in the home."""
     base = settings[f"{section}.output_path"] or os.path.join(os.path.expanduser("~"), section)
     return Path(base) / (settings[f"{section}.job_name"] or "DeepSpeedJobName")
 
 
 class StepTimes:
-    """Where the time of steps goes, with `wall_clock_breakdown`; the device is waited for.
+    """Times of the parts of steps, with `wall_clock_breakdown`; each part synchronizes the device.
 
-    Without it nothing is measured.
+    Without `wall_clock_breakdown` nothing is measured.
     """
 
     def __init__(self, is_on: bool) -> None:
@@ -120,7 +120,7 @@ class StepTimes:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """Count the time inside as that of one of `PARTS`."""
+        """Add the time of the block to one of `PARTS`."""
         timer = self.timers(part, log_level=0)
         timer.start()
         try:
@@ -129,7 +129,7 @@ class StepTimes:
             timer.stop()
 
     def take(self) -> dict[str, float]:
-        """Return the milliseconds of each part since the last call."""
+        """Return the milliseconds of each part since the last call, and reset them."""
         return {p: 1000.0 * self.timers(p, log_level=0).elapsed() for p in PARTS}
 
     @staticmethod
@@ -141,20 +141,20 @@ class StepTimes:
 
 
 class LossMean:
-    """The mean of this process's losses since it was last asked for."""
+    """Mean of this process's losses since the last `take`."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self._count = 0
 
     def add(self, loss: Tensor) -> None:
-        """Count the loss of a micro batch; the device is not waited for."""
+        """Add the loss of a micro batch without synchronizing the device."""
         value = loss.detach().float()
         self._total = value if self._total is None else self._total + value
         self._count += 1
 
     def take(self) -> float | None:
-        """Return the mean, and begin anew; None if there was no loss."""
+        """Return the mean and reset it; None if there was no loss."""
         if self._total is None:
             return None
         mean = float(self._total) / self._count

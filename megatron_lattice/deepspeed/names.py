@@ -1,4 +1,4 @@
-"""DeepSpeed's longer import paths to the names of this package, and the names it does not have."""
+"""DeepSpeed's longer import paths for names of this package, and names that it does not support."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ LACKING: Mapping[str, Mapping[str, str]] = {
     "moe.layer": {"MoE": _MOE},
     "pipe": {"LayerSpec": _PIPE, "PipelineModule": _PIPE, "TiedLayerSpec": _PIPE},
 }
-"""Module -> names that can be imported; calling one raises an error that names what to use."""
+"""Module -> names that can be imported; a call raises an error with the alternative."""
 
 
 def install() -> None:
-    """Create the modules of both tables, and give them their names."""
+    """Create the modules of both tables and fill them."""
     for path, names in PATHS.items():
         vars(_module(path)).update(names)
     for path, reasons in LACKING.items():
@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def _module(path: str) -> ModuleType:
-    """Return a module below the package; create it, and its parents, if they do not exist."""
+    """Return a module below the package; create it and its parents if they do not exist."""
     name = f"{_PACKAGE}.{path}" if path else _PACKAGE
     if name not in sys.modules:
         parent, _, last = path.rpartition(".")

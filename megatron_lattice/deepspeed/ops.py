@@ -22,7 +22,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return AdamW, or Adam with `adam_w_mode=False`. `set_grad_none` is always so.
+    """Return AdamW, or Adam with `adam_w_mode=False`; `set_grad_none` is always on.
 
     Raises:
         ConfigError: `bias_correction` is off.
@@ -50,7 +50,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return the same; the configuration decides where its state is stored."""
+    """Return AdamW or Adam; the configuration determines where its state is stored."""
     if not fp32_optimizer_states:
         raise ConfigError(
             "DeepSpeedCPUAdam(fp32_optimizer_states=False).",

@@ -1,4 +1,4 @@
-"""The optimizer of an engine: the one that the file names, or the caller's own, on our shards."""
+"""The optimizer of an engine, on shards: named by the file, or the caller's own."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megatron_lattice.deepspeed.settings import EngineSettings, optimizer_config
 ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
-"""Optimizers of torch that update each element by itself, from state of the weights' shape: a
-piece of a flattened weight is as good as the weight."""
+"""Optimizers of torch that update each element independently, with state in the weights' shape:
+they can update pieces of flattened weights."""
 
 ParamGroups = list[dict[str, Any]]
 OptimizerSource = torch.optim.Optimizer | Callable[[ParamGroups], torch.optim.Optimizer] | None
 
 
 def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> ParamGroups:
-    """Return groups with lists of trainable parameters from what `initialize` was given.
+    """Return groups with lists of trainable parameters, from an argument of `initialize`.
 
     Args:
-        model_parameters: parameters, (name, parameter) pairs, groups as in torch, or None: all.
+        model_parameters: parameters, (name, parameter) pairs, or groups as in torch; None is all.
     """
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if not given or not isinstance(given[0], Mapping):
@@ -47,10 +47,10 @@ def groups_of(model: nn.Module, model_parameters: Iterable[Any] | None) -> Param
 
 
 def check_client(client: torch.optim.Optimizer, settings: EngineSettings) -> None:
-    """Refuse an optimizer of the caller that cannot work on shards, or off the device.
+    """Refuse an optimizer of the caller that cannot update shards or offloaded state.
 
     Raises:
-        ConfigError: with the stage and the key that decide.
+        ConfigError: names the stage and the key.
     """
     kind = type(client)
     is_known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
@@ -58,22 +58,22 @@ def check_client(client: torch.optim.Optimizer, settings: EngineSettings) -> Non
     if settings.stage > 0 and not is_known and not settings["zero_allow_untested_optimizer"]:
         raise ConfigError(
             f"the optimizer {kind.__module__}.{kind.__name__} at ZeRO stage {settings.stage}.",
-            rule="a rank updates pieces of flattened weights, so that the rule must treat every"
-            f" element by itself; known to do so are {', '.join(ELEMENTWISE)}",
+            rule="a rank updates pieces of flattened weights, so the optimizer must update every"
+            f" element independently, as these do: {', '.join(ELEMENTWISE)}",
             flags=["zero_optimization.stage", "zero_allow_untested_optimizer"],
             fix="set zero_allow_untested_optimizer if it does, or use stage 0",
         )
     if isinstance(client, torch.optim.LBFGS):
         raise ConfigError(
             "the optimizer LBFGS.",
-            rule="a step follows one backward pass; LBFGS asks for several",
+            rule="a step follows one backward pass; LBFGS needs several",
             flags=["optimizer"],
             fix="use AdamW",
         )
     if optimizer_config(settings).offloads_optimizer and not _is_adam(client):
         raise ConfigError(
             f"the optimizer {kind.__name__} with offloaded state.",
-            rule="state is visited piece by piece in place, by rules of this library",
+            rule="only optimizers of this library update offloaded state piece by piece, in place",
             flags=["zero_optimization.offload_optimizer.device"],
             fix="use torch.optim.AdamW, or name an optimizer in the configuration",
         )
@@ -95,8 +95,8 @@ def build_optimizer(
     """Build the optimizer over the pieces of parameters that this rank owns.
 
     Args:
-        client: used as it is: its groups get the pieces in place of the parameters.
-        groups: parameters and their own settings, where the file names the optimizer.
+        client: the caller's optimizer; its groups get the pieces in place of the parameters.
+        groups: parameters and their own settings, if the file names the optimizer.
     """
     config = optimizer_config(settings)
     if client is not None and config.offloads_optimizer:
@@ -132,7 +132,7 @@ def _named_groups(
     groups: ParamGroups,
     replica: DistributedDataParallel,
 ) -> tuple[ParamGroups, list[nn.Parameter]]:
-    """Give groups the settings of the file; split them for Muon into matrices and the rest."""
+    """Apply the file's settings to groups; for Muon, split them into matrices and the rest."""
     ours: ParamGroups = []
     for group in groups:
         group.setdefault("lr", config.lr)
@@ -171,7 +171,7 @@ def _mains(parameters: Sequence[nn.Parameter], shards: Sequence[MainParamShard])
 def _on_shards(
     client: torch.optim.Optimizer, shards: Sequence[MainParamShard]
 ) -> torch.optim.Optimizer:
-    """Let an optimizer update pieces in place of the parameters; state that it has moves along."""
+    """Replace an optimizer's parameters by their pieces, together with any state they have."""
     state: dict[Tensor, Any] = dict(client.state)
     client.state.clear()
     for group in client.param_groups:

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration strictly: every problem at once, each with its key's path."""
+"""Read a DeepSpeed configuration strictly: report all problems, each with the path of its key."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 @dataclass
 class ReadSettings:
-    """What a file asks for."""
+    """Settings of a configuration file."""
 
     given: dict[str, Any] = field(default_factory=dict)
-    """Dotted path of a key -> value, for the keys of the file that act and are not "auto"."""
+    """Dotted path of a key -> value, for keys with an effect and a value other than "auto"."""
     auto: list[str] = field(default_factory=list)
     """Paths whose value is "auto"."""
     without_effect: dict[str, str] = field(default_factory=dict)
-    """Path -> why the key changes nothing here."""
+    """Path -> reason why the key has no effect here."""
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """"optimizer" and "scheduler" -> {"type": name, "params": checked params}, where given."""
+    """"optimizer" and "scheduler" -> {"type": name, "params": checked params}, if given."""
 
     def __getitem__(self, path: str) -> Any:
         """Return the value of a key, or its default."""
@@ -63,11 +63,11 @@ def key_at(path: str) -> Key:
 
 
 def load_document(source: ConfigSource) -> dict[str, Any]:
-    """Return the mapping in a file, in base64 text, or as given.
+    """Return the mapping in a file, in base64 text, or in a mapping itself.
 
     Raises:
-        ConfigError: there is no such file, or it is no JSON object, or an object in it has a key
-            twice.
+        ConfigError: there is no such file, it is not a JSON object, or an object in it repeats a
+            key.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -126,7 +126,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_settings(source: ConfigSource) -> ReadSettings:
-    """Read and check a configuration; nothing is derived yet.
+    """Read and check a configuration, without deriving values.
 
     Raises:
         ConfigError: with all problems, each with the dotted path of its key.
@@ -139,10 +139,10 @@ def read_settings(source: ConfigSource) -> ReadSettings:
 def collect(
     source: ConfigSource, *, resolves_auto: bool = False
 ) -> tuple[ReadSettings, list[MegatronError]]:
-    """Do as `read_settings`, and return the problems for others to be joined.
+    """Read and check as `read_settings` does, but return the problems.
 
     Args:
-        resolves_auto: the caller has a value for every key that is "auto".
+        resolves_auto: the caller provides a value for every key that is "auto".
     """
     document = load_document(source)
     found, problems = ReadSettings(), list[MegatronError]()
@@ -184,11 +184,15 @@ def _take(
     value, wrong = _converted(value, key)
     if wrong:
         problems.append(_wrong(path, value, wrong))
-    elif (fix := _refusal(value, key)) and value != key.default and not _is_off(value):
+    elif (
+        (fix := key.refused_values.get(value, key.refused) if key.refused_values else key.refused)
+        and value != key.default
+        and not _is_off(value)
+    ):
         problems.append(
             ConfigError(
                 f"{path}: {json.dumps(value, default=str)} is not supported.",
-                rule="a known key either acts, or is named as one without effect, or is refused",
+                rule="a key that is not supported here must have its default value",
                 flags=[path],
                 fix=fix,
             )
@@ -199,18 +203,13 @@ def _take(
         found.given[path] = value
 
 
-def _refusal(value: Any, key: Key) -> str:
-    """Return what to use instead of a value, if it is refused."""
-    return key.refused_values.get(value, key.refused) if key.refused_values else key.refused
-
-
 def _is_off(value: Any) -> bool:
-    """Return whether a section of a mechanism asks for nothing."""
+    """Return whether the section of a mechanism is empty or disabled."""
     return value in (None, {}) or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
 def _converted(value: Any, key: Key) -> tuple[Any, str]:
-    """Return the value in the type of its key, and what it should have been if it is not."""
+    """Return the value in the type of its key, and the expected type if the value does not fit."""
     if value is None or object in key.kind:
         return value, ""
     if key.is_unbounded and value == math.inf:
@@ -225,16 +224,14 @@ def _converted(value: Any, key: Key) -> tuple[Any, str]:
         return value, _SHOWN[kind]
     if key.choices and value not in key.choices:
         return value, "one of " + ", ".join(json.dumps(choice) for choice in key.choices)
-    if key.length is not None and not _are_numbers(value, key.length):
+    checked: Any = value
+    if key.length is not None and not (
+        len(checked) == key.length and all(isinstance(each, (int, float)) for each in checked)
+    ):
         return value, f"a list of {key.length} numbers"
-    number: Any = value
-    if key.minimum is not None and kind in (int, float) and not number >= key.minimum:
+    if key.minimum is not None and kind in (int, float) and not checked >= key.minimum:
         return value, f"at least {key.minimum:g}"
     return value, ""
-
-
-def _are_numbers(value: Any, length: int) -> bool:
-    return len(value) == length and all(isinstance(each, (int, float)) for each in value)
 
 
 def _wrong(path: str, value: Any, wanted: str) -> ConfigError:
@@ -256,7 +253,7 @@ def _unknown(path: str, name: str, schema: Schema) -> ConfigError:
         fix = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {known}, ..."
     return ConfigError(
         f"unknown key {path}.",
-        rule="a key that is not known would be a setting that is silently lost",
+        rule="an unknown key would be silently ignored",
         flags=[path],
         fix=fix,
     )
@@ -285,7 +282,7 @@ def _read_type(
             problems.append(
                 ConfigError(
                     f"{section} has no type.",
-                    rule=f"{section}.type names it",
+                    rule=f"{section}.type selects it",
                     flags=[f"{section}.type"],
                     fix=f'write "type": "{"AdamW" if section == "optimizer" else "WarmupLR"}"',
                 )
@@ -301,7 +298,7 @@ def _read_type(
     inner = ReadSettings()
     if schema:
         _walk(params, schema, f"{section}.params.", inner, problems)
-    else:  # a class of torch.optim, which checks its own
+    else:  # a class of torch.optim, which checks its arguments itself
         inner.given = {f"{section}.params.{n}": v for n, v in params.items()}
     found.auto += inner.auto
     found.without_effect |= inner.without_effect
@@ -312,7 +309,7 @@ def _read_type(
     problems += [
         ConfigError(
             f"scheduler.params.{n} is missing" + (' ("auto").' if n in params else "."),
-            rule=f"{name} is not defined without {', '.join(REQUIRED[name])}",
+            rule=f"{name} requires {', '.join(REQUIRED[name])}",
             flags=[f"scheduler.params.{n}"],
             fix=f"write a number for {n}",
         )
@@ -321,7 +318,7 @@ def _read_type(
 
 
 def _optimizer_schema(name: str) -> Schema | None:
-    """Return what a type of optimizer takes; {}: what its class takes; None: there is none."""
+    """Return the keys of an optimizer; {} if its class checks them, None if the type is unknown."""
     known = OPTIMIZERS.get(name.lower())
     if known is not None:
         return known
@@ -363,8 +360,8 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
     )
     require(
         not (found["torch_autocast.enabled"] and (found["fp16.enabled"] or found["bf16.enabled"])),
-        "torch_autocast.enabled beside fp16 or bf16.",
-        "autocast computes in half precision from fp32 weights; fp16 and bf16 make the weights so",
+        "torch_autocast.enabled with fp16 or bf16.",
+        "autocast computes in half precision from fp32 weights; fp16 and bf16 convert the weights",
         ["torch_autocast.enabled", "fp16.enabled", "bf16.enabled"],
         "keep bf16",
     )
@@ -373,21 +370,21 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
         require(
             not in_file or bool(path),
             f'{section}.device: "nvme" without nvme_path.',
-            "state is in a file in that directory",
+            "the state is stored in a file in that directory",
             [f"{section}.nvme_path"],
             'write "nvme_path": "/local_nvme"',
         )
         require(
             not in_file or not path or Path(path).is_dir(),
             f"{section}.nvme_path: there is no directory {path!r}.",
-            "state is in a file in that directory",
+            "the state is stored in a file in that directory",
             [f"{section}.nvme_path"],
             "create it on a local disk, or name another one",
         )
     require(
         found["zero_optimization.offload_param.device"] in (None, "none") or stage == 3,
         f"zero_optimization.offload_param at stage {stage}.",
-        "only stage 3 has shards of parameters, which can be elsewhere",
+        "only stage 3 shards parameters, and only shards can be offloaded",
         ["zero_optimization.offload_param.device", "zero_optimization.stage"],
         'use "stage": 3, or drop offload_param',
     )
@@ -395,7 +392,7 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
         found["zero_optimization.mics_shard_size"] <= 0 or stage >= 1,
         f"zero_optimization.mics_shard_size: {found['zero_optimization.mics_shard_size']} at stage"
         " 0.",
-        "ranks of a shard group share state that is sharded",
+        "ranks of a shard group share sharded state",
         ["zero_optimization.mics_shard_size", "zero_optimization.stage"],
         "use stage 3, or drop mics_shard_size",
     )
@@ -412,7 +409,7 @@ def _contradictions(found: ReadSettings) -> list[MegatronError]:
     require(
         wire in (None, "fp32", "bf16", accumulates_in),
         f"communication_data_type: {wire!r} with gradients in {accumulates_in or 'fp32'}.",
-        "gradients travel as they are, or in bf16",
+        "gradients are sent in their own dtype or in bf16",
         ["communication_data_type"],
         "use bf16",
     )

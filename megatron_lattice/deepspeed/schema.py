@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed configuration file, and what becomes of each of them here.
+"""The keys of a DeepSpeed configuration file, with the effect of each key here.
 
-A key acts, or has no effect here (and says why), or is refused with what to use instead. A value
-that a refused key has by default is accepted: it asks for nothing.
+A key has an effect, has no effect here (with the reason), or is refused (with an alternative). The
+default value of a refused key is accepted, because it requests nothing.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class Key:
     kind: tuple[type, ...] = (int,)
     """Types of a value; bool does not pass for int, int passes for float."""
     default: Any = None
-    """What a file without the key means. Always accepted."""
+    """Value that a file without the key has. It is always accepted."""
     choices: tuple[Any, ...] = ()
-    """All legal values, where they can be listed."""
+    """All legal values, if they can be listed."""
     minimum: float | None = None
     """Smallest legal number."""
     length: int | None = None
-    """Numbers in a list."""
+    """Length of a list of numbers."""
     is_unbounded: bool = False
-    """Infinity is a legal number, with the effect of null: Accelerate writes it."""
+    """Whether infinity is legal, with the effect of null: Accelerate writes it."""
     no_effect: str = ""
-    """Why nothing follows from it here; empty: it acts."""
+    """Why the key has no effect here; empty if it has an effect."""
     refused: str = ""
-    """What to use instead; any value but the default is refused."""
+    """Alternative to the key; any value but the default is refused."""
     refused_values: Mapping[Any, str] = field(default_factory=dict)
-    """What to use instead of single values."""
+    """Value -> alternative, for single values that are refused."""
 
 
 Schema = Mapping[str, Union[Key, "Schema"]]
 
-_TUNES = "the buffers of this library are sized by themselves"
-_TALK = "it prints or draws only; results are the same"
-_DISK = "reads and writes of the state file overlap by themselves"
+_TUNES = "this library chooses the sizes of its buffers"
+_TALK = "it only prints or draws; results are the same"
+_DISK = "reads and writes of the state file always overlap"
 LOCAL = "there is one implementation"
 _STAGE3 = "stage 3 gathers layer by layer, at most two at a time"
-REMOVED = "drop it: DeepSpeed itself has removed it"
+REMOVED = "drop it: DeepSpeed has removed it"
 
 
 def switch(default: bool | None = False, **options: Any) -> Key:
@@ -68,7 +68,7 @@ def text(default: str | None = None, choices: tuple[str, ...] = (), **options: A
 
 
 def anything(**options: Any) -> Key:
-    """Return a key for any value, checked elsewhere."""
+    """Return a key for any value, which other code checks."""
     return Key(kind=(object,), **options)
 
 
@@ -134,19 +134,19 @@ _ZERO: Schema = {
     "stage3_module_granularity_threshold": count(0, no_effect=_STAGE3),
     "stage3_use_all_reduce_for_fetch_params": switch(no_effect=_STAGE3),
     "stage3_gather_16bit_weights_on_model_save": switch(
-        no_effect="save_16bit_model gathers what it needs"
+        no_effect="save_16bit_model gathers the weights by itself"
     ),
     "stage3_gather_fp16_weights_on_model_save": switch(
-        no_effect="save_16bit_model gathers what it needs"
+        no_effect="save_16bit_model gathers the weights by itself"
     ),
     "memory_efficient_linear": switch(True, no_effect="saved weights take no memory here"),
-    "leaf_module": anything(no_effect="units are whole layers: routing inside is free"),
+    "leaf_module": anything(no_effect="units are whole layers: routing inside a unit is allowed"),
     "zero_hpz_partition_size": count(
-        1, refused="use mics_shard_size: state is sharded inside of it and copied across"
+        1, refused="use mics_shard_size: state is sharded within a group and replicated across"
     ),
-    "zero_quantized_weights": switch(refused="drop it: weights travel in their own dtype"),
+    "zero_quantized_weights": switch(refused="drop it: weights are sent in their own dtype"),
     "zero_quantized_nontrainable_weights": switch(refused="drop it"),
-    "mics_hierarchical_params_gather": switch(no_effect="gathers stay inside of a shard group"),
+    "mics_hierarchical_params_gather": switch(no_effect="gathers stay within a shard group"),
     "log_trace_cache_warnings": switch(no_effect=_TALK),
     "enable_sanity_checks": switch(no_effect="checks that prevent a hang are always on"),
     "param_persistence_threshold": count(no_effect=_STAGE3),
@@ -156,7 +156,9 @@ _ZERO: Schema = {
     "prefetch_bucket_size": count(no_effect=_STAGE3),
     "module_granularity_threshold": count(0, no_effect=_STAGE3),
     "use_all_reduce_for_fetch_params": switch(no_effect=_STAGE3),
-    "gather_16bit_weights_on_model_save": switch(no_effect="it gathers what it needs"),
+    "gather_16bit_weights_on_model_save": switch(
+        no_effect="save_16bit_model gathers the weights by itself"
+    ),
     "zeropp_loco_param": anything(refused=REMOVED),
     "zenflow": anything(refused="use offload_optimizer.device cpu"),
 }
@@ -179,7 +181,7 @@ _BF16: Schema = {
     "check_grad_overflow": switch(True),
     "bf16_optimizer_states": switch(),
     "bf16_master_weights_and_grads": switch(
-        refused="use bf16_optimizer_states: main weights cost 2 bytes there and lose nothing"
+        refused="use bf16_optimizer_states: main weights take 2 bytes there and lose nothing"
     ),
     "immediate_grad_update": switch(no_effect="gradients are always added during backward"),
     **{
@@ -191,7 +193,7 @@ _BF16: Schema = {
 
 _MONITOR: Schema = {"enabled": switch(), "output_path": text(), "job_name": text()}
 
-_SPLIT = "drop it: layers of pretrain_gpt.py know how they are split"
+_SPLIT = "drop it: the layers of pretrain_gpt.py define how they are split"
 _DEEPCOMPILE = (
     "autoep_non_moe", "free_activation", "free_activation_threshold", "offload_activation",
     "offload_activation_pin_memory", "offload_opt_states", "offload_parameters", "double_buffer",
@@ -210,13 +212,13 @@ SCHEMA: Schema = {
     "communication_data_type": text(None, ("fp32", "bf16", "fp16")),
     "steps_per_print": count(None, 1, is_unbounded=True),
     "seq_parallel_communication_data_type": text(
-        "fp32", ("fp32", "bf16", "fp16"), no_effect="all ranks reduce as communication_data_type"
+        "fp32", ("fp32", "bf16", "fp16"), no_effect="all ranks reduce in communication_data_type"
     ),
     "use_data_before_expert_parallelism": switch(no_effect="a plain module has no experts"),
     "dump_state": switch(),
     "disable_python_gc": switch(no_effect="call gc.disable() in the script"),
     "log_level": text(no_effect=_TALK),
-    "vocabulary_size": count(no_effect="the module has it"),
+    "vocabulary_size": count(no_effect="the module defines it"),
     "zero_allow_untested_optimizer": switch(),
     "optimizer": {
         "type": text(),
@@ -229,7 +231,7 @@ SCHEMA: Schema = {
     "torch_autocast": {
         "enabled": switch(),
         "dtype": text("bfloat16", ("bfloat16", "float16")),
-        "lower_precision_safe_modules": anything(no_effect="gradients travel in their own dtype"),
+        "lower_precision_safe_modules": anything(no_effect="gradients are sent in their own dtype"),
     },
     "data_types": {
         "grad_accum_dtype": text(None, ("fp32", "bf16", "fp16")),
@@ -247,7 +249,7 @@ SCHEMA: Schema = {
             "mpu": anything(refused=_SPLIT),
             "tp_group": anything(refused=_SPLIT),
         },
-        "dtype": anything(no_effect="bf16.enabled and fp16.enabled decide it"),
+        "dtype": anything(no_effect="bf16.enabled and fp16.enabled determine it"),
         "vocab_parallel_lm_head": switch(None, no_effect=_SPLIT),
         "vocab_parallel_ce_backend": text("torch", ("torch", "liger"), no_effect=LOCAL),
         "injection_policy_tuple": anything(refused=_SPLIT),
@@ -277,7 +279,7 @@ SCHEMA: Schema = {
         )
     },
     "activation_checkpointing": {
-        name: anything(no_effect="it is read by deepspeed.checkpointing alone, which recomputes")
+        name: anything(no_effect="only deepspeed.checkpointing reads it, and it always recomputes")
         for name in (
             "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
             "number_checkpoints", "synchronize_checkpoint_boundary", "profile",
@@ -302,7 +304,7 @@ SCHEMA: Schema = {
         "top_modules": count(1),
         "detailed": switch(True),
         "output_file": text(),
-        "recompute_fwd_factor": number(0.0, no_effect="what is computed is counted"),
+        "recompute_fwd_factor": number(0.0, no_effect="only operations that run are counted"),
     },
     "tensorboard": _MONITOR,
     "csv_monitor": _MONITOR,
@@ -316,10 +318,10 @@ SCHEMA: Schema = {
         "kwargs": anything(no_effect=LOCAL),
         "deepcompile": switch(refused="drop it"),
         "passes": anything(refused="drop it"),
-        **{name: anything(no_effect="it tunes deepcompile alone") for name in _DEEPCOMPILE},
+        **{name: anything(no_effect="it only tunes deepcompile") for name in _DEEPCOMPILE},
     },
     "pipeline": anything(
-        no_effect="a plain module is one stage; pretrain_gpt.py has"
+        no_effect="a plain module is one stage; pretrain_gpt.py has pipelines"
         " --pipeline-model-parallel-size"
     ),
     "autotuning": anything(
@@ -350,7 +352,7 @@ SCHEMA: Schema = {
     },
     "graph_harvesting": switch(refused=REMOVED),
 }  # fmt: skip
-"""The top level."""
+"""Keys of the top level."""
 
 RENAMED = {
     "bfloat16": "bf16",

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to the settings of data parallelism and of the optimizer."""
+"""Derive settings of data parallelism and of the optimizer from a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EngineSettings:
     read: ReadSettings
     batch: BatchSizes
     resolved: tuple[str, ...]
-    """What "auto" became, key by key."""
+    """One line for each "auto", with its value."""
 
     def __getitem__(self, path: str) -> Any:
         """Return the value of a key."""
@@ -61,7 +61,7 @@ class EngineSettings:
 
     @property
     def num_instances(self) -> int:
-        """Copies of the sharded state: replicas / mics_shard_size."""
+        """Number of copies of the sharded state: replicas / mics_shard_size."""
         size = self[MICS]
         return self.batch.replicas // size if size > 0 else 1
 
@@ -72,7 +72,7 @@ class EngineSettings:
         return bool(is_on and self["managed_gradient_accumulation"])
 
     def describe(self) -> str:
-        """Return what was resolved, and the keys that change nothing, for the log."""
+        """Return the resolved values and the keys without effect, for the log."""
         lines = [f"batch sizes: {line}" for line in self.batch.describe().split("\n")]
         lines += self.resolved
         lines += [f"{path} has no effect here: {why}" for path, why in sorted(
@@ -88,9 +88,9 @@ def engine_settings(
 
     Args:
         replicas: data-parallel ranks.
-        model_dtype: of the weights; decides what "auto" means for fp16 and bf16.
+        model_dtype: dtype of the weights; determines "auto" for fp16 and bf16.
     Raises:
-        ConfigError: with all problems together.
+        ConfigError: lists all problems.
     """
     read, problems = collect(source)
     hints = {
@@ -110,10 +110,10 @@ def engine_settings(
 
 
 def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[object, str]]) -> list[str]:
-    """Give every "auto" its value, and return a line about each.
+    """Replace every "auto" by its value, and return a line about each.
 
     Args:
-        hints: path -> (value, where it is from); every other key has its default.
+        hints: path -> (value, source); every other key gets its default.
     """
     lines = []
     for path in read.auto:
@@ -131,7 +131,7 @@ def resolve_auto(read: ReadSettings, hints: Mapping[str, tuple[object, str]]) ->
 
 
 def _default_param(read: ReadSettings, path: str) -> Any:
-    """Return what a type of optimizer or schedule does where a param is "auto"."""
+    """Return the value of an "auto" param: the default of its optimizer or schedule."""
     section, _, name = path.partition(".params.")
     kind = read.sections.get(section, {}).get("type", "")
     if section == "optimizer":
@@ -139,7 +139,7 @@ def _default_param(read: ReadSettings, path: str) -> Any:
     schedule = BY_NAME.get(kind)
     known = {} if schedule is None else inspect.signature(schedule).parameters
     default = known[name].default if name in known else None
-    return "that of the optimizer" if default is None and name.endswith("_lr") else default
+    return "the optimizer's" if default is None and name.endswith("_lr") else default
 
 
 def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronError]:
@@ -153,7 +153,7 @@ def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronEr
     problems += [
         ConfigError(
             f"{path}: {read[path]} for a plain module.",
-            rule="a module that does not say how it is split is replicated",
+            rule="a module without declared splits is replicated",
             flags=[path],
             fix=f"use pretrain_gpt.py {flag} {read[path]}, or drop the key",
         )
@@ -165,7 +165,7 @@ def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronEr
         problems.append(
             ConfigError(
                 f"{MICS}: {size} on {replicas} replicas.",
-                rule="shard groups are of equal size",
+                rule="shard groups must have equal sizes",
                 flags=[MICS],
                 fix=f"use a divisor of {replicas}",
             )
@@ -184,7 +184,7 @@ def _plain_module_problems(read: ReadSettings, replicas: int) -> list[MegatronEr
 
 
 def data_parallel_config(settings: EngineSettings) -> DistributedDataParallelConfig:
-    """Return how gradients and parameters travel."""
+    """Return how gradients are reduced and parameters are gathered."""
     read = settings.read
     compression = "none"
     if read["zero_optimization.zero_quantized_gradients"]:
@@ -210,7 +210,7 @@ def data_parallel_config(settings: EngineSettings) -> DistributedDataParallelCon
 
 
 def optimizer_config(settings: EngineSettings) -> OptimizerConfig:
-    """Return the optimizer of the file, or AdamW where the caller brings one of its own."""
+    """Return the optimizer settings of the file, or AdamW if the caller passes an optimizer."""
     read = settings.read
     section = read.sections.get("optimizer", {"type": "AdamW", "params": {}})
     name, given = section["type"].lower(), section["params"]
@@ -243,7 +243,7 @@ def optimizer_config(settings: EngineSettings) -> OptimizerConfig:
 
 
 def precision_settings(read: ReadSettings) -> dict[str, Any]:
-    """Return the fields of `OptimizerConfig` on precision and loss scale."""
+    """Return the fields of `OptimizerConfig` for precision and loss scale."""
     is_fp16, is_bf16 = bool(read["fp16.enabled"]), bool(read["bf16.enabled"])
     values: dict[str, Any] = {"fp16": is_fp16, "bf16": is_bf16}
     if is_fp16:
@@ -270,7 +270,7 @@ def precision_settings(read: ReadSettings) -> dict[str, Any]:
 
 
 def offload_settings(read: ReadSettings) -> dict[str, Any]:
-    """Return the fields of `OptimizerConfig` on offloaded state."""
+    """Return the fields of `OptimizerConfig` for offloaded state."""
     device = read[f"{OFFLOAD}.device"]
     if device in (None, "none"):
         return {}

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: contexts around sharded parameters, and whole values of what is sharded."""
+"""`deepspeed.zero`: contexts for sharded parameters, and access to unsharded values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def Init(*unused: object, **settings: object) -> Iterator[None]:
-    """Build a model inside: as always, in the memory of this process.
+    """Build a model inside the block, in the memory of this process, as without the context.
 
-    `initialize` shards it layer by layer and frees the rest. Models of this library also build
-    without memory: `megatron.core.parameters.initialization.parameters_without_memory`.
+    `initialize` shards the model layer by layer and frees the rest. Models of this library can be
+    built without memory: `megatron.core.parameters.initialization.parameters_without_memory`.
     """
     rule = "parameters are built in the dtype of the model"
     refuse_given("zero.Init", {"dtype": settings.get("dtype")}, rule=rule, fix="model.to(dtype)")
@@ -39,12 +39,12 @@ def GatheredParameters(
     fwd_module: object = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, the parameters are whole on every rank: collective.
+    """Gather the parameters on every rank inside the block: collective.
 
     Args:
-        params: of one engine, or of none yet.
-        modifier_rank: at the end, its values become those of all ranks, of the shards and of the
-            main weights. None: what is written is lost where parameters are sharded.
+        params: parameters of one engine, or of no engine yet.
+        modifier_rank: at the end, this rank's values are copied to all ranks, shards and main
+            weights. None: changes to sharded parameters are discarded.
     """
     members = [params] if isinstance(params, Tensor) else list(params)
     engine = engine_of(members[0]) if members and enabled else None
@@ -66,14 +66,14 @@ def GatheredParameters(
 
 
 def engine_of(parameter: object) -> DeepSpeedEngine | None:
-    """Return the engine that trains a parameter, if any."""
+    """Return the engine that trains a parameter, or None."""
     reference = getattr(parameter, "deepspeed_engine", None)
     return None if reference is None else reference()
 
 
 @torch.no_grad()
 def _put(engine: DeepSpeedEngine, parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter new values: wherever it is, and in the main weights."""
+    """Set a parameter's values in its shards and in the main weights."""
     pieces = engine.replica.shards_of(parameter)
     if has_memory(parameter):
         parameter.copy_(value)
@@ -101,7 +101,7 @@ def _mains(engine: DeepSpeedEngine, parameter: Tensor) -> list[tuple[ParameterSh
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the main weight as a whole, in fp32: collective."""
+    """Return the unsharded main weight in fp32: collective."""
     engine = engine_of(param)
     if engine is None:
         return None
@@ -109,7 +109,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the reduced gradient as a whole, between `backward` and `step`: collective."""
+    """Return the unsharded reduced gradient, between `backward` and `step`: collective."""
     engine = engine_of(param)
     if engine is None:
         return None
@@ -119,7 +119,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a moment as a whole, such as "exp_avg": collective."""
+    """Return an unsharded moment, such as "exp_avg": collective."""
     engine = engine_of(param)
     if engine is None or engine.optimizer is None:
         return None
@@ -134,12 +134,12 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set a weight everywhere: the model's, and the main weight; `value` is equal on all ranks."""
+    """Set a weight in the model and in the main weights; `value` must be equal on all ranks."""
     engine = engine_of(param)
     if engine is None:
         raise ConfigError(
             "safe_set_full_fp32_param of a parameter without an engine.",
-            rule="deepspeed.initialize makes the engine of a parameter",
+            rule="deepspeed.initialize creates the engine of a parameter",
             fix="copy into the parameter",
         )
     _put(engine, param, value)
@@ -148,7 +148,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def _whole(
     engine: DeepSpeedEngine, parameter: Tensor, pieces: list[tuple[ParameterShard, Tensor]]
 ) -> Tensor:
-    """Join the pieces that the ranks own."""
+    """Join the pieces of all ranks."""
     mesh = engine.replica.mesh()
     full = torch.zeros(parameter.numel(), device=parameter.device)
     for piece, value in pieces:
@@ -159,5 +159,5 @@ def _whole(
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object) -> list[nn.Module]:
-    """Do nothing: parameters are gathered by whole layers, whatever the routing inside."""
+    """Do nothing: whole layers are gathered, with any routing inside."""
     return []

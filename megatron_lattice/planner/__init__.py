@@ -1,1 +1,1 @@
-"""Predict what a training step costs, and choose layouts, before anything runs."""
+"""Predict the cost of a training step, and choose layouts, before a run starts."""

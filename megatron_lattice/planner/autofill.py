@@ -1,4 +1,4 @@
-"""Fill what was not said of a run with the fastest choice that fits into memory."""
+"""Fill blank choices of a run with the fastest choice that fits into memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from megatron_lattice.planner.workload import FloatArray, Workloads
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 MAX_CHUNKS = 12
 USABLE_SHARE = 0.95
-"""Of a GPU's memory: layouts that were predicted to need more have run out of it: it fragments."""
+"""Usable share of a GPU's memory: layouts with a higher predicted use ran out of memory, because
+of fragmentation."""
 RECOMPUTE_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-"""Of the layers, where the whole of them need not be recomputed."""
+"""Shares of the layers to recompute that are tried."""
 
 
 def fits(workloads: Workloads, hardware: Hardware) -> NDArray[np.bool_]:
-    """Return which rows the memory of their GPU holds, with a reserve for fragmentation."""
+    """Return which rows fit into the memory of their GPU, with a reserve for fragmentation."""
     available = USABLE_SHARE * rows_hardware(workloads, hardware).memory_bytes
     return predict_memory(workloads, hardware).total <= available
 
@@ -33,9 +34,9 @@ def has_open_choices(workloads: Workloads) -> NDArray[np.bool_]:
 
 
 def autofill(workloads: Workloads, hardware: Hardware) -> Workloads:
-    """Return the table with each blank replaced by the choice that is fastest of those that fit.
+    """Return the table with each blank replaced by the fastest choice that fits into memory.
 
-    Where nothing fits, the choice is the one that needs least memory.
+    If no choice fits, take the choice that needs the least memory.
     """
     open_rows = np.flatnonzero(has_open_choices(workloads))
     if not len(open_rows):
@@ -47,7 +48,7 @@ def autofill(workloads: Workloads, hardware: Hardware) -> Workloads:
     memory = predict_memory(tried, hardware).total
     available = USABLE_SHARE * rows_hardware(tried, hardware).memory_bytes
     seconds = predict_step(tried, hardware).total
-    # What does not fit comes after all that does, in the order of its bytes.
+    # Choices that do not fit rank after all choices that fit, ordered by their bytes.
     rank = np.where(memory <= available, seconds, 1e9 * (1 + memory / available))
     columns = {
         "micro_batch_size": workloads.micro_batch_size.copy(),
@@ -68,7 +69,7 @@ def autofill(workloads: Workloads, hardware: Hardware) -> Workloads:
 def _choices(
     workloads: Workloads, open_rows: NDArray[np.int_]
 ) -> tuple[NDArray[np.int_], FloatArray, FloatArray, NDArray[np.str_], FloatArray]:
-    """Return all combinations: row, micro batch, chunks, recomputation and its share."""
+    """Return all combinations: row, micro batch, chunks, recomputation, recomputed share."""
     found: list[tuple[int, float, float, str, float]] = []
     for index in open_rows:
         micro = float(workloads.micro_batch_size[index])
@@ -103,14 +104,15 @@ def _micro_batch_sizes(workloads: Workloads, index: int) -> list[float]:
     sizes = [float(size) for size in MICRO_BATCH_SIZES if per_rank % size == 0]
     if per_rank % 1 == 0:
         return sizes
-    # A batch that was published rounded divides by nothing.
+    # A published batch that was rounded need not divide over the replicas.
     return [float(size) for size in MICRO_BATCH_SIZES if size <= max(per_rank, 1)]
 
 
 def _chunk_counts(workloads: Workloads, index: int) -> list[float]:
-    """Return into how many chunks the layers of a stage divide, embedding and head counted or not.
+    """Return the numbers of chunks that divide the layers of a stage.
 
-    Interleaving needs as many micro batches as stages at least.
+    The embedding and the head may count as one layer each. Interleaving needs at least as many
+    micro batches as stages.
     """
     stages, layers = workloads.pipeline_size[index], workloads.num_layers[index]
     if _is_torch_pipeline(workloads, index):
@@ -126,9 +128,8 @@ def _chunk_counts(workloads: Workloads, index: int) -> list[float]:
 
 
 def _is_torch_pipeline(workloads: Workloads, index: int) -> bool:
-    """Return whether PyTorch's pipelining runs, whose defaults a row without numbers has.
+    """Return whether PyTorch's pipelining runs the row.
 
-    It cuts the batch of a rank into as many micro batches as there are stages, and interleaves two
-    chunks.
+    Its defaults fill the blanks: as many micro batches as stages, and two interleaved chunks.
     """
     return bool(workloads.software[index] == "fsdp" and workloads.pipeline_size[index] > 1)

@@ -1,7 +1,7 @@
 """Fit the constants of the time model to measured steps.
 
-Regularised robust least squares of log(predicted / measured): each constant is a positive number
-with a prior and a width, so that what the rows do not determine stays where physics puts it.
+Regularised robust least squares of log(predicted / measured). Each constant is a positive number
+with a prior and a width: a constant that the measurements do not determine keeps its prior.
 Deterministic: damped Gauss-Newton steps from the priors, with derivatives by finite differences.
 """
 
@@ -20,9 +20,9 @@ from megatron_lattice.planner.step_time import predict_step
 from megatron_lattice.planner.workload import FloatArray, Workloads
 
 ROBUST_WIDTH = 0.05
-"""Residuals beyond this count by their size and not by their square."""
+"""Beyond this residual the loss grows linearly, not quadratically."""
 NUM_ROUNDS = 3
-"""Blanks are filled again with the constants of the round before."""
+"""Each round fills the blanks again, with the constants of the previous round."""
 NUM_STEPS = 12
 
 
@@ -40,7 +40,7 @@ class Measured:
 
 
 def balanced_weights(families: Sequence[str], exponent: float = 0.5) -> FloatArray:
-    """Return weights of rows by which a large family counts more than a small one, not as much."""
+    """Weight each row by the size of its family to the power of `-exponent`, with a mean of 1."""
     names, which, counts = np.unique(families, return_inverse=True, return_counts=True)
     return (counts**-exponent)[which] / np.mean((counts**-exponent)[which])
 
@@ -79,7 +79,7 @@ def _minimise(
     width: FloatArray,
     weight: FloatArray,
 ) -> FloatArray:
-    """Return where the loss is least, from `theta` on: damped Gauss-Newton."""
+    """Return the minimum of the loss: damped Gauss-Newton steps that start at `theta`."""
     damping = 1e-2
     r = residuals(theta)
     loss = _loss(r, weight, (theta - centre) / width)

@@ -1,9 +1,10 @@
 """Fit the planner to runs that were measured on one cluster.
 
-A few steps of some layouts say what the published measurements cannot: how this cluster, with its
-clocks, network and software, differs from those. The constants move from where the published steps
-have put them, each less far than in the calibration on those, because a few runs say little about
-each. The interval of predictions is that of the residuals, with the published one as prior.
+A few measured steps show how this cluster (its clocks, network and software) differs from the
+clusters of the published steps. The fit starts from the constants of the published calibration and
+may move each constant less than that calibration, because a few runs determine each constant only
+weakly. The interval of predictions is computed from the residuals, with the published interval as
+prior.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from megatron_lattice.planner.work import OperationTimes, work_of_ranks
 from megatron_lattice.planner.workload import FloatArray, joined
 
 _LESS_WIDE = 0.5
-"""How far a constant may move, over how far it may in the calibration on published steps."""
+"""Width of the prior of each constant, relative to its width in the published calibration."""
 _WEIGHT = 10.0
-"""What a run of this cluster counts as, against a published one."""
+"""Weight of a run of this cluster; a published run has a weight of about 1."""
 _PRIOR_RUNS = 2.0
-"""Runs that the deviation of published steps counts as."""
+"""Number of runs that the deviation of published steps counts as."""
 _PRIOR_MACHINE = 0.15
-"""Deviation of the logarithm for a machine of which nothing is known."""
+"""Prior deviation of the logarithm of seconds for a machine without measurements."""
 
 
 def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu: Gpu) -> Predictor:
-    """Return the predictor for the cluster on which these runs were measured; itself for none.
+    """Fit the predictor to runs of one cluster; without runs, return it unchanged.
 
     Args:
-        gpu: of that cluster, with its network.
+        gpu: GPU of the cluster, with its network.
     Raises:
         ConfigError: the planner has no constants for the precision of a run.
     """
@@ -45,7 +46,7 @@ def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu
     rows = joined([row_of_run(each.run, gpu) for each in measured])
     seconds = np.array([each.step_s for each in measured])
     hardware = predictor.hardware
-    # What published steps have left as priors is where this cluster is expected.
+    # The constants of the published calibration are the priors of this cluster.
     priors = {
         name: Prior(hardware.constants[name], _LESS_WIDE * prior.width)
         for name, prior in hardware.priors.items()
@@ -62,10 +63,10 @@ def calibrate_to_runs(predictor: Predictor, measured: Sequence[MeasuredRun], gpu
 def calibrate_to_machine(
     measured: Sequence[MeasuredRun], script: ModelScript, cores: int, times: OperationTimes
 ) -> MachineTime:
-    """Return what a unit of work takes on the machine without accelerators that ran these.
+    """Fit the seconds of a unit of work to runs of a machine without accelerators.
 
     Args:
-        times: of the operations of this machine.
+        times: measured operations of this machine.
     Raises:
         TopologyError: this process is a rank of a run.
     """
@@ -79,6 +80,6 @@ def calibrate_to_machine(
 
 
 def _deviation(residuals: FloatArray, prior: float) -> float:
-    """Return the deviation of the logarithm, known from few residuals and a prior."""
+    """Return the deviation of the logarithm, from the residuals and the prior."""
     number = len(residuals) + _PRIOR_RUNS
     return float(np.sqrt((np.sum(residuals**2) + _PRIOR_RUNS * prior**2) / number))

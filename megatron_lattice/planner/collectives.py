@@ -12,7 +12,7 @@ from megatron_lattice.planner.workload import FloatArray, Workloads
 
 @dataclass(frozen=True)
 class CollectiveCosts:
-    """Costs of the groups of a table's layouts.
+    """Costs of collectives in the process groups of each layout of a table.
 
     A group is its size and its stride, the distance of neighbouring members in global ranks: with
     the order tp-cp-ep-dp-pp the stride of an axis is the product of the sizes before it.
@@ -56,14 +56,14 @@ class CollectiveCosts:
     def all_reduce(
         self, bytes_whole: FloatArray, size: FloatArray, stride: FloatArray
     ) -> FloatArray:
-        """Return the time of an all-reduce, which moves what both of the others do."""
+        """Return the time of an all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.all_gather(bytes_whole, size, stride)
 
     def expert_exchange(self, bytes_of_copy: FloatArray, num_copies: FloatArray) -> FloatArray:
         """Return the time of sending each token to `num_copies` experts of the expert group.
 
-        A token goes to another NVLink domain once, however many of its experts are there; inside,
-        once for each expert.
+        A token is sent to another NVLink domain once, even if several of its experts are there;
+        inside a domain it is sent once for each expert.
         """
         loads = self.workloads
         size, stride = loads.expert_size, loads.expert_tensor_size

@@ -1,11 +1,11 @@
 """Correct predicted times by the errors that the model makes on measured steps like them.
 
-What the terms of the time model leave out is much the same for similar runs: a cluster's
-host overhead, a release's kernels. Gaussian process regression ("Gaussian Processes for Machine
+Similar runs have similar errors, caused by effects outside the time model: a cluster's host
+overhead, a release's kernels. Gaussian process regression ("Gaussian Processes for Machine
 Learning", Rasmussen and Williams, chapter 2) of log(measured / predicted) over hardware, software,
-model and layout learns it: a row between measured ones gets their error, a row far from all of
-them gets none. Where rows with the same description contradict each other, most of them win. No
-name of a model or of a source is looked at.
+model and layout learns these errors: a row near measured rows gets their error, a row far from all
+measured rows gets no correction. Rows that contradict many similar rows lose weight. Names of
+models and sources are not used.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from megatron_lattice.planner.workload import FloatArray, Workloads
 
 FILE = Path(__file__).parent / "correction.json"
 
-# How much a difference counts, against a difference of 1 in the kernel. Sizes are
-# in powers of two, choices are 0 or 1. Other hardware or software is unlike; twice the model is
-# less like than twice the ranks.
+# Weight of each feature's difference in the kernel. Sizes are in powers of two, choices are 0 or
+# 1. A difference in hardware or software counts most; a factor of two in the size of the model
+# counts more than a factor of two in the number of ranks.
 _OTHER_KIND = 1.5
 _MODEL = 1.0
 _LAYOUT = 0.5
 NOISE = 0.5
-"""Deviation of repeated measurements over that of the model's errors."""
+"""Deviation of repeated measurements, relative to the deviation of the model's errors."""
 OUTLIER = 0.06
-"""Where rows like it say so much else in log, a row counts half: another system, or a bad day."""
+"""A row whose log error differs this much from the error of similar rows counts half."""
 _ROUNDS = 8
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Measured rows, by their features and their weight.
+    """Features and weights of the measured rows.
 
     Attributes:
         features: [rows, dimensions], see `features_of`.
-        weights: [rows]; the correction of a row is the sum of these times the kernel.
+        weights: [rows]; the log correction of a row is the sum of weight times kernel.
     """
 
     features: FloatArray
     weights: FloatArray
 
     def factor(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
-        """Return what to multiply predicted seconds with; rows must have no blanks."""
+        """Return the factor that corrects predicted seconds; rows must have no blanks."""
         return np.exp(_kernel(features_of(workloads, hardware), self.features) @ self.weights)
 
     def similarity(self, workloads: Workloads, hardware: Hardware) -> FloatArray:
-        """Return how like the nearest measured row each row is: 1 the same, 0 unlike all."""
+        """Return each row's similarity to its nearest measured row: 1 identical, 0 unrelated."""
         kernel = _kernel(features_of(workloads, hardware), self.features)
         return np.asarray(kernel.max(axis=1, initial=0.0))
 
@@ -71,13 +71,13 @@ def load_correction() -> Correction:
 def fit_correction(
     workloads: Workloads, hardware: Hardware, measured: FloatArray, predicted: FloatArray
 ) -> Correction:
-    """Learn from the errors of predictions of measured rows, which have no blanks."""
+    """Fit the correction to predictions and measurements of rows without blanks."""
     features = features_of(workloads, hardware)
     kernel, errors = _kernel(features, features), np.log(measured / predicted)
     noise = np.full(len(features), NOISE**2)
     for _ in range(_ROUNDS):
-        # What each row differs by from what the others say of it (Rasmussen and Williams, equation
-        # 5.12), with the weights of Student's t distribution.
+        # Leave-one-out residuals (Rasmussen and Williams, equation 5.12), with the weights of
+        # Student's t distribution.
         inverse = np.linalg.inv(kernel + np.diag(noise))
         left_out = inverse @ errors / np.diag(inverse)
         noise = NOISE**2 * (1 + (left_out / OUTLIER) ** 2)

@@ -1,4 +1,4 @@
-"""How good predictions are: errors, macro-median, order of layouts, regret of the choice."""
+"""Accuracy of predictions: errors, macro-median, order of layouts, regret of the choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Figures:
     pairs: float
     """Share of pairs of layouts in the right order; a tie counts half."""
     regret: float
-    """Mean over groups: measured time of the layout predicted best over the best measured, - 1."""
+    """Mean over groups: measured time of the layout predicted fastest, over the fastest, - 1."""
     worst_regret: float
 
     def line(self, title: str) -> str:
@@ -47,8 +47,8 @@ def figures(
     """Compare predictions with measurements.
 
     Args:
-        families: of each row; the macro-median is the mean of their medians.
-        groups: rows with the same name differ by layout only; empty for none.
+        families: family of each row; the macro-median is the mean of their medians.
+        groups: rows with the same name differ by layout only; an empty name joins no group.
     """
     error = np.abs(predicted / measured - 1)
     of_family: dict[str, list[float]] = defaultdict(list)

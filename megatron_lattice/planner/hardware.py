@@ -1,8 +1,8 @@
 """GPUs and the fitted constants of the time model: one JSON file per GPU generation.
 
-A file `constants/GENERATION.json` has the data sheet of each of its GPUs and the constants that
-calibration found, with how each was obtained. `constants/software.json` holds what depends on the
-software era and not on the GPU.
+A file `constants/GENERATION.json` contains the data sheet of each GPU of the generation, and the
+fitted constants with the source of each. `constants/software.json` contains the constants that
+depend on the software era and not on the GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Prior:
-    """Where calibration expects a constant, and how far in log it may be from there."""
+    """Expected value of a constant, and the width of its prior in log."""
 
     value: float
     width: float
@@ -71,7 +71,7 @@ class Hardware:
         return self.constants[f"{SOFTWARE}.{name}"]
 
     def per_software(self, name: str, workloads: Workloads) -> FloatArray:
-        """Return a constant that each kind of software has its own of."""
+        """Return a constant that has one value per kind of software, for each row."""
         kinds, which = np.unique(workloads.software, return_inverse=True)
         return np.array([self.constant(f"{kind}.{name}") for kind in kinds])[which]
 
@@ -83,7 +83,7 @@ class RowHardware:
     generation: TextArray
     peak_16_bit_flops: FloatArray
     peak_flops: FloatArray
-    """Of matrix products in the precision of the row."""
+    """Peak of matrix products in the precision of the row."""
     gemm_efficiency: FloatArray
     memory_bytes: FloatArray
     memory_bytes_per_s: FloatArray
@@ -146,7 +146,7 @@ def _kind_of(precisions: TextArray) -> TextArray:
 
 
 def gpu_named(name: str, hardware: Hardware) -> Gpu:
-    """Return a GPU; A100-80GB-SXM is the A100, for which there is no longer known name.
+    """Return a GPU by its longest matching name; A100-80GB-SXM is an A100.
 
     Raises:
         ConfigError: no file of constants describes it.
@@ -189,10 +189,10 @@ def load_hardware() -> Hardware:
 
 
 def save_constants(hardware: Hardware, obtained: str) -> None:
-    """Write fitted constants into their files, and for each what `obtained` says.
+    """Write fitted constants into their files, each with the text `obtained`.
 
     Args:
-        obtained: how, for example the rows that were fitted.
+        obtained: source of the constants, for example the fitted rows.
     """
     for path in sorted(CONSTANTS.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))

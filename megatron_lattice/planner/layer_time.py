@@ -20,19 +20,19 @@ Product = tuple[FloatArray, FloatArray, FloatArray]
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Forward and backward of something, each with the communication that is not hidden."""
+    """Forward and backward seconds, each with its exposed communication."""
 
     forward: FloatArray
     backward: FloatArray
     exposed: FloatArray
-    """The part of both that is communication."""
+    """Exposed communication, forward and backward together."""
 
 
 def active_scale(loads: Workloads) -> FloatArray:
-    """Return the published active parameters over those that the columns account for.
+    """Return the published active parameters over the active parameters of the columns.
 
-    Shared experts, latent attention and a few dense layers are not in the columns; their products
-    are taken to be like the other ones. 1 for dense models.
+    Shared experts, latent attention and a few dense layers have no columns; their products are
+    assumed to run at the speed of the other products. 1 for dense models.
     """
     layer = 2 * loads.hidden_size * (loads.query_width + loads.kv_width)
     layer = layer + 3 * loads.expert_hidden_size * loads.moe_ffn_hidden_size * loads.moe_router_topk
@@ -63,7 +63,7 @@ def dense_products(loads: Workloads) -> list[Product]:
 
 
 def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTime:
-    """Return the time of one layer, backward with what it computes again."""
+    """Return the time of one layer; the backward contains the recomputation."""
     loads, hardware = operators.workloads, operators.hardware
     scale = active_scale(loads)
     of_attention, of_feed_forward = attention_products(loads), dense_products(loads)
@@ -115,7 +115,7 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
     per_pass = per_pass + expert * hardware.constant("expert_exposed")
     exposed_forward = per_pass
     exposed_backward = per_pass * (1 + layers_again)
-    # Tokens go to their experts once more where these are recomputed by themselves.
+    # Experts that are recomputed alone receive their tokens once more.
     routed_again = np.where(loads.recompute == "mlp", loads.recompute_share, 0.0)
     exposed_backward += routed_again * expert * hardware.constant("expert_exposed")
     return PassTime(
@@ -130,7 +130,7 @@ def expert_products(loads: Workloads) -> list[Product]:
     local = loads.local_experts
     rows = loads.microbatch_tokens * np.maximum(loads.moe_router_topk, 1.0) / local
     split = loads.expert_tensor_size
-    # Tokens of a tensor-parallel rank go to whole experts where experts are not split.
+    # Unless experts are split, a tensor-parallel rank sends its tokens to whole experts.
     rows = np.maximum(rows * split / loads.tensor_size, 1.0)
     width = np.maximum(loads.moe_ffn_hidden_size, 1.0) / split
     return [
@@ -140,7 +140,7 @@ def expert_products(loads: Workloads) -> list[Product]:
 
 
 def _experts(operators: OperatorCosts) -> tuple[FloatArray, FloatArray]:
-    """Return forward and backward of the routed experts of a rank: one product for each."""
+    """Return the seconds of the routed experts of a rank, with one product per expert."""
     shapes = expert_products(operators.workloads)
     slower = operators.workloads.local_experts / operators.hardware.constant("grouped_gemm")
     forward = sum(operators.linear_forward(*shape) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Search the fastest layout that fits, and say what would fit where none does."""
+"""Search the fastest layout that fits; if no layout fits, name the changes that would help."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_lattice.planner.step_time import predict_step
 from megatron_lattice.planner.workload import FloatArray, Workloads
 
 BLOCK = 32768
-"""Rows that are computed at a time: some hundred columns of them fit into 100 MB."""
+"""Rows that are computed at a time: their few hundred columns fit into 100 MB."""
 CORRECTED = 2048
 """Fastest rows whose order the measured steps correct."""
 MOST_GROWTH = 64
-"""Times the GPUs that are tried where nothing fits."""
+"""Largest factor on the number of GPUs that is tried if no layout fits."""
 AXES = (
     "tensor_size", "pipeline_size", "context_size", "expert_size", "data_size",
     "micro_batch_size", "num_chunks", "sharding_stage", "recompute",
@@ -49,13 +49,13 @@ class SearchResult:
     refused: Counter[str]
 
     def best_with(self, axis: str, value: object) -> int | None:
-        """Return the fastest row with a value on an axis; None where none of these fits."""
+        """Return the fastest row with a value on an axis; None if no such row fits."""
         column = getattr(self.table, axis)
         rows = self.order[column[self.order] == value]
         return int(rows[0]) if len(rows) else None
 
     def least_memory(self, axis: str | None = None, value: object = None) -> int:
-        """Return the row that needs the fewest bytes, of those with a value on an axis."""
+        """Return the row that needs the fewest bytes, among the rows with a value on an axis."""
         rows = np.arange(len(self.table))
         if axis is not None:
             rows = rows[getattr(self.table, axis) == value]
@@ -63,7 +63,7 @@ class SearchResult:
 
 
 def search_layouts(model: Workloads, choices: Choices, predictor: Predictor) -> SearchResult:
-    """Predict memory of all layouts, and the time of those that fit.
+    """Predict the memory of all layouts, and the time of all layouts that fit.
 
     Args:
         model: one row, see `layout_space`.
@@ -98,7 +98,7 @@ def _blocks(rows: NDArray[np.int_]) -> Iterator[NDArray[np.int_]]:
 
 
 def on_gpus(model: Workloads, gpu: Gpu, world_size: int) -> Workloads:
-    """Return the row with other GPUs, in their usual build."""
+    """Return the row on another number and kind of GPUs, with their usual network."""
     return model.replace(
         gpu=np.array([gpu.name]),
         world_size=np.array([float(world_size)]),
@@ -108,7 +108,7 @@ def on_gpus(model: Workloads, gpu: Gpu, world_size: int) -> Workloads:
 
 
 def what_would_fit(model: Workloads, choices: Choices, predictor: Predictor) -> list[str]:
-    """Return the changes after each of which a layout fits, in words."""
+    """Return, as text, changes that make at least one layout fit."""
     hardware, world = predictor.hardware, int(model.world_size[0])
     gpu = hardware.gpus[str(model.gpu[0])]
 

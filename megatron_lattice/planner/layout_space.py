@@ -1,7 +1,7 @@
 """Every layout of a model on a number of GPUs that the program can run, as one table.
 
-What cannot be is left out by proof: something does not divide. Each proof is counted, so that a
-search can say what it has not looked at.
+A layout is left out if a size does not divide. Each reason is counted, so that the report
+can list the layouts that the search did not compute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECOMPUTE_QUARTERS = (1, 2, 3, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Values that an axis may have; an empty tuple leaves it open."""
+    """Allowed values of each axis; an empty tuple allows all values."""
 
     tensor_size: tuple[int, ...] = ()
     pipeline_size: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """Layouts that divide, and how many ways of splitting do not, by the reason."""
+    """Layouts that divide, and the number of splits that do not divide, by reason."""
 
     table: Workloads
     refused: Counter[str]
@@ -61,7 +61,7 @@ def layout_space(model: Workloads, choices: Choices) -> LayoutSpace:
 
     Args:
         model: one row: the columns of the model, the batch and the GPUs are read.
-        choices: what is not open.
+        choices: values that are fixed.
     """
     refused: Counter[str] = Counter()
     found = [
@@ -135,7 +135,7 @@ def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterato
 
 
 def _why_not_split(model: Workloads, tp: int, pp: int) -> str:
-    """Return what does not divide over tensor and pipeline parallelism; empty if all does."""
+    """Return which size tensor and pipeline parallelism do not divide; empty if all divide."""
     heads, groups = _number(model.num_attention_heads), _number(model.num_query_groups)
     if heads % tp or (groups % tp and tp % groups):
         return "the attention heads do not divide over tensor"
@@ -147,9 +147,10 @@ def _why_not_split(model: Workloads, tp: int, pp: int) -> str:
 
 
 def counted_layers(num_layers: int, num_stages: int) -> int | None:
-    """Return the layers to divide over stages: with the loss, then the embedding, as one more each.
+    """Return the number of layers to divide over stages.
 
-    None where nothing divides.
+    The loss, then the embedding, count as one layer each if the layers alone do not divide. None
+    if no count divides.
     """
     for extra in (0, 1, 2):
         total = num_layers + extra
@@ -201,8 +202,9 @@ def _batches(
 def _sharding_stages(choices: Choices, ranks: _Ranks) -> tuple[int, ...]:
     """Return the ZeRO stages: above 1 only without a pipeline.
 
-    In a pipeline gradients of several micro batches and chunks are open at a time, so gathered
-    parameters and whole gradients stay: it would need as much memory, and more messages.
+    In a pipeline, gradients of several micro batches and chunks are open at the same time, so
+    gathered parameters and unsharded gradients stay in memory: sharding them saves no memory and
+    adds messages.
     """
     if choices.sharding_stage:
         return choices.sharding_stage

@@ -1,9 +1,10 @@
 """Seconds of a step on a machine without accelerators, from the program and a short measurement.
 
-The work of a rank is counted in its imaginary step (`tracing.work`). Its operations are timed here,
-each by itself; what they take in a run, and what a call of Python and a message take, is fitted to
-a few measured layouts of the same machine, not negative and in relative error. Ranks share the
-cores: a step takes the pipeline's makespan, or all work over the cores if that is more.
+`planner.work` counts the work of a rank in a step on fake tensors. This module times each
+operation alone. A fit to a few measured layouts of the same machine gives the time of the
+operations within a run, of a Python call and of a message: factors are not negative, and errors are
+relative. Ranks share the cores: a step lasts as long as the pipeline's makespan, or as all work
+divided by the number of cores if that is longer.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from megatron_lattice.planner.workload import FloatArray
 
 _NUM_ROUNDS = 400
 _DISTURBED = 0.1
-"""Relative error from which on a step is rather taken to have been disturbed."""
+"""A step with a larger relative error probably ran on a disturbed machine."""
 _SHARING = np.linspace(1.0, 1.6, 25)
 _USUAL_SHARING, _SHARING_WIDTH = 1.15, 0.15
-"""What is expected before a run was measured, and how far from it a machine may well be."""
+"""Expected slowdown of a rank by the other ranks before any measurement, and its width."""
 TERMS = ("operation_seconds", "num_calls", "num_messages", "message_bytes")
 _USUAL = np.array([1.2, 6.5e-7, 3e-4, 6.5e-10])
 """Seconds of one unit of each term on a core of a server of 2023."""
 _USUAL_WIDTH = 0.5
-"""How far from it a machine may well be, over it: few runs do not tell the terms apart."""
+"""Width of the prior around `_USUAL`, in log: a few runs cannot separate the terms."""
 _SLOWED = np.array([True, True, False, False])
-"""The terms that take longer beside other ranks."""
+"""Which terms take longer while other ranks run."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step of a layout does.
+    """Work of a step of a layout.
 
     Attributes:
-        terms: [ranks, terms], see `WorkOfRank`; the operations by what they take alone.
+        terms: [ranks, terms], see `WorkOfRank`; operations by the seconds that they take alone.
         stretch: makespan of the pipeline over the work of a rank: 1 without a pipeline.
-        cores: of the machine that the ranks share.
+        cores: number of cores that the ranks share.
     """
 
     terms: FloatArray
@@ -52,15 +53,15 @@ class StepWork:
     cores: int
 
     def waited_for(self, sharing: float = 1.0) -> FloatArray:
-        """Return the terms that a step waits for, [terms].
+        """Return the terms on the critical path of a step, [terms].
 
         Args:
-            sharing: what the work of a rank takes beside other ranks, over what it takes alone.
+            sharing: slowdown of a rank's work by other ranks.
         """
         num_ranks = len(self.terms)
         crowding = max(1.0, num_ranks / self.cores)
-        # Cores that are shared let stages wait less, but no more than if they alone made it last:
-        # between the larger of both and their product.
+        # If ranks share cores, stages idle less. The factor is between the larger of stretch and
+        # crowding and their product.
         factor = np.sqrt(self.stretch**2 + crowding**2 - 1)
         slower = np.where(_SLOWED & (num_ranks > 1), sharing, 1.0)
         return np.asarray(self.terms.mean(axis=0) * factor * slower)
@@ -73,14 +74,15 @@ def work_of_step(
 
     Args:
         works: of all ranks, from `work_of_ranks`.
-        times: of the operations of this machine, of earlier runs as well.
+        times: measured operations of this machine; earlier measurements may be included.
     """
-    terms = np.array([_terms(work, times) for work in works])
+    terms = np.array(
+        [
+            (times.seconds_of_work(work), work.num_calls, work.num_messages, work.message_bytes)
+            for work in works
+        ]
+    )
     return StepWork(terms, _stretch(run, run.parallelism.pipeline_model_parallel_size), cores)
-
-
-def _terms(work: WorkOfRank, times: OperationTimes) -> tuple[float, ...]:
-    return times.seconds_of_work(work), work.num_calls, work.num_messages, work.message_bytes
 
 
 def _stretch(run: ResolvedRun, stages: int) -> float:
@@ -99,12 +101,12 @@ def _stretch(run: ResolvedRun, stages: int) -> float:
 
 @dataclass(frozen=True)
 class MachineTime:
-    """What a unit of work takes on a machine.
+    """Seconds of a unit of work on a machine.
 
     Attributes:
-        seconds_of: of one unit of each of `TERMS`.
-        sharing: what work takes beside other ranks, over what it takes alone.
-        deviation: of the logarithm of measured over predicted seconds, in the calibration.
+        seconds_of: seconds of one unit of each of `TERMS`.
+        sharing: slowdown of work by other ranks.
+        deviation: deviation of log(measured / predicted) in the calibration.
     """
 
     seconds_of: FloatArray
@@ -115,26 +117,26 @@ class MachineTime:
         """Return the seconds of a step.
 
         Raises:
-            ConfigError: it sends messages, and the measured runs have not.
+            ConfigError: the step sends messages, and the measured runs sent none.
         """
         terms, messages = work.waited_for(self.sharing), TERMS.index("num_messages")
         if terms[messages] and not self.seconds_of[messages]:
             raise ConfigError(
                 "the measured runs sent no messages, and this one does.",
-                rule="what a message takes here is known from runs that sent some",
+                rule="the time of a message is fitted to measured runs that send messages",
                 flags=["--calibrate"],
                 fix="measure a run of several ranks as well",
             )
         return float(terms @ self.seconds_of)
 
     def interval(self, work: StepWork) -> tuple[float, float]:
-        """Return what nine of ten steps are between, by the residuals of the calibration."""
+        """Return the interval that contains 90 % of the steps, by the calibration's residuals."""
         middle, factor = self.seconds(work), float(np.exp(NINE_TENTHS * self.deviation))
         return middle / factor, middle * factor
 
 
 def fit_machine_time(works: Sequence[StepWork], seconds: Sequence[float]) -> MachineTime:
-    """Fit to measured steps of one machine: the likeliest of several values of `sharing`."""
+    """Fit to measured steps of one machine; of several values of `sharing`, take the likeliest."""
     measured = np.array(seconds)
     found: list[tuple[float, MachineTime]] = []
     for sharing in _SHARING:
@@ -153,10 +155,10 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
 
     Least squares of the relative error with factors that are not negative, by multiplicative
     updates (Lee and Seung, "Learning the parts of objects by non-negative matrix factorization",
-    Nature 401, 1999), from equal shares of each kind of work on.
+    Nature 401, 1999). All kinds of work start with equal shares.
 
-    Each factor is drawn towards what is usual as if one more run had measured it; then all of them
-    are scaled, so that a machine that is slower than usual is not taken for one that is less so.
+    The prior of each factor weighs as much as one run. It is scaled to the speed of the machine,
+    so that the fit does not pull a slow machine towards the usual speed.
 
     Args:
         terms: [runs, terms].
@@ -165,7 +167,7 @@ def _fit_units(terms: FloatArray, measured: FloatArray) -> FloatArray:
     relative = terms / measured[:, None]
     scale = np.maximum(relative.mean(axis=0), 1e-300)
     scaled = relative / scale
-    # Of work that no run has done nothing is said: it keeps the price 0.
+    # A kind of work that no run contains keeps the price 0.
     usual = np.where(relative.any(axis=0), scale * _USUAL, np.inf)
     drawn = (_DISTURBED / _USUAL_WIDTH) ** 2 / usual
     factors = np.full(len(scale), 1 / len(scale))

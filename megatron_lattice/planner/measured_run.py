@@ -1,4 +1,4 @@
-"""Runs that were measured: what they trained, and how long their steps took."""
+"""Measured runs: their settings and the seconds of their steps."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron_lattice.planner.run_workload import KIND_OF_MODULE, workload_of_ru
 from megatron_lattice.planner.workload import Workloads
 
 WARM_UP_STEPS = 2
-"""First steps, which also allocate and compile."""
+"""Number of first steps to skip: they also allocate memory and compile kernels."""
 
 _NOT_TAKEN = {
     "load", "save", "data_path", "train_data_path", "valid_data_path", "test_data_path", "split",
     "train_samples", "lr_decay_samples", "lr_warmup_samples",
 }  # fmt: skip
-"""Settings that name files of another machine, or that others are derived to."""
+"""Settings that name files of another machine, or that resolution derives from other settings."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def measured_runs(paths: Sequence[Path]) -> list[MeasuredRun]:
 
 
 def measured_run(path: Path) -> MeasuredRun:
-    """Read what a run left in its directory: scalars, and a checkpoint with its settings.
+    """Read the scalars of a run, and its settings from a checkpoint.
 
     Args:
         path: directory with the file of `--metrics-jsonl` (or TensorBoard's) and the checkpoint, or
@@ -63,7 +63,7 @@ def measured_run(path: Path) -> MeasuredRun:
     if not seconds:
         raise ConfigError(
             f"{path} has no step after the first {WARM_UP_STEPS}.",
-            rule="a calibration is the median time of the steps after those that warm up",
+            rule="a calibration is the median time of the steps after the warm-up steps",
             flags=["--metrics-jsonl", "--train-iters"],
             fix=f"train {WARM_UP_STEPS + 5} steps or more with --metrics-jsonl FILE",
         )
@@ -71,7 +71,7 @@ def measured_run(path: Path) -> MeasuredRun:
     if stored is None:
         raise ConfigError(
             f"{path} has no checkpoint.",
-            rule="the settings of a measured run are those in its checkpoint",
+            rule="the settings of a measured run are read from its checkpoint",
             flags=["--save"],
             fix="train it with --save in the same directory",
         )
@@ -88,7 +88,7 @@ def measured_run(path: Path) -> MeasuredRun:
 
 
 def _value(spec: FlagSpec, stored: object) -> object:
-    """Return a stored value as the flag has it: enums are stored by their names."""
+    """Convert a stored value to the flag's type: checkpoints store enums by name."""
     if isinstance(stored, str) and issubclass(spec.element, Enum):
         return spec.element.__members__[stored]
     return stored
@@ -130,7 +130,7 @@ def row_of_run(run: ResolvedRun, gpu: Gpu) -> Workloads:
 
 
 def _recomputation(run: ResolvedRun, chunks: int) -> tuple[str, float]:
-    """Return the planner's kind of recomputation, and the share of layers it is of."""
+    """Return the planner's kind of recomputation, and the share of recomputed layers."""
     settings = run.precision
     if settings.recompute_granularity is None:
         return "none", 1.0

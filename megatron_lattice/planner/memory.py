@@ -1,12 +1,12 @@
-"""Bytes of the rank that needs most, in closed form.
+"""Bytes of the rank that needs the most memory, in closed form.
 
-A search compares tens of thousands of layouts; tracing one takes about a second
-(`megatron.training.setup.traced_memory`, which every report uses). So this closed form stays for
-the search alone.
+A search compares tens of thousands of layouts, and tracing one layout takes about a second
+(`megatron.training.setup.traced_memory`, used by all reports). Only the search uses this closed
+form.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-arXiv 2205.05198, section 4; Rajbhandari et al., "ZeRO", arXiv 1910.02054. States, activations of
-the micro batches in flight, logits, and what the runtime itself takes.
+arXiv 2205.05198, section 4; Rajbhandari et al., "ZeRO", arXiv 1910.02054. The sum contains states,
+activations of the micro batches in flight, logits, and the overhead of the runtime.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Memory:
     """Weights, gradients, optimizer state, gathered layers."""
     activations: FloatArray
     logits: FloatArray
-    """Logits and their gradient, or the layer that is recomputed, if that is more."""
+    """Logits and their gradient, or the recomputed layer if that is larger."""
     overhead: FloatArray
-    """Context of the device, communication buffers, and what the allocator cannot use."""
+    """Context of the device, communication buffers, and fragmentation of the allocator."""
 
     @property
     def total(self) -> FloatArray:
@@ -56,14 +56,14 @@ def predict_memory(workloads: Workloads, hardware: Hardware) -> Memory:
     per_layer = share * per_layer + (1 - share) * everything
     activations = layers * per_layer
     full = workloads.recompute == "full"
-    # Under full recomputation one layer at a time has all of its activations again.
+    # Under full recomputation, one layer at a time holds all of its activations again.
     on_last = np.where(workloads.pipeline_size == 1, 1.0, 0.0)
     # Logits in 16 bits, in fp32, and the gradient in one of them or both.
     logits = 10 * workloads.microbatch_tokens * workloads.vocab_size / workloads.tensor_size
     # The last stage holds fewer micro batches than the first, which leaves space for its logits.
     logits = logits * on_last
-    # Under full recomputation one layer at a time has all of its activations again: when the
-    # backward reaches it, that is, after the logits are gone.
+    # The backward reaches a recomputed layer after the logits are freed, so the two peaks are
+    # not added.
     logits = np.maximum(logits, np.where(full, everything, 0.0))
     factor = hardware.per_software("allocator_factor", workloads)
     fixed = hardware.per_software("runtime_gib", workloads) * GIB
@@ -75,7 +75,7 @@ def model_states(workloads: Workloads) -> FloatArray:
     """Return weights, gradients and optimizer state of a rank.
 
     Mixed precision Adam: 2 bytes of weights, 2 of 16-bit or 4 of fp32 gradients, 12 of fp32 main
-    weights and moments; divided over data parallelism from their ZeRO stage on.
+    weights and moments. The ZeRO stage determines which of them data parallelism shards.
     """
     shares = parameters_of_rank(workloads)
     size = workloads.data_size * workloads.context_size
@@ -84,7 +84,8 @@ def model_states(workloads: Workloads) -> FloatArray:
 
 
 def _states(workloads: Workloads, weights: FloatArray, size: FloatArray) -> FloatArray:
-    # In a pipeline, FSDP gathers parameters once a step: they stay, and so do full gradients.
+    # In a pipeline, FSDP gathers parameters once a step: gathered parameters and full gradients
+    # stay in memory.
     is_kept = workloads.pipeline_size > 1
     stage = np.where(is_kept, np.minimum(workloads.sharding_stage, 1.0), workloads.sharding_stage)
     kept = workloads.weight_bytes * np.where(stage >= 3, 1 / size, 1.0)

@@ -41,7 +41,7 @@ class OperatorCosts:
         """Return the time of one [m, k] x [k, n] product.
 
         The arithmetic at the sustained rate, plus the operands and the result once through memory:
-        a sum, because the last tiles of a product have nothing to hide their loads under.
+        a sum, because the loads of a product's last tiles overlap with no other tile's arithmetic.
         """
         rows, hardware = self.rows, self.hardware
         if sixteen_bit:
@@ -87,13 +87,13 @@ class OperatorCosts:
         return self._attention(products=np.where(flash, 2.5, 2.0), passes=1.5)
 
     def _attention(self, products: FloatArray | float, passes: float) -> FloatArray:
-        """Return the time of `products` times the two products, causal where a kernel knows it."""
+        """Return the time of `products` times the two products; only causal kernels skip half."""
         loads, hardware, rows = self.workloads, self.hardware, self.rows
         width = loads.query_width / loads.tensor_size
         score_flops = 4 * loads.microbatch_tokens * loads.seq_length * width
         # PyTorch's own attention is a FlashAttention-2 that was written for Ampere; Megatron calls
-        # the kernels of the GPU's generation (cuDNN, FlashAttention-3).
-        # Models with FSDP and no gated feed-forward are of 2023: FlashAttention-1.
+        # the kernels of the GPU's generation (cuDNN, FlashAttention-3). FSDP models without a
+        # gated feed-forward were published in 2023 and used FlashAttention-1.
         is_torch, is_gated = loads.software == "fsdp", loads.gated_linear_unit > 0
         kernel = np.where(
             is_torch, np.where(is_gated, "flash_attention_2", "flash_attention_1"), "attention"
@@ -105,7 +105,8 @@ class OperatorCosts:
             ]
         )
         # PyTorch's context parallelism cuts the sequence into consecutive shards: the last rank's
-        # queries see 2 - 1/cp of the mean number of keys. Others pair early with late shards.
+        # queries attend to 2 - 1/cp times the mean number of keys. Others pair early with late
+        # shards.
         is_uneven = loads.software == "fsdp"
         uneven = np.where(is_uneven, 2 - 1 / loads.context_size, 1.0)
         flash = uneven * score_flops / 2 / (rows.peak_16_bit_flops * flash_efficiency * rows.power)
@@ -134,7 +135,7 @@ class OperatorCosts:
         per_token = per_token + (4 + 2 * loads.gated_linear_unit) * ffn
         per_token = per_token + 4 * (loads.query_width + loads.kv_width) / loads.tensor_size
         scale = self.hardware.per_software("elementwise_traffic", loads)
-        # Tokens are sorted by expert before the experts and put back after them.
+        # Tokens are sorted by expert before the experts run, and restored to their order after.
         routed = 12 * loads.moe_router_topk * loads.expert_hidden_size
         per_token = per_token + routed * self.hardware.constant("routing_traffic")
         return self.memory(per_token * loads.microbatch_tokens * scale)
@@ -154,9 +155,9 @@ class OperatorCosts:
         return kernels * self.hardware.per_software("launch_s", self.workloads)
 
     def beside_launches(self, on_gpu: FloatArray, launches: FloatArray) -> FloatArray:
-        """Return the time of work on the GPU that the host launches meanwhile.
+        """Return the time of GPU work that the host launches at the same time.
 
-        A power mean stands for the maximum: the two alternate where they are about equal.
+        A power mean approximates the maximum: either can be the longer where they are about equal.
         """
         larger = np.maximum(on_gpu, launches)
         smaller = np.minimum(on_gpu, launches)

@@ -81,7 +81,7 @@ _KIND_COLOURS = {
 }
 _MOST_DRAWN = 5000
 _SLOWEST = 10.0
-"""Times the fastest; slower layouts are left out."""
+"""Layouts slower than this many times the fastest are left out."""
 
 
 def search_figure(found: SearchResult, chosen: Sequence[int], capacity_bytes: float) -> Any:
@@ -89,7 +89,7 @@ def search_figure(found: SearchResult, chosen: Sequence[int], capacity_bytes: fl
 
     Args:
         chosen: rows of the search, the best first.
-        capacity_bytes: of a GPU.
+        capacity_bytes: memory of a GPU.
     """
     figure = new_figure(12, 7.5, purpose=FLAG)
     axis = figure.subplots()
@@ -120,7 +120,7 @@ def search_figure(found: SearchResult, chosen: Sequence[int], capacity_bytes: fl
     axis.set_ylabel("GiB of a GPU")
     axis.set_ylim(bottom=0)
     axis.set_title(
-        f"{len(found.order)} of {len(found.table)} layouts fit; drawn: {len(rows)} of those up to"
+        f"{len(found.order)} of {len(found.table)} layouts fit; drawn: {len(rows)} layouts up to"
         f" {_SLOWEST:g} times the fastest",
         fontsize=10,
         loc="left",
@@ -175,8 +175,8 @@ def timeline_figure(timeline: Timeline) -> Any:
     axis.set_yticklabels([f"stage rank {rank}" for rank in range(timeline.num_ranks)])
     axis.set_xlabel("seconds")
     axis.set_title(
-        f"{timeline.num_microbatches} micro batches; of each rank, computing above and what it"
-        " communicates below",
+        f"{timeline.num_microbatches} micro batches; upper lane of a rank: compute, lower lane:"
+        " communication",
         fontsize=10,
         loc="left",
     )
@@ -205,7 +205,7 @@ def _draw(axis: Any, bar: Bar, end: float) -> None:
 
 
 def roofline_figure(roofline: Roofline, title: str) -> Any:
-    """Return operations per second over operations per byte, under what the GPU can do."""
+    """Return operations per second over operations per byte, under the GPU's roofline."""
     figure = new_figure(12, 7.5, purpose=FLAG)
     axis = figure.subplots()
     ridge = roofline.peak_flops / roofline.bytes_per_s
@@ -221,12 +221,12 @@ def roofline_figure(roofline: Roofline, title: str) -> Any:
     for number, (point, x) in enumerate(zip(roofline.points, intensities, strict=True)):
         colour = f"C{number % 10}"
         rate = point.flops / point.seconds / 1e12
-        # Area by time: what counts is large.
+        # The area of a point grows with its time.
         longest = max(each.seconds for each in roofline.points)
         size = 30 + 400 * point.seconds / longest
         label = f"{number + 1}  {point.name}: {_seconds(point.seconds)}, {rate:.0f} TFLOP/s"
         axis.scatter([x], [rate], s=size, color=colour, alpha=0.6, label=label)
-        # Products of one size share a place: their numbers stand apart.
+        # Products of one size have the same coordinates: separate their numbers.
         above = 16 + 11 * (number % 4)
         axis.annotate(
             str(number + 1), (x, rate), xytext=(0, above if number % 8 < 4 else -above),
@@ -251,7 +251,7 @@ def _seconds(seconds: float) -> str:
 
 
 def scaling_figure(curves: Sequence[Curve]) -> Any:
-    """Return a figure with six panels, in each of which a line is a model."""
+    """Return a figure with six panels; each panel has one line per model."""
     figure = new_figure(14, 12, purpose=FLAG)
     axes = figure.subplots(3, 2)
     strong = [curve for curve in curves if curve.points[0].scaling is Scaling.STRONG]

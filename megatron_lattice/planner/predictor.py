@@ -1,4 +1,4 @@
-"""The time model with its constants and its correction, as one thing to fit, load and ask."""
+"""The time model with its constants and its correction: fit, load and predict."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from megatron_lattice.planner.step_time import predict_step
 from megatron_lattice.planner.workload import FloatArray, Workloads, from_rows
 
 NINE_TENTHS = 1.645
-"""Standard deviations on either side that hold nine tenths of a normal distribution."""
+"""Number of standard deviations around the mean that contain 90 % of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts seconds of a step of rows, which may have blanks."""
+    """Predicts the step seconds of rows, which may have blanks."""
 
     hardware: Hardware
     correction: Correction
     deviation: float | None = None
-    """Of the logarithm of the error, where runs of this cluster were measured."""
+    """Deviation of the log error on runs of this cluster; None without such runs."""
 
     def modelled_seconds(self, workloads: Workloads) -> FloatArray:
-        """Return what the terms of the time model add up to."""
+        """Return the seconds of the time model without the correction."""
         return predict_step(autofill(workloads, self.hardware), self.hardware).total
 
     def seconds(self, workloads: Workloads) -> FloatArray:
-        """Return the same, corrected by measured steps like these."""
+        """Return the seconds, corrected by the errors on similar measured steps."""
         filled = autofill(workloads, self.hardware)
         factor = self.correction.factor(filled, self.hardware)
         return factor * predict_step(filled, self.hardware).total
 
     def interval(self, workloads: Workloads) -> FloatArray:
-        """Return by what factor nine of ten measured steps are off at most, in either direction.
+        """Return the factor within which 90 % of measured steps lie, in either direction.
 
-        Rows like measured ones are known better than others; both limits are those of
-        cross-validation. Where runs of this cluster were measured, their residuals say it.
+        The residuals of this cluster's runs give it if there are any. Else it is interpolated
+        between two limits of the cross-validation, by the similarity to measured rows.
         """
         if self.deviation is not None:
             return np.full(len(workloads), np.exp(NINE_TENTHS * self.deviation))
@@ -55,7 +55,7 @@ class Predictor:
 
 
 def fit_predictor(measured: Measured, hardware: Hardware) -> Predictor:
-    """Fit the constants, then the correction to the errors that are left."""
+    """Fit the constants, then fit the correction to the remaining errors."""
     fitted = fit(measured, hardware)
     filled = autofill(measured.workloads, fitted)
     predicted = predict_step(filled, fitted).total
@@ -71,10 +71,9 @@ COLUMNS = ("id", "predicted_step_s", "predicted_mem_GB", "fits", "low_step_s", "
 
 
 def score_rows(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> list[dict[str, str]]:
-    """Predict each row; a row that does not fit into memory is predicted all the same.
+    """Predict each row, including rows that do not fit into memory.
 
-    The memory is in GiB, as tools that watch GPUs print it. Nine of ten measured steps are between
-    the low and the high time.
+    Memory is in GiB. 90 % of measured steps lie between the low and the high time.
     """
     workloads = autofill(from_rows(rows), predictor.hardware)
     seconds = predictor.seconds(workloads)

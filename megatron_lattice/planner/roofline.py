@@ -31,11 +31,11 @@ class OperatorPoint:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What the GPU can do at most, and what the model says of each operator.
+    """Peaks of the GPU, and the operators of the model.
 
     Attributes:
-        peak_flops: of products in the precision of the run.
-        bytes_per_s: of the memory.
+        peak_flops: peak of products in the precision of the run.
+        bytes_per_s: bandwidth of the memory.
     """
 
     points: list[OperatorPoint]
@@ -73,7 +73,7 @@ def roofline_of(row: Workloads, hardware: Hardware) -> Roofline:
     norms = operators.norms_forward()
     for name, seconds in (("norms", norms), ("norms, residuals, activations", elementwise)):
         moved = float(seconds[0]) * rows.memory_bytes_per_s[0]
-        # About one operation for each byte: what matters of these is their memory.
+        # These do about one operation per byte: their memory traffic determines their time.
         moved *= hardware.constant("memory_efficiency")
         points.append(
             OperatorPoint(name=name, flops=moved, num_bytes=moved, seconds=float(seconds[0]))

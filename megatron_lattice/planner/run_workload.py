@@ -44,12 +44,12 @@ FREE_LAYOUT: Mapping[str, Any] = {
     "recompute_num_layers": None,
     "recompute_modules": None,
 }
-"""Settings that a search decides, as they are in one process."""
+"""Settings that a search decides, with their values in one process."""
 
 KIND_OF_MODULE = {
     "core_attn": "selective", "layernorm": "layernorm", "mlp": "mlp", "moe": "mlp",
 }  # fmt: skip
-"""The planner's kind of recomputation for a word of --recompute-modules."""
+"""Planner's kind of recomputation for each word of --recompute-modules."""
 _DECIDED_OTHERWISE = (
     "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
@@ -70,15 +70,15 @@ class StateBytes:
 def state_bytes(
     optimizer: OptimizerFlags, precision: HalfPrecision, *, grads_in_fp32: bool
 ) -> StateBytes:
-    """Return the bytes that a parameter needs between steps."""
+    """Return the bytes of a parameter between steps."""
     item = {torch.float32: 4.0, torch.bfloat16: 2.0, torch.float16: 2 + 4 / 128,
             torch.uint8: 1 + 4 / 128}  # fmt: skip
     is_half = precision.bf16 or precision.fp16
     first, second = item[optimizer.exp_avg_dtype], item[optimizer.exp_avg_sq_dtype]
     main = item[optimizer.main_params_dtype] if is_half else 0.0
     if optimizer.use_precision_aware_optimizer and precision.bf16 and main == 4.0:
-        main = 2.0  # what the weights lack of fp32
-    # The parameters of Muon that another rule updates are few.
+        main = 2.0  # the other two bytes of fp32 are the bf16 weight
+    # Muon leaves some parameters to another rule; they are too few to count.
     names = OPTIMIZERS[optimizer.optimizer].state_names
     moments = sum(second if name == "exp_avg_sq" else first for name in names)
     kept = 1.0
@@ -110,8 +110,8 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
     if others:
         raise ConfigError(
             f"{others} layers are not attention and an MLP.",
-            rule="the planner has no time for them; their parameters, operations and memory are"
-            " those that pretrain_gpt.py --dry-run and tools/plan.py memory print",
+            rule="the planner has no time model for such layers; pretrain_gpt.py --dry-run and"
+            " tools/plan.py memory print their parameters, operations and memory",
             flags=["--experimental-attention-variant", "--hybrid-layer-pattern"],
             fix="leave it out to plan a model with attention",
         )
@@ -170,10 +170,10 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
 
 
 def choices_of(config: RunConfig, given: frozenset[str]) -> Choices:
-    """Return what the user has decided already.
+    """Return the choices that the user's flags fix.
 
     Raises:
-        ConfigError: in a way that the search does not know.
+        ConfigError: a flag requests a layout that the search does not support.
     """
     for name in _DECIDED_OTHERWISE:
         if name in given:
@@ -240,7 +240,7 @@ def settings_of_layout(row: Workloads, *, has_dispatcher: bool) -> dict[str, Any
 
     Args:
         row: a table of one row.
-        has_dispatcher: whether the user has named the dispatcher of tokens.
+        has_dispatcher: whether the user's flags name the token dispatcher.
     """
 
     def number(column: str) -> int:

@@ -1,4 +1,4 @@
-"""Strong and weak scaling of a model on paper: the fastest layout for each number of GPUs."""
+"""Predicted strong and weak scaling: the fastest layout for each number of GPUs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_lattice.planner.workload import Workloads
 
 
 class Scaling(Enum):
-    """What stays while GPUs are added."""
+    """Which batch is constant while GPUs are added."""
 
     STRONG = "strong"
     """The global batch."""
     WEAK = "weak"
-    """The batch of a GPU."""
+    """The batch per GPU."""
 
 
 # Layers, hidden size, heads, sequence, vocabulary. The first four: Narayanan et al., "Efficient
@@ -101,10 +101,10 @@ class ScalingPoint:
     tokens_per_s: float
     flops_per_s_per_gpu: float
     mfu: float
-    """Of the peak of 16-bit products; causal attention, nothing recomputed."""
+    """Model FLOPs over the peak of 16-bit products: causal attention, no recomputation."""
     bubble_share: float
     exposed_share: float
-    """Communication that nothing hides."""
+    """Share of the step that is exposed communication."""
 
 
 def scaling_points(
@@ -115,11 +115,10 @@ def scaling_points(
     batch: float,
     predictor: Predictor,
 ) -> list[ScalingPoint]:
-    """Search the fastest layout for each number of GPUs; numbers with which nothing fits are left
-    out.
+    """Search the fastest layout for each number of GPUs; skip numbers without a layout that fits.
 
     Args:
-        batch: samples of a step in all; for weak scaling, of each GPU.
+        batch: samples of a step: in all for strong scaling, per GPU for weak scaling.
     """
     found = []
     for num_gpus in counts:
@@ -155,7 +154,7 @@ def scaling_points(
 
 
 def efficiency(points: Sequence[ScalingPoint]) -> list[float]:
-    """Return the tokens per second of a GPU over those of the first point, for each."""
+    """Return each point's tokens per second and GPU, relative to the first point."""
     return [
         point.tokens_per_s / point.num_gpus * points[0].num_gpus / points[0].tokens_per_s
         for point in points

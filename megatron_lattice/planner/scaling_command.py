@@ -39,10 +39,10 @@ class Curve:
 
 
 def scaling_curves(flags: ScalingFlags) -> list[Curve]:
-    """Return the curves of all models, strong then weak; those where nothing fits are left out.
+    """Return the curves of all models, strong then weak; leave out curves without a point.
 
     Raises:
-        ConfigError: a GPU or a model that is not known, or nothing fits at all.
+        ConfigError: an unknown GPU or model, or no layout fits at all.
     """
     predictor = load_predictor()
     gpu = gpu_named(flags.gpu, predictor.hardware)
@@ -57,9 +57,9 @@ def scaling_curves(flags: ScalingFlags) -> list[Curve]:
     if not curves:
         raise ConfigError(
             f"nothing fits on {max(flags.num_gpus)} {gpu.name}.",
-            rule="a curve has a point for each number of GPUs on which a layout fits",
+            rule="a curve needs a number of GPUs that a layout fits on",
             flags=["--num-gpus", "--gpu"],
-            fix="allow more GPUs, or larger ones; `tools/plan.py search` says what would fit",
+            fix="allow more GPUs, or larger ones; `tools/plan.py search` lists changes that help",
         )
     return curves
 
@@ -68,7 +68,7 @@ def scaled_models(flags: ScalingFlags) -> list[ScaledModel]:
     """Return the models that the flags name.
 
     Raises:
-        ConfigError: a name that is not in `MODELS`, or flags that cannot be used.
+        ConfigError: a name that is not in `MODELS`, or invalid flags.
     """
     if flags.flags_of_training:
         return [_scaled(_name_of(flags.flags_of_training), flags.flags_of_training, flags.gpu)]
@@ -121,7 +121,7 @@ def _cost(point: ScalingPoint, flags: ScalingFlags, watts: float) -> TrainingCos
 
 
 def scaling_rows(curves: Sequence[Curve]) -> list[dict[str, str]]:
-    """Return one row of text for each point: what `write_rows` writes."""
+    """Return one row of text for each point, for `write_rows`."""
     rows = []
     for curve in curves:
         shares = efficiency(curve.points)
@@ -175,7 +175,7 @@ def _row(point: ScalingPoint, cost: TrainingCost, share: float) -> dict[str, str
 
 
 def write_rows(rows: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Write rows of `scaling_rows` as CSV, into a directory that is made if it is missing."""
+    """Write rows of `scaling_rows` as CSV; create the directory if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

@@ -1,8 +1,8 @@
-"""From a command line to the fastest layout for it, and the command line that trains so.
+"""Search the fastest layout for a command line, and return the command line that trains with it.
 
-`tools/plan.py search` and `pretrain_gpt.py --auto-parallel` are this function. Model, batch and
-precision are those of the resolved settings; layouts that the search prefers are resolved and
-checked by all rules of a run before they are shown.
+`tools/plan.py search` and `pretrain_gpt.py --auto-parallel` call this module. Model, batch and
+precision are read from the resolved settings. The preferred layouts are resolved, and checked by
+all rules of a run, before the report shows them.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ from megatron_lattice.planner.search_report import Chosen, refusal, report
 from megatron_lattice.planner.workload import Workloads
 
 WITHOUT_A_RUN: Mapping[str, Any] = {"train_iters": 1000, "lr": 3e-4}
-"""What a run must be told, and a search need not be."""
+"""Settings that a run requires and a search does not, with placeholders."""
 NUM_SHOWN = 5
 MOST_CHECKED = 64
-"""Layouts that are held against the rules of a run."""
+"""Maximum number of layouts that are checked by the rules of a run."""
 _NOT_OF_A_RUN = ("auto_parallel", "dry_run", "dry_run_world_size", "calibrate_planner")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs to search for, in their usual build or another one."""
+    """The GPUs to search for, with their usual network or another one."""
 
     gpu: str
     world_size: int
     nvlink_domain: int | None = None
     nic_gbytes_per_s: float | None = None
     calibration: Sequence[Path] = ()
-    """Directories of runs that were measured on it."""
+    """Directories of runs that were measured on the cluster."""
 
     def build(self, hardware: Hardware) -> Gpu:
         """Return the GPU with its network.
 
         Raises:
-            ConfigError: the planner does not know it.
+            ConfigError: the planner has no constants for it.
         """
         gpu = gpu_named(self.gpu, hardware)
         if self.world_size < 1:
             raise ConfigError(
                 f"{self.world_size} GPUs.",
-                rule="a search needs to know how many GPUs there are",
+                rule="a search needs the number of GPUs",
                 flags=["--num-gpus", "--dry-run-world-size"],
-                fix="give their number",
+                fix="give the number of GPUs",
             )
         domain, nic = self.nvlink_domain, self.nic_gbytes_per_s
         return Gpu(
@@ -104,9 +104,9 @@ def search_command(words: Sequence[str], cluster: Cluster, *, script: str) -> Se
     """Search and return the report.
 
     Args:
-        words: flags of `pretrain_gpt.py`; parallel sizes, micro batch, sharding and recomputation
-            that they name stay as they are.
-        script: to begin the command line with.
+        words: flags of `pretrain_gpt.py`; if they name parallel sizes, micro batch, sharding or
+            recomputation, the search keeps these values.
+        script: start of the command line in the report.
     Raises:
         ConfigError: the settings cannot be used, or nothing fits.
     """
@@ -161,7 +161,7 @@ def model_of_command(
     if not batch:
         raise ConfigError(
             "--global-batch-size is not given.",
-            rule="layouts are compared at the batch that is trained with",
+            rule="layouts are compared at the global batch of the training",
             flags=["--global-batch-size"],
             fix="add it, for example --global-batch-size 1024",
         )
@@ -236,7 +236,7 @@ def command_line(
 
 
 def _without_length(command: ParsedCommand) -> list[str]:
-    """Return the settings that a run must have and this command lacks."""
+    """Return the settings that a run requires and this command lacks."""
     has_samples = bool(command.config.schedule.train_samples)
     return [
         name
@@ -260,7 +260,7 @@ def _without(words: Sequence[str], names: set[str]) -> list[str]:
 
 
 def words_of_flag(name: str, value: Any) -> list[str]:
-    """Return the words that set a flag; none where the value is its default."""
+    """Return the words that set a flag; an empty list if the value is its default."""
     spec = all_flags()[name]
     if value is None or value == spec.default:
         return []

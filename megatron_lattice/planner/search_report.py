@@ -1,4 +1,4 @@
-"""The result of a search in words: the choice, its cost, and why other layouts lost."""
+"""Report of a search: the choice, its cost, and why other layouts lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = {
 }  # fmt: skip
 
 NUM_OTHERS = 4
-"""Other values of an axis that are shown."""
+"""Number of other values of an axis that are shown."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def report(
     Args:
         chosen: the best layouts, the fastest first.
         flops: of a step, causal attention.
-        refused: layouts that the rules of a run do not allow.
-        line: command line of the first.
+        refused: layouts that a rule of a run refuses.
+        line: command line of the first layout.
     """
     others = _other_choices(found, chosen[0].index)
     indices = np.array([each.index for each in chosen] + [row for _, _, row in others])
@@ -150,7 +150,7 @@ def _other_choices(found: SearchResult, best: int) -> list[tuple[str, Any, int]]
 
 
 def _too_large(found: SearchResult) -> list[str]:
-    """Return the values with which nothing fits."""
+    """Return the values without a layout that fits."""
     lines = []
     for axis, name in NAMES.items():
         column = getattr(found.table, axis)
@@ -178,7 +178,7 @@ def _memory_text(table: Workloads, predictor: Predictor) -> str:
 def refusal(
     found: SearchResult, model: Workloads, choices: Choices, predictor: Predictor
 ) -> ConfigError:
-    """Return the error of a search in which nothing fits, or nothing divides."""
+    """Return the error of a search without a layout that divides and fits."""
     world = int(model.world_size[0])
     if not len(found.table):
         reasons = [f"{reason} ({count})" for reason, count in found.refused.most_common(3)]

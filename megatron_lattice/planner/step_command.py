@@ -1,6 +1,6 @@
-"""What one step of one run will cost, on GPUs or on this machine.
+"""Predict the cost of one step of a run, on GPUs or on this machine.
 
-`tools/plan.py step`, and the prediction in the log of a run.
+`tools/plan.py step` and the log of a run use it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def step_text(
     script: ModelScript,
     calibration: Sequence[Path],
 ) -> str:
-    """Return what a step of `pretrain_gpt.py WORDS` costs.
+    """Return the predicted cost of a step of `pretrain_gpt.py WORDS`.
 
     Args:
-        cluster: its GPUs; None for gloo on this machine.
-        calibration: directories of runs that were measured there.
+        cluster: the GPUs; None for gloo on this machine.
+        calibration: directories of runs that were measured on them.
     Raises:
         MegatronError: a rule of a run is broken, or a step cannot be predicted.
     """
@@ -56,13 +56,13 @@ def step_text(
 def prediction_for_log(
     command: ParsedCommand, world_size: int, script: ModelScript, *, is_shown: bool
 ) -> StepPrediction | None:
-    """Return what the log of a run shows beside the time of its steps.
+    """Return the predicted step time that the log of a run shows.
 
-    On GPUs that the planner knows, by its constants; on other machines where --calibrate-planner
-    names runs that were measured there. To be asked before the ranks meet.
+    On GPUs, the planner's constants predict it; on other machines, runs of that machine, which
+    --calibrate-planner names. Call it before process groups are created.
 
     Args:
-        is_shown: whether this rank writes the log; the others only check the measured runs.
+        is_shown: whether this rank writes the log; other ranks only read the measured runs.
     Raises:
         ConfigError: a measured run cannot be read.
     """
@@ -75,8 +75,8 @@ def prediction_for_log(
         if device.device_type() == "cuda":
             return predicted_step(run, gpu_of_this_machine(), measured)[0]
     except MegatronError:
-        # Mistakes of the command are reported where it is resolved for training; what the planner
-        # has no constants for is not predicted.
+        # Resolving the command for training reports its mistakes. A run for which the planner has
+        # no constants gets no prediction.
         return None
     return predicted_step_of_machine(run, script, measured, os.cpu_count() or 1)
 
@@ -90,7 +90,7 @@ def gpu_of_card(name: str) -> Gpu:
     """Return the data sheet of a card by the name that its driver gives it.
 
     Raises:
-        ConfigError: the planner does not know it.
+        ConfigError: the planner has no constants for it.
     """
     hardware = load_predictor().hardware
     known = [kind for kind in hardware.gpus if kind in name]
@@ -104,8 +104,8 @@ def predicted_step(
 
     Args:
         run: resolved for all of its ranks, with its vocabulary.
-        gpu: with its network.
-        measured: runs of this cluster.
+        gpu: GPU of the cluster, with its network.
+        measured: runs of the cluster.
     Raises:
         ConfigError: the planner has no constants for the precision.
     """
@@ -128,16 +128,16 @@ def predicted_step(
 def predicted_step_of_machine(
     run: ResolvedRun, script: ModelScript, measured: Sequence[MeasuredRun], cores: int
 ) -> StepPrediction:
-    """Predict a step on gloo of the machine on which these runs were measured.
+    """Predict a step on gloo of this machine, from the runs `measured` of this machine.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: `measured` is empty.
         TopologyError: this process is a rank of a run.
     """
     if not measured:
         raise ConfigError(
             "no measured run of this machine.",
-            rule="the constants of a machine without GPUs come from steps that it has taken",
+            rule="the constants of a machine without GPUs are fitted to measured steps",
             flags=["--calibrate"],
             fix="train a few steps with --metrics-jsonl RUN/metrics.jsonl --save RUN, and name RUN",
         )

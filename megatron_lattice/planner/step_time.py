@@ -28,7 +28,7 @@ class StepTime:
     bubble: FloatArray
     pipeline_exposed: FloatArray
     data_exposed: FloatArray
-    """Of gradients and parameters."""
+    """Exposed communication of gradients and parameters."""
     optimizer: FloatArray
     model_exposed: FloatArray
     """Communication of tensor, context and expert parallelism that `stages` contains."""
@@ -43,7 +43,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of rows by what they are spent on; they add up to the predicted time."""
+    """Seconds of each row by activity; they add up to the predicted time."""
 
     columns: Mapping[str, FloatArray]
 
@@ -62,14 +62,14 @@ class Parts:
         return Parts({name: scale * column for name, column in parts.items()})
 
     def largest_excess(self, row: int, best: int) -> str:
-        """Return the part in which a row loses most to another."""
+        """Return the part whose excess of `row` over `best` is the largest."""
         excess = {name: column[row] - column[best] for name, column in self.columns.items()}
         name = max(excess, key=lambda each: excess[each])
         return f"{excess[name]:+.2f} s {name}"
 
     @property
     def exposed(self) -> FloatArray:
-        """All communication that nothing hides."""
+        """All exposed communication."""
         return sum(
             (column for name, column in self.columns.items() if name.startswith("exposed")),
             np.zeros(1),
@@ -114,7 +114,7 @@ def predict_step(workloads: Workloads, hardware: Hardware) -> StepTime:
 
 
 def layers_of_slowest_stage(workloads: Workloads) -> FloatArray:
-    """Return the layers of the ranks that have most.
+    """Return the number of layers on the stage with the most layers.
 
     Where only L+2 divides over the stages, the embedding and the output layer count as a layer
     each, as in the layouts of models with 126 layers; otherwise some stages have one layer more.
@@ -123,7 +123,10 @@ def layers_of_slowest_stage(workloads: Workloads) -> FloatArray:
 
 
 def layers_of_last_stage(workloads: Workloads, slowest: FloatArray) -> FloatArray:
-    """Return the layers beside the output layer: fewer where the division leaves a choice."""
+    """Return the layers of the last stage in addition to the output layer.
+
+    The last stage gets fewer layers if the layers do not divide evenly.
+    """
     left = slowest * workloads.pipeline_size - workloads.num_layers
     is_pipelined = workloads.pipeline_size > 1
     return np.where(is_pipelined & (left > 0), slowest - 1, slowest)
@@ -133,12 +136,13 @@ def bubble_time(workloads: Workloads, slowest: FloatArray, whole: FloatArray) ->
     """Return how long the slowest stage idles in 1F1B, or interleaved with several chunks.
 
     Args:
-        slowest: forward and backward of one micro batch on the slowest stage.
-        whole: the same of all stages together.
+        slowest: seconds of forward and backward of one micro batch on the slowest stage.
+        whole: seconds of forward and backward of one micro batch on all stages together.
 
-    The slowest stage waits while a micro batch passes the other ones once; v chunks let the next
-    micro batches follow after 1/v of it: (p-1)(F+B)/v for equal stages. A closed form, because a
-    search asks for thousands; the tests hold it against the simulation of the schedules.
+    The slowest stage idles while a micro batch passes the other stages once. With v chunks, the
+    next micro batches follow after 1/v of that time: (p-1)(F+B)/v for equal stages. A closed form,
+    because a search predicts thousands of layouts; the tests compare it with the simulation of the
+    schedules.
     """
     others = np.maximum(whole - slowest, 0.0)
     is_pipelined = workloads.pipeline_size > 1
@@ -148,7 +152,7 @@ def bubble_time(workloads: Workloads, slowest: FloatArray, whole: FloatArray) ->
 def exposed_pipeline(
     workloads: Workloads, collectives: CollectiveCosts, hardware: Hardware
 ) -> FloatArray:
-    """Return the time in which a rank only waits for activations and gradients to arrive."""
+    """Return the time in which a rank waits for activations and gradients."""
     hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
     needed = 2 * message_time(workloads, collectives) * hops
     needed = needed * hardware.per_software("pipeline_exposed", workloads)
@@ -157,8 +161,8 @@ def exposed_pipeline(
 
 def message_time(workloads: Workloads, collectives: CollectiveCosts) -> FloatArray:
     """Return the time of the activations or gradients of a micro batch to a neighbouring stage."""
-    # Each tensor-parallel rank sends its part, and where the next layer needs the whole, NVLink
-    # gathers it: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    # Each tensor-parallel rank sends its part; NVLink gathers the parts if the next layer needs
+    # the whole: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     # section 4.1, arXiv 2104.04473.
     whole, tp = 2 * workloads.microbatch_tokens * workloads.hidden_size, workloads.tensor_size
     stride = workloads.world_size / workloads.pipeline_size
@@ -175,27 +179,27 @@ def exposed_replicated_data(
     layer: PassTime,
     stage_layers: FloatArray,
 ) -> FloatArray:
-    """Return what of reducing gradients and gathering parameters nothing hides.
+    """Return the exposed time of reducing gradients and gathering parameters.
 
-    One backward hides the reductions and one forward the gathers, in software that overlaps;
-    gradients and parameters travel in 16 bits, so that both move the same.
+    In software that overlaps, one backward hides the reductions and one forward hides the gathers.
+    Gradients and parameters are sent in 16 bits, so both move the same number of bytes.
     """
     shares = parameters_of_rank(workloads)
     size = workloads.data_size * workloads.context_size
     expert_size = np.maximum(size / workloads.expert_size, 1.0)
     tp = workloads.tensor_size
     expert_stride = workloads.expert_tensor_size * workloads.expert_size
-    # The output layer's tied copy is reduced by its own group; it is small beside the rest.
+    # The output layer's tied copy is reduced in its own group; it is small.
     dense = collectives.all_gather(2 * shares.dense, size, tp)
     exchange = dense + collectives.all_gather(2 * shares.expert, expert_size, expert_stride)
     share = hardware.per_software("data_exposed", workloads)
-    # Chunks of an interleaved stage are done at different times of the last p micro batches.
+    # The chunks of an interleaved stage finish at different times of the last p micro batches.
     chunks = workloads.num_chunks
     spread = 1 + (workloads.pipeline_size - 1) * (1 - 1 / chunks)
     window = np.where(workloads.flash_attention > 0, stage_layers * spread, 0.0)
     always, hideable = exchange * share, exchange * (1 - share)
     reduced = always + np.maximum(hideable - window * layer.backward, 0.0)
-    # A rank that keeps its shard of the gradients reduces those of every micro batch.
+    # A rank that keeps only its shard of the gradients reduces the gradients of every micro batch.
     is_each = (workloads.sharding_stage == 2) & (workloads.pipeline_size == 1)
     exposed = reduced * np.where(is_each, workloads.num_microbatches, 1.0)
     return exposed + always + np.maximum(hideable - window * layer.forward, 0.0)
@@ -208,7 +212,7 @@ def exposed_sharded_data(
     layer: PassTime,
     stage_layers: FloatArray,
 ) -> FloatArray:
-    """Return the same where parameters are sharded: gathered and reduced in every micro batch."""
+    """Return the exposed time with sharded parameters: gather and reduce in every micro batch."""
     weights = parameters_of_layer(workloads)
     size = workloads.data_size * workloads.context_size
     reached = hardware.per_software("sharded_bytes_per_s", workloads)
@@ -225,14 +229,14 @@ def exposed_sharded_data(
 
 
 def _beside(communication: FloatArray, compute: FloatArray, share: FloatArray) -> FloatArray:
-    """Return the exposed part: what is longer than compute, and a share of the rest."""
+    """Return the part that is longer than compute, and a share of the remaining part."""
     return np.maximum(communication - compute, 0) + share * np.minimum(communication, compute)
 
 
 def optimizer_time(
     workloads: Workloads, hardware: Hardware, operators: OperatorCosts
 ) -> FloatArray:
-    """Return the time of the gradient norm and the update, and the host's fixed time of a step."""
+    """Return the time of the gradient norm, the update, and the host's fixed work per step."""
     shares = parameters_of_rank(workloads)
     size = np.where(
         workloads.sharding_stage >= 1, workloads.data_size * workloads.context_size, 1.0

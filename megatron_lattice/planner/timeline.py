@@ -1,4 +1,4 @@
-"""A pipeline with its communication on a clock: the schedule's program with the model's costs."""
+"""Timeline of a pipeline with its communication: the schedule's program with the model's costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_lattice.planner.workload import Workloads
 
 
 class Activity(Enum):
-    """What a rank, or its network, does."""
+    """Activity of a rank or of its network."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -37,7 +37,7 @@ class Activity(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One activity of a pipeline rank; bars of communication are drawn below those of compute."""
+    """One activity of a pipeline rank; communication is drawn below compute."""
 
     rank: int
     activity: Activity
@@ -51,8 +51,8 @@ class Timeline:
     """Bars of all pipeline ranks.
 
     Attributes:
-        num_microbatches: that are drawn; a step has more of the same in its middle.
-        chunks: of a rank.
+        num_microbatches: number that is drawn; a step repeats the middle ones.
+        chunks: number on a rank.
     """
 
     bars: list[Bar]
@@ -65,8 +65,8 @@ def timeline_of(row: Workloads, hardware: Hardware, *, most_passes: int = 64) ->
     """Return the timeline of a table of one row.
 
     Args:
-        most_passes: forward passes of a rank from which on micro batches are left out, but for one
-            of each stage.
+        most_passes: maximum number of drawn forward passes per rank; further micro batches are left
+            out, except one for each stage.
     """
     rows = rows_hardware(row, hardware)
     operators = OperatorCosts(row, rows, hardware)
@@ -108,7 +108,7 @@ def _bars_of(span: Span, chunks: int, exposed: float) -> list[Bar]:
 
 
 def _messages(spans: list[Span], p: int, v: int, seconds: float) -> list[Bar]:
-    """Return what each rank sends when it has computed it."""
+    """Return the messages that each rank sends after it computed them."""
     found = []
     for span in spans:
         stage = span.step.chunk * p + span.rank

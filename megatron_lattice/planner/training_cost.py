@@ -1,7 +1,7 @@
-"""What a whole training costs: time with failures, GPU hours, energy, money and emissions.
+"""Cost of a whole training: time with failures, GPU hours, energy, money and emissions.
 
-Failures come independently of each other, exponentially distributed, and each loses what was done
-since the last checkpoint. Young, "A first order approximation to the optimum checkpoint interval",
+Failures are independent and exponentially distributed. Each failure loses the steps since the last
+checkpoint. Young, "A first order approximation to the optimum checkpoint interval",
 Communications of the ACM 17(9), 1974; Daly, "A higher order estimate of the optimum checkpoint
 interval for restart dumps", Future Generation Computer Systems 22(3), 2006. Pure arithmetic.
 """
@@ -17,30 +17,30 @@ DAY = 24 * HOUR
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often a run fails, and what that takes."""
+    """How often a run fails, and the time that a failure takes."""
 
     gpu_mtbf_hours: float = 50_000.0
     """Mean time between failures of one GPU, with its share of host and network. Llama 3 405B was
     interrupted 419 times unexpectedly in 54 days of 16,384 GPUs (2407.21783, section 3.3.4)."""
     checkpoint_s: float = 30.0
-    """Training stands still for each checkpoint."""
+    """Training pauses this long for each checkpoint."""
     restart_s: float = 900.0
     """From a failure until training continues from the last checkpoint."""
 
     def mtbf_s(self, num_gpus: int) -> float:
-        """Return the mean time between failures of a run, any of whose GPUs stops it."""
+        """Return the mean time between failures of a run that any GPU's failure stops."""
         return self.gpu_mtbf_hours * HOUR / num_gpus
 
 
 def young_interval(checkpoint_s: float, mtbf_s: float) -> float:
-    """Return the best seconds of training between checkpoints in first order."""
+    """Return the best seconds of training between checkpoints, to first order."""
     return math.sqrt(2 * checkpoint_s * mtbf_s)
 
 
 def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
     """Return the best seconds of training between checkpoints: Daly, equation 37.
 
-    Where a checkpoint takes more than twice the time between failures, that time itself.
+    If a checkpoint takes more than twice the mean time between failures, return that mean time.
     """
     if checkpoint_s >= 2 * mtbf_s:
         return mtbf_s
@@ -52,7 +52,7 @@ def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
 def slowdown(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
     """Return the expected time of a training over its time without failures and checkpoints.
 
-    Daly, equation 20: restarts may fail as well. Infinite where nothing can get done.
+    Daly, equation 20: restarts may fail as well. Infinite if failures prevent any progress.
     """
     exponent = (interval_s + checkpoint_s) / mtbf_s
     if exponent + restart_s / mtbf_s > 500:
@@ -62,15 +62,15 @@ def slowdown(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: f
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What an hour of a GPU takes beside the GPU."""
+    """Costs of an hour of a GPU in addition to the GPU itself."""
 
     node_overhead: float = 1.5
-    """Power of a machine over that of its GPUs at their limit: 8.4 kW measured of eight H100 of
-    700 W in training (2412.08602); 1 counts the GPUs alone, as model cards do."""
+    """Power of a machine over the power limit of its GPUs: 8.4 kW measured for eight H100 of 700 W
+    in training (2412.08602). 1 counts the GPUs alone, as model cards do."""
     pue: float = 1.2
-    """Power of the data center over that of its machines."""
+    """Power of the data center over the power of its machines."""
     price_per_gpu_hour: float | None = None
-    """In any currency."""
+    """Price in any currency."""
     grid_kg_co2_per_kwh: float | None = None
     """Emissions of the grid."""
 
@@ -85,7 +85,7 @@ class TrainingCost:
     checkpoint_interval_s: float
     mtbf_hours: float
     lost_share: float
-    """Of all the time: checkpoints, restarts, and steps that are repeated."""
+    """Share of the time lost to checkpoints, restarts and repeated steps."""
     gpu_hours: float
     kwh: float
     money: float | None
@@ -101,13 +101,13 @@ def training_cost(
     failures: Failures,
     prices: Prices,
 ) -> TrainingCost:
-    """Return what a training costs with the best interval between checkpoints.
+    """Return the cost of a training with the best interval between checkpoints.
 
     Args:
-        watts: of one GPU.
+        watts: power of one GPU.
     """
     mtbf = failures.mtbf_s(num_gpus)
-    # A checkpoint falls between steps.
+    # A checkpoint is written between steps.
     interval = max(best_interval(failures.checkpoint_s, mtbf), step_s)
     factor = slowdown(interval, failures.checkpoint_s, failures.restart_s, mtbf)
     undisturbed = step_s * num_steps

@@ -1,4 +1,4 @@
-"""Cross-validation of the calibration: predictions of rows that the fit has not seen."""
+"""Cross-validation of the calibration: predict rows that the fit has not used."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def random_folds(families: Sequence[str]) -> NDArray[np.int_]:
 
 
 def family_folds(families: Sequence[str]) -> NDArray[np.int_]:
-    """Return folds of whole families: what is predicted comes from sources never seen."""
+    """Return folds of whole families: the fit uses no row of a predicted row's source."""
     sizes = [0] * NUM_FOLDS
     fold_of: dict[str, int] = {}
     for family, count in sorted(Counter(families).items(), key=lambda item: (-item[1], item[0])):
@@ -68,14 +68,14 @@ def family_folds(families: Sequence[str]) -> NDArray[np.int_]:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Predictions of rows by constants that have not seen them."""
+    """Predictions of rows by constants that were fitted without them."""
 
     modelled: FloatArray
     corrected: FloatArray
 
 
 def cross_validated(measured: Measured, hardware: Hardware, folds: NDArray[np.int_]) -> HeldOut:
-    """Predict each fold with constants and correction fitted to the other ones."""
+    """Predict each fold with constants and correction fitted to the other folds."""
     held_out = HeldOut(np.empty(len(folds)), np.empty(len(folds)))
     for fold in np.unique(folds):
         fitted = fit_predictor(measured.take(folds != fold), hardware)
@@ -98,17 +98,17 @@ def memory_figures(
 
 @dataclass(frozen=True)
 class ChoiceFigures:
-    """What became of groups of rows that differ by layout only."""
+    """Choices for groups of rows that differ by layout only."""
 
     num_groups: int
     as_fast_as_published: int
-    """Groups in which no published layout is predicted to be faster than the search's first one."""
+    """Groups whose published layouts are all predicted no faster than the search's first layout."""
     near_fastest: int
-    """Groups in which the published layout that is predicted to be the fastest was measured to be
-    so, or cannot be told from it."""
+    """Groups in which the published layout with the fastest prediction was measured to be the
+    fastest, or indistinguishable from it."""
 
     def line(self) -> str:
-        """Return a sentence."""
+        """Return the figures as a sentence."""
         return (
             f"{self.num_groups} groups of layouts: in {self.as_fast_as_published} none is predicted"
             f" to be faster than the first of a search; in {self.near_fastest} the one predicted to"
@@ -117,7 +117,7 @@ class ChoiceFigures:
 
 
 def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> ChoiceFigures:
-    """Search a layout for each group of published ones, and compare."""
+    """Search a layout for each group of published layouts, and compare."""
     groups = rows_that_compete(group_names(rows))
     num_fast = num_near = 0
     for indices in groups:

@@ -1,4 +1,4 @@
-"""Counts what a rank's step does (operations, calls of Python, messages), and times operations."""
+"""Count the operations, Python calls and messages of a rank's step, and time the operations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.setup.traced_rank import ModelScript, RankUnderTest
 
 @dataclass(frozen=True)
 class TensorForm:
-    """All of a tensor but its values."""
+    """Shape, strides and type of a tensor, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,12 +40,12 @@ class TensorForm:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements; what is repeated by a stride of zero counts once."""
+        """Bytes of its elements; elements repeated by a stride of zero count once."""
         sizes = (size for size, step in zip(self.shape, self.stride, strict=True) if step)
         return math.prod(sizes) * self.dtype.itemsize
 
     def made(self) -> Tensor:
-        """Return a tensor [...] of this form: ones, and zeros where values may be indices."""
+        """Return a tensor [...] of this form: ones, or zeros if the values may be indices."""
         extents = ((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         number = 1 + sum(extents) if all(self.shape) else 0
         is_index = not self.dtype.is_floating_point and self.dtype is not torch.bool
@@ -55,7 +55,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Operation:
-    """One of torch's operations with its arguments, tensors by their form."""
+    """One of torch's operations with its arguments; a tensor argument is stored as its form."""
 
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Operation:
     def of(
         cls, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Operation:
-        """Return the operation that is called with these."""
+        """Return the operation for a call of torch's dispatcher."""
         leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
         forms = (TensorForm.of(x) if isinstance(x, Tensor) else x for x in leaves)
         return cls(function, tuple(forms), tree)
@@ -76,37 +76,37 @@ class Operation:
         return sum(x.num_bytes for x in self.leaves if isinstance(x, TensorForm))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with tensors of these forms, by position and by name."""
+        """Return positional and named arguments, with newly made tensors."""
         leaves = [x.made() if isinstance(x, TensorForm) else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
         return args, kwargs
 
     def prepared(self) -> Callable[[], Any]:
-        """Return a call of it, with tensors of these forms."""
+        """Return a callable that runs the operation on newly made tensors."""
         args, kwargs = self.arguments()
         return lambda: self.function(*args, **kwargs)
 
     def copies(self) -> Callable[[], Any]:
-        """Return a call that copies its tensors."""
+        """Return a callable that copies the operation's tensors."""
         tensors = [x.made() for x in self.leaves if isinstance(x, TensorForm)]
         return lambda: [tensor.clone() for tensor in tensors]
 
 
 @dataclass
 class WorkOfRank:
-    """What one rank does in one step."""
+    """Work of one rank in one step."""
 
     operations: Counter[Operation] = field(default_factory=Counter)
-    """How often each is called that is no view."""
+    """Number of calls of each operation that is no view."""
     num_calls: int = 0
-    """Of functions, by Python."""
+    """Number of Python function calls."""
     num_messages: int = 0
     """Collectives."""
     message_bytes: int = 0
 
 
 class WorkCounter(MemoryTimeline):
-    """A ledger that counts the work as well, inside `counting`."""
+    """A memory timeline that also counts work inside `counting`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class WorkCounter(MemoryTimeline):
 
     @contextmanager
     def counting(self) -> Iterator[WorkOfRank]:
-        """Inside, work is counted; what shapes take, instead of values, is not."""
+        """Count work inside the block, without the calls that compute shapes of fake tensors."""
         self.work, before = WorkOfRank(), sys.getprofile()
         self._profile = self._count_call
         sys.setprofile(self._profile)
@@ -156,7 +156,7 @@ class WorkCounter(MemoryTimeline):
 
 
 _NOTES = {"prim", "profiler"}
-"""Namespaces of operations that ask or note something."""
+"""Namespaces of operations that only query or annotate."""
 
 _FREE = {
     torch.ops.aten.detach.default,
@@ -165,11 +165,11 @@ _FREE = {
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.lift_fresh.default,
 }
-"""Operations that are no views and move nothing."""
+"""Operations that move no bytes, although they are not views."""
 
 
 def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank:
-    """Return what one rank does in a step after the first, on gloo.
+    """Return the work of one rank in a step after the first, on gloo.
 
     Args:
         run, script, rank: see `trace_rank`.
@@ -182,7 +182,7 @@ def work_of_rank(run: ResolvedRun, script: ModelScript, rank: int) -> WorkOfRank
         contextlib.redirect_stdout(io.StringIO()),
     ):
         under_test = RankUnderTest(run, script, counter)
-        under_test.step(None)  # makes what later ones find
+        under_test.step(None)  # allocates the state that later steps reuse
         with counter.counting() as work:
             under_test.step(None)
         return work
@@ -194,16 +194,16 @@ def work_of_ranks(run: ResolvedRun, script: ModelScript) -> list[WorkOfRank]:
 
 
 _ENOUGH_S = 4e-3
-"""What measuring an operation may take, but for its first call."""
+"""Seconds to spend on measuring an operation, without its first call."""
 _MAX_CALLS = 30
 _BEYOND_CACHES = 2**24
-"""Bytes that no core's own cache holds."""
+"""Number of bytes that exceeds every cache of a core."""
 
 
 class OperationTimes:
-    """What operations were found to take.
+    """Measured seconds of operations.
 
-    With as many threads as torch has in this process; the least of several calls counts.
+    They run with torch's number of threads in this process; the fastest of several calls counts.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class OperationTimes:
         self._seconds_to_read = float("inf")
 
     def seconds_of_work(self, work: WorkOfRank) -> float:
-        """Return the seconds of all operations of a rank, and of reading what they read."""
+        """Return the seconds of all operations of a rank, and of reading their operands."""
         return sum(
             (self.seconds(each) + each.num_bytes * self.seconds_to_read) * number
             for each, number in work.operations.items()
@@ -227,15 +227,15 @@ class OperationTimes:
     def seconds(self, operation: Operation) -> float:
         """Return the seconds of one call.
 
-        An operation that does not work with made-up values (lengths that must have a sum) counts
-        as a copy of its tensors.
+        An operation that fails with made-up values (lengths that must have a sum) counts as a copy
+        of its tensors.
         """
         if operation not in self._found:
             self._found[operation] = _measured(operation)
         return self._found[operation]
 
     def measure_again(self) -> None:
-        """Measure all of them once more: something else may have slowed the machine before."""
+        """Measure all operations again and keep the faster times."""
         for operation, least in self._found.items():
             self._found[operation] = min(least, _measured(operation))
         self._measure_reading()

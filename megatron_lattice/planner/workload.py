@@ -1,11 +1,11 @@
-"""What is trained and how it is split: a table of workloads, one array per column.
+"""Tables of workloads: models, batches and layouts, with one array per column.
 
 The planner computes with whole tables at once: a search over thousands of layouts is a few hundred
 numpy operations, and so is one step of a calibration. A single run is a table of one row.
 
-Letters of the arithmetic in this package: `s` sequence, `b` micro batch, `h` hidden, `n` heads,
-`g` query groups, `d` head size, `f` ffn, `v` vocabulary, `e` experts, `t` = s*b/cp
-tokens of a micro batch on a rank.
+Letters of the arithmetic in this package: `s` sequence, `b` micro batch, `h` hidden, `n` heads, `g`
+query groups, `d` head size, `f` ffn, `v` vocabulary, `e` experts, `t` = s*b/cp tokens of a micro
+batch on a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +29,11 @@ FloatArray = NDArray[np.float64]
 TextArray = NDArray[np.str_]
 
 UNKNOWN = math.nan
-"""A number that the source of a row does not say; `autofill.autofill` replaces it."""
+"""A number that the source of a row lacks; `autofill.autofill` replaces it."""
 
 RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
-"""Recomputation: nothing; the attention core; the norms; the feed-forward, with its experts; every
-second matrix product; norms and activations; the whole layer."""
+"""Recomputed parts: nothing; the attention core; the norms; the feed-forward, with its experts;
+every second matrix product; norms and activations; the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Workloads:
     num_query_groups: FloatArray
     kv_channels: FloatArray
     ffn_hidden_size: FloatArray
-    """Of the dense layers."""
+    """Width of the feed-forward of dense layers."""
     gated_linear_unit: FloatArray
     """1 where the first product of the feed-forward has two halves."""
     vocab_size: FloatArray
@@ -54,12 +55,12 @@ class Workloads:
     moe_router_topk: FloatArray
     moe_ffn_hidden_size: FloatArray
     expert_hidden_size: FloatArray
-    """Width of what routed experts read and write: the hidden size, or that of latents."""
+    """Width of the inputs and outputs of routed experts: the hidden size, or the latent size."""
     active_params: FloatArray
-    """Parameters that a token is multiplied with, as published, for what the other columns cannot
-    tell (shared experts, latent attention); 0 where they tell all."""
+    """Published number of parameters that process a token, for parameters without a column (shared
+    experts, latent attention); 0 if the columns describe all parameters."""
     dense_params: FloatArray
-    """Weights of a layer beside its routed experts, the mean of all layers."""
+    """Weights of a layer without its routed experts, the mean of all layers."""
     expert_params: FloatArray
     """Weights of all routed experts of a layer, the mean of all layers."""
     num_tables: FloatArray
@@ -74,17 +75,17 @@ class Workloads:
     context_size: FloatArray
     expert_size: FloatArray
     expert_tensor_size: FloatArray
-    """Ranks that one expert is split over."""
+    """Number of ranks that split one expert."""
     data_size: FloatArray
     micro_batch_size: FloatArray
     global_batch_size: FloatArray
     sharding_stage: FloatArray
     """0: none, 1: optimizer state, 2: and gradients, 3: and parameters (ZeRO, FSDP)."""
     weight_bytes: FloatArray
-    """Of a parameter: in the precision that is computed in, gathered parameters included."""
+    """Bytes per parameter in the precision of the computation, gathered parameters included."""
     gradient_bytes: FloatArray
     optimizer_bytes: FloatArray
-    """Of a parameter: main weights and moments on the GPU."""
+    """Bytes per parameter of main weights and moments on the GPU."""
     recompute: TextArray
     """One of RECOMPUTE_KINDS; empty where it was not published."""
     recompute_share: FloatArray
@@ -98,24 +99,20 @@ class Workloads:
     """1: fused attention kernels and the overlaps of software from 2023 on; 0: software of 2021,
     which writes the scores to memory and overlaps nothing."""
     nvlink_domain: FloatArray
-    """GPUs that NVLink joins."""
+    """Number of GPUs in an NVLink domain."""
     nic_bytes_per_s: FloatArray
-    """Of one GPU, each way, between NVLink domains."""
+    """Bandwidth of one GPU in each direction between NVLink domains."""
 
     def __len__(self) -> int:
         return len(self.num_layers)
 
     def take(self, chosen: NDArray[Any]) -> Workloads:
         """Return the rows of a mask or of indices."""
-        return self._each(lambda column: column[chosen])
+        return Workloads(**{each.name: getattr(self, each.name)[chosen] for each in _FIELDS})
 
     def replace(self, **columns: NDArray[Any]) -> Workloads:
-        """Return a table in which some columns are others."""
+        """Return the table with other values in some columns."""
         return dataclasses.replace(self, **columns)
-
-    def _each(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Workloads:
-        columns = {field.name: change(getattr(self, field.name)) for field in _FIELDS}
-        return Workloads(**columns)
 
     @property
     def microbatch_tokens(self) -> FloatArray:
@@ -145,11 +142,11 @@ class Workloads:
 
     @property
     def software(self) -> TextArray:
-        """Return which kind of software runs: its constants differ.
+        """Return the kind of software of each row; constants differ by kind.
 
-        `unfused`: of 2021. `deepspeed`: of 2021 with a ZeRO stage, whose engine runs the pipeline.
-        `megatron`: fused, with replicated parameters or ZeRO-1. `fsdp`: fused, with sharded
-        parameters (FSDP, ZeRO-3), which is PyTorch's kernels and overlap.
+        `unfused`: software of 2021. `deepspeed`: the same with a ZeRO stage; DeepSpeed's engine
+        runs the pipeline. `megatron`: fused kernels, with replicated parameters or ZeRO-1. `fsdp`:
+        fused kernels with sharded parameters (FSDP, ZeRO-3), with PyTorch's kernels and overlap.
         """
         alone = self.tensor_size * self.pipeline_size == 1
         is_fsdp = (self.sharding_stage >= 3) | ((self.sharding_stage >= 2) & alone)
@@ -193,7 +190,7 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
 
 
 def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
-    """Read the columns that say what runs; no time, rate or memory is looked at.
+    """Read the columns of model, batch and layout; measured columns are ignored.
 
     Raises:
         ConfigError: a column is missing, or a value is not a number.
@@ -210,12 +207,12 @@ def from_rows(rows: Sequence[Mapping[str, str]]) -> Workloads:
 def number_of(
     row: Mapping[str, str], index: int, column: str, default: float | None = None
 ) -> float:
-    """Return the number that a row has in a column.
+    """Return the number in a column of a row.
 
     Args:
-        default: of an empty column; None: it may not be empty.
+        default: value of an empty column; None if the column must not be empty.
     Raises:
-        ConfigError: there is none.
+        ConfigError: the column has no number.
     """
     text = (row.get(column) or "").strip()
     if not text and default is not None:
@@ -238,18 +235,20 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     is_pipelined = number("PP", 1) > 1
     num_chunks = number("VPP", UNKNOWN if is_pipelined and schedule != "1f1b" else 1)
     gpu = (row.get("gpu") or "").strip()
-    # What is not said is taken to be usual on the GPU: of 140 published steps on A100, 123.
+    # Blanks get the most frequent value on the GPU: 123 of 140 published steps on A100.
     usual = "unfused" if gpu.startswith("A100") else "flash"
     flash = (row.get("attention") or usual).strip() != "unfused"
     world_size, tp, pp, cp = (number(name, 1) for name in ("n_gpus", "TP", "PP", "CP"))
     groups, head_dim = number("kv_heads", heads), number("head_dim", hidden / heads)
     halves, num_experts = 1 + number("glu", 0), number("experts", 0)
     attention = 2 * hidden * (heads + groups) * head_dim
-    # Of layers with experts, the router.
+    # In a layer with experts, only the router is dense.
     mlp = hidden * (num_experts or number("ffn", 4 * hidden) * (1 + halves))
-    precision = _precision(row.get("precision") or "bf16")
-    sharding_stage = _sharding_stage(row.get("zero") or "", flash)
-    # Block-scaled weights are kept in both orientations beside the 16-bit ones.
+    # Without the scaling recipe: fp8-cs is fp8.
+    precision = re.split("[-_]", (row.get("precision") or "bf16").strip().lower())[0]
+    stages = [float(letter) for letter in row.get("zero") or "" if letter in "0123"]
+    sharding_stage = min(stages, default=float(flash))
+    # Block-scaled weights are stored in both orientations in addition to the 16-bit weights.
     has_copies = precision in ("mxfp8", "nvfp4") and sharding_stage < 3
     return {
         "num_layers": number("layers"),
@@ -267,7 +266,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
         "active_params": number("active_B", 0) * 1e9,
         "dense_params": attention + mlp,
         "expert_params": hidden * number("moe_ffn", 0) * (1 + halves) * num_experts,
-        # Software of 2024 has an output layer of its own.
+        # Software of 2024 has a separate output layer.
         "num_tables": halves,
         "seq_length": number("seq"),
         "gpu": gpu,
@@ -299,16 +298,6 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _sharding_stage(text: str, flash: bool) -> float:
-    digits = [int(letter) for letter in text if letter in "0123"]
-    return float(min(digits)) if digits else float(flash)
-
-
-def _precision(text: str) -> str:
-    """Return the name without the recipe of its scales: fp8-cs is fp8."""
-    return text.strip().lower().split("-")[0].split("_")[0]
-
-
 def _recompute(text: str) -> str:
     kind = text.strip().lower().replace("-", "_")
     if kind.startswith("selective_op"):
@@ -321,7 +310,7 @@ def _recompute(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParameters:
-    """Parameters that one rank computes with, before sharding over data parallelism."""
+    """Number of parameters of one rank before data parallelism shards them."""
 
     dense: FloatArray
     expert: FloatArray
@@ -341,7 +330,7 @@ def parameters_of_layer(workloads: Workloads) -> FloatArray:
 def parameters_of_rank(workloads: Workloads) -> RankParameters:
     """Return the weights of a rank of the first stage: its layers and the embedding.
 
-    Without a pipeline the rank has the output layer as well.
+    Without a pipeline, the rank holds the output layer as well.
     """
     layers = workloads.num_layers / workloads.pipeline_size
     tables = np.where(workloads.pipeline_size == 1, workloads.num_tables, 1.0)

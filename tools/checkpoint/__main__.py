@@ -1,16 +1,16 @@
-"""Look into checkpoints, check, compare, rewrite and delete them.
+"""Inspect, check, compare, rewrite and delete checkpoints.
 
-    python tools/checkpoint inspect SAVE [--tensors] [--args]   what is there
+    python tools/checkpoint inspect SAVE [--tensors] [--args]   list the contents
     python tools/checkpoint diff SAVE_A SAVE_B [--contents]     settings, data, tensors that differ
     python tools/checkpoint verify SAVE [--all]                 read all bytes; exit 1 if damaged
     python tools/checkpoint digest SAVE [--weights] [--each]    equal state, equal digest
     python tools/checkpoint reshard SAVE OUT [--files N]        full tensors in N files
     python tools/checkpoint average OUT SAVE SAVE ...           mean of the weights
-    python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old ones
-    python tools/checkpoint export SAVE OUT [--weights]         write it for Megatron-LM
+    python tools/checkpoint prune SAVE [--keep-last N] [--yes]  delete old checkpoints
+    python tools/checkpoint export SAVE OUT [--weights]         write SAVE for Megatron-LM
     python tools/checkpoint convert SAVE DIRECTORY              write a Hugging Face model
 
-SAVE is one checkpoint (SAVE/iter_0000100) or a save directory: the one that a run would load.
+SAVE is one checkpoint (SAVE/iter_0000100), or a save directory for the checkpoint a run would load.
 
 Each command is a file of this directory with a docstring, a dataclass `Flags` and `run(flags)`,
 which returns the exit status.
@@ -22,7 +22,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # The directory of a script heads the path, where `inspect.py` would hide Python's own.
+    # sys.path[0] is this directory, and its `inspect.py` would hide Python's own.
     sys.path[0] = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir)
 
 import importlib
@@ -42,7 +42,7 @@ COMMANDS = (
     "export",
     "convert",
 )
-"""Names of commands, which are names of files here."""
+"""Names of the commands; each is a file of this directory."""
 
 
 @tool

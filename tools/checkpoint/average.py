@@ -29,7 +29,7 @@ from tools.checkpoint.opening import OPTIMIZER_PREFIX, checkpoint_in, held, open
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Which checkpoints, and how much of each."""
+    """Checkpoints, and the factor of each."""
 
     out: str = positional()
     """The save directory, or its URL, to write OUT/release to."""
@@ -40,7 +40,7 @@ class Flags:
 
 
 def run(flags: Flags) -> int:
-    """Write and return 0."""
+    """Write the average and return 0."""
     every = [opened(checkpoint_in(storage_path(path))) for path in flags.paths]
     factors = list(flags.factors) or [1.0] * len(every)
     if len(factors) != len(every) or not sum(factors) > 0:
@@ -68,7 +68,7 @@ def run(flags: Flags) -> int:
                 source = stored.get(MAIN_WEIGHT_PREFIX + key, stored[key])
                 part = read_full(source, reader)
                 if not part.is_floating_point():
-                    return part  # a count or a mask: the first one's
+                    return part  # a count or a mask: take the first checkpoint's
                 part = part.double().mul_(share)
                 total = part if total is None else total.add_(part)
             assert total is not None

@@ -1,7 +1,7 @@
 """Write a checkpoint as a Hugging Face model, one tensor at a time.
 
-The way in needs no conversion: `pretrain_gpt.py --load-hf DIRECTORY` reads a model's own files in
-any layout.
+To load a Hugging Face model, no conversion is needed: `pretrain_gpt.py --load-hf DIRECTORY` reads
+the model's own files in any layout.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is written, and what goes along."""
+    """Checkpoint, and the model to write."""
 
     target: Path = positional()
-    """Directory to make."""
+    """Directory to create."""
     dtype: str | None = flag(None, choices=_DTYPES)
-    """Of the written weights; else as stored."""
+    """Type of the written weights; by default the stored type."""
     adapter: bool = False
     """Write the low-rank adapters of the checkpoint for PEFT, instead of a whole model."""
     base: Path | None = flag(None, metavar="DIRECTORY")
-    """The Hugging Face model into which the adapters of the checkpoint are merged; with --adapter,
-    the one that they belong to."""
+    """Hugging Face model to merge the checkpoint's adapters into; with --adapter, the model of the
+    adapters."""
     companion: Path | None = flag(None, metavar="DIRECTORY")
-    """The model that training began with: its tokenizer and generation settings go along."""
+    """Model that training started from; its tokenizer and generation settings are copied."""
 
 
 def run(flags: Flags) -> int:
-    """Write, and say what was written."""
+    """Write the model and print a summary."""
     contents = opened(storage_path(flags.path))
     base = flags.base
     if flags.adapter:

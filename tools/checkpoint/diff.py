@@ -1,4 +1,7 @@
-"""Print settings, data, versions and tensors in which two checkpoints differ; exit 1 if any do."""
+"""Print the settings, data, versions and tensors that differ between two checkpoints.
+
+The exit status is 1 if any differ.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from tools.checkpoint.state_digest import tensor_digests
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is compared."""
+    """Checkpoints to compare."""
 
     other: str = positional()
-    """The second one."""
+    """The second checkpoint."""
     contents: bool = False
     """Compare values as well."""
 

@@ -1,4 +1,4 @@
-"""Print a hash of the state that does not depend on the layout that saved it.
+"""Print a hash of the state, independent of the layout of the run that saved it.
 
 Equal state gives an equal digest in any layout and under any padding of the vocabulary.
 """
@@ -14,16 +14,16 @@ from tools.checkpoint.state_digest import checkpoint_digest, tensor_digests
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What the digest is of."""
+    """State to hash."""
 
     weights: bool = False
-    """The model alone."""
+    """Hash the model alone."""
     each: bool = False
-    """One digest per tensor."""
+    """Print one digest per tensor."""
 
 
 def run(flags: Flags) -> int:
-    """Print and return 0."""
+    """Print the digest and return 0."""
     path = checkpoint_in(storage_path(flags.path))
     if flags.each:
         for key, value in tensor_digests(opened(path)):

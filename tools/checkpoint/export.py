@@ -1,7 +1,7 @@
-"""Write a checkpoint for another program: for Megatron-LM, or in any format that has a writer.
+"""Write a checkpoint in the format of another program: Megatron-LM, or any other writable format.
 
-SAVE may be anything that --load accepts, also a checkpoint of Megatron-LM's older format or of
-DeepSpeed. In Megatron-LM's torch_dist format, which every megatron-core loads, optimizer state is
+SAVE may have any format that --load reads, including Megatron-LM's older format and
+DeepSpeed's. In Megatron-LM's torch_dist format, which every megatron-core loads, optimizer state is
 written by parameter, as Megatron's distributed optimizer does with
 --dist-ckpt-optim-fully-reshardable.
 """
@@ -21,18 +21,18 @@ WRITABLE = {form.name: form for form in FORMATS if form.write is not None}
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is written where."""
+    """Checkpoint, and the files to write."""
 
     output: str = positional()
     """Directory to write iter_NNNNNNN and the tracker into."""
     weights: bool = False
     """Leave the optimizer state out."""
     format: str = flag("torch_dist", choices=WRITABLE)
-    """Of the files."""
+    """Format of the files."""
 
 
 def run(flags: Flags) -> int:
-    """Write the checkpoint and print where it is."""
+    """Write the checkpoint and print its path."""
     final = write_format(
         opened(Path(flags.path)),
         Path(flags.output),

@@ -1,4 +1,4 @@
-"""Print what a save directory and one checkpoint of it contain."""
+"""Print the contents of a save directory and of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.checkpoint.opening import (
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is listed."""
+    """Contents to list."""
 
     tensors: bool = False
     """List every tensor."""
@@ -30,11 +30,11 @@ class Flags(PathFlags):
 
 
 def run(flags: Flags) -> int:
-    """Print and return 0."""
+    """Print the contents and return 0."""
     path = storage_path(flags.path)
     if not is_checkpoint(path):
         listing = commit.list_checkpoints(path)
-        print(f"{path}: tracker says {commit.read_tracker(path)}")
+        print(f"{path}: tracker names {commit.read_tracker(path)}")
         for found in listing.checkpoints:
             print(f"  {found.path.name}")
         for leftover in listing.leftovers:

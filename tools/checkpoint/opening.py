@@ -1,4 +1,4 @@
-"""What the commands share: finding a checkpoint, opening it, words for its sizes."""
+"""Functions of several commands: find and open a checkpoint, and format its sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PathFlags:
 
 
 def checkpoint_in(path: StoragePath) -> StoragePath:
-    """Return `path` if it is a checkpoint, else the one in it that a run would load."""
+    """Return `path` if it is a checkpoint, else the checkpoint in it that a run would load."""
     if is_checkpoint(path):
         return path
     found = select_checkpoints(path, None)
@@ -65,7 +65,7 @@ def settings_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def data_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the order of the training data follows from: corpora by fingerprint, seed, ..."""
+    """Return the values that determine the order of training data: fingerprints, seed, ..."""
     found: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
@@ -83,7 +83,7 @@ def data_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size for people: 1.5 GiB."""
+    """Return a size as text: 1.5 GiB."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,7 +1,7 @@
-"""Delete checkpoints that a rule does not keep, after verifying the newest one.
+"""Delete old checkpoints by a rule, after verifying the newest one.
 
-The newest checkpoint is always kept, and read back whole first: if it is damaged, nothing is
-deleted. Without --yes it only prints what it would delete.
+The newest checkpoint is always kept. It is read completely first: if it is damaged, nothing is
+deleted. Without --yes the command only prints the checkpoints that it would delete.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tools.checkpoint.opening import held
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What is kept."""
+    """Checkpoints to keep."""
 
     path: str = positional()
     """A save directory, or its URL."""
     keep_last: int = 1
-    """The newest N, and the one that the tracker names; default 1."""
+    """Keep the newest N, and the checkpoint named by the tracker; default 1."""
     keep_every: int | None = None
-    """Iterations that N divides as well."""
+    """Keep iterations that N divides as well."""
     yes: bool = False
     """Delete, instead of only printing."""
 
 
 def run(flags: Flags) -> int:
-    """Delete and return 0."""
+    """Delete the checkpoints and return 0."""
     directory, last, every = storage_path(flags.path), flags.keep_last, flags.keep_every
     if last < 1 or (every is not None and every < 1):
         raise CheckpointError(
@@ -49,7 +49,7 @@ def run(flags: Flags) -> int:
         ]
         if not found:
             raise CheckpointError(f"{directory} holds no iterations.", fix="give a save directory")
-        named = commit.read_tracker(directory)  # a person may have set it back
+        named = commit.read_tracker(directory)  # a user may have set it to an earlier iteration
         kept = [
             f
             for i, f in enumerate(found)

@@ -1,9 +1,9 @@
-"""Write a checkpoint again with full tensors in a given number of files.
+"""Write a checkpoint with unsharded tensors in a given number of files.
 
-No run needs this: every checkpoint loads in every layout. It is for people who carry checkpoints
-around: thousands of shard files become a few, each tensor is in one piece that any safetensors
-reader understands, and optimizer state can be left out. The digest stays the same. The weights of a
-checkpoint of Megatron-LM or DeepSpeed become a checkpoint of this program.
+Runs do not need this: every checkpoint loads in every layout. It simplifies moving a checkpoint:
+thousands of shard files become a few, every safetensors reader can read the tensors, and optimizer
+state can be left out. The digest does not change. The weights of a checkpoint of Megatron-LM or
+DeepSpeed become a checkpoint of this program.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from tools.checkpoint.opening import OPTIMIZER_PREFIX, PathFlags, held, opened, 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is written where."""
+    """Checkpoint, and the files to write."""
 
     out: str = positional()
     """The save directory to write to, or its URL."""
     files: int = 1
-    """How many shard files; default 1."""
+    """Number of shard files; default 1."""
     weights: bool = False
     """Leave optimizer state out."""
 
 
 def run(flags: Flags) -> int:
-    """Write and return 0."""
+    """Write the checkpoint and return 0."""
     contents = opened(storage_path(flags.path))
     found = contents.manifest.tensors
     out = storage_path(flags.out)
@@ -46,9 +46,9 @@ def run(flags: Flags) -> int:
         if not flags.weights:
             raise CheckpointError(
                 f"{contents.directory} is a checkpoint of {contents.kind}.",
-                rule="settings of another program's optimizer are taken over only by a run",
+                rule="only a run can convert the settings of another program's optimizer",
                 flags=["--weights"],
-                fix="give --weights, or --load it in a run and save there",
+                fix="give --weights, or --load it in a run and save it there",
             )
         final = out / commit.iteration_directory(contents.common_state().get("iteration", 0))
     with held(out), contents.open_reader() as reader:

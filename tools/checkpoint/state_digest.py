@@ -1,4 +1,4 @@
-"""A number for a state, whatever layout stored it: equal state, equal digest.
+"""Hash a state independently of the layout that stored it: equal state, equal digest.
 
 The digest hashes, in key order, each tensor's name, dtype, shape and full contents, and the plain
 state. Two checkpoints of the same state saved in different layouts have the same digest; one

@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint and print what is wrong; exit 1 if anything is."""
+"""Read every byte of a checkpoint and print damaged files; exit with 1 if there are any."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tools.checkpoint.opening import PathFlags, checkpoint_in, size_text
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(PathFlags):
-    """What is verified."""
+    """Checkpoints to verify."""
 
     all: bool = False
-    """Every checkpoint of SAVE."""
+    """Verify every checkpoint of SAVE."""
 
 
 def run(flags: Flags) -> int:
-    """Print a verdict per checkpoint and return whether any is damaged."""
+    """Print one line per checkpoint, and return whether any is damaged."""
     path = storage_path(flags.path)
     paths = [checkpoint_in(path)]
     if flags.all:

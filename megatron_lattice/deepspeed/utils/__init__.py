@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: what scripts import from there."""
+"""`deepspeed.utils`: its logging functions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 logger = getLogger("megatron_lattice.deepspeed")
-"""Named after the package; handlers are the script's."""
+"""Named after the package; the script sets its handlers."""
 
 
 def log_dist(message: object, ranks: list[int] | None = None, level: int = INFO) -> None:
-    """Log on some ranks: the first one, or all with -1 among them."""
+    """Log on the given ranks: by default the first rank; -1 means all ranks."""
     wanted = ranks or [0]
     if -1 in wanted or get_rank() in wanted:
         logger.log(level, "[rank %d] %s", get_rank(), message)

@@ -1,7 +1,8 @@
-"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights of a checkpoint, of any stage and any ranks.
+"""`deepspeed.utils.zero_to_fp32`: unsharded fp32 weights of a checkpoint of any stage and size.
 
-Main weights where the checkpoint has them, else the model's own, in fp32. One process. For
-checkpoints of an engine of this library; it loads those of DeepSpeed, and saves them as its own.
+The weights are the checkpoint's main weights; without main weights, the model's weights in fp32.
+One process reads them, from checkpoints of this package's engine. To convert a checkpoint of
+DeepSpeed, load it with the engine and save it again.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return name -> fp32 tensor; all names of a tied weight have the same tensor.
+    """Return name -> fp32 tensor; all names of a tied weight refer to the same tensor.
 
     Args:
-        tag: of the checkpoint; None takes the newest one.
-        exclude_frozen_parameters: leave out what the optimizer does not train, buffers too.
-        lazy_mode: accepted: tensors are tensors.
+        tag: directory of the checkpoint; None means the newest checkpoint.
+        exclude_frozen_parameters: leave out buffers and parameters that are not trained.
+        lazy_mode: accepted and ignored: the values are tensors.
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, or the checkpoint is damaged.
     """
     latest = Path(checkpoint_dir) / LATEST_NAME
     if tag is None and not latest.is_file():
         raise CheckpointError(
             f"{checkpoint_dir} has no file {LATEST_NAME}.",
-            rule="it names the newest checkpoint",
-            fix="give the tag, the name of a directory in it",
+            rule="that file names the newest checkpoint",
+            fix="give the tag: the name of a directory in it",
         )
     path = Path(checkpoint_dir) / (latest.read_text().strip() if tag is None else tag)
     if not dist_checkpointing.check_is_distributed_checkpoint(path):
         raise CheckpointError(
             f"{path} is not a checkpoint of this library's engine.",
-            rule="the names of a module's weights are read from one",
-            fix="load one of DeepSpeed's with engine.load_checkpoint(), then save it",
+            rule="the names of a module's weights are read from such a checkpoint",
+            fix="load DeepSpeed's checkpoint with engine.load_checkpoint(), then save it",
         )
     tensors = dist_checkpointing.load_plain_tensors(path)
     mains = {k.removeprefix(_MAIN): v for k, v in tensors.items() if k.startswith(_MAIN)}
@@ -68,7 +69,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str, tag: str | None = None
 ) -> nn.Module:
-    """Give a model, on the CPU and in fp32, the weights of a checkpoint."""
+    """Load the weights of a checkpoint into a model, on the CPU and in fp32."""
     model = model.cpu().to(torch.float32)
     model.load_state_dict(
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
@@ -87,8 +88,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the fp32 weights to `output_dir`/model.safetensors.
 
     Args:
-        max_shard_size: accepted: it is one file.
-        safe_serialization: True; a pickle is not written.
+        max_shard_size: accepted and ignored: there is one file.
+        safe_serialization: must be True; pickles are not written.
     """
     if not safe_serialization:
         raise CheckpointError(

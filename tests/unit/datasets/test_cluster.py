@@ -143,7 +143,7 @@ def test_the_tasks_of_a_machine_share_its_cores(monkeypatch, flags, workers):
 def test_flags_that_the_tasks_decide_are_refused(capsys):
     command = ["--executor", "local", "--tasks", "2", "--logging-dir", "x", "--"]
     assert preprocess_on_cluster.main([*command, "--rank", "1"]) == 2
-    assert "each task is given its shard" in capsys.readouterr().err
+    assert "each task sets its own shard" in capsys.readouterr().err
     command[1] = "slurm"
     assert preprocess_on_cluster.main([*command, "--input", "x"]) == 2
     assert "--partition" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_a_finished_output_is_left_alone(tmp_path, capsys):
     assert run(tmp_path) == 0
     before = os.stat(tmp_path / "out_text_document.bin").st_mtime_ns
     assert run(tmp_path) == 0
-    assert "already there" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     assert os.stat(tmp_path / "out_text_document.bin").st_mtime_ns == before
     assert run(tmp_path, "--append-eod") == 0  # other settings are other work
     assert IndexedDataset(str(tmp_path / "out_text_document"))[0][-1] == 256

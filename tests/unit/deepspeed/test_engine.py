@@ -273,7 +273,7 @@ def test_recomputed_activations_give_the_same_gradient():
 def test_optimizers_that_cannot_be_sharded_are_refused(kind):
     client = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters())
     settings = engine_settings({"zero_optimization": {"stage": 1}}, replicas=2)
-    with pytest.raises(ConfigError, match="treat every element by itself"):
+    with pytest.raises(ConfigError, match="must update every element independently"):
         check_client(client, settings)
 
 

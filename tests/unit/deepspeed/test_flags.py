@@ -72,7 +72,9 @@ def test_conflicts_are_listed_together():
         parse(FILES / "zero1_bf16.json", "--lr", "0.1", "--micro-batch-size", "3", "--bf16")
     text = str(raised.value)
     assert "2 problems" in text
-    assert "--lr 0.1 beside 0.0003" in text and "--micro-batch-size 3 beside 4" in text
+    assert (
+        "--lr 0.1 conflicts with 0.0003" in text and "--micro-batch-size 3 conflicts with 4" in text
+    )
 
 
 def test_problems_of_the_file_stand_beside_those_of_the_command_line():

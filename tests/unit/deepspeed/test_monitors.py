@@ -199,7 +199,7 @@ def test_auto_is_printed_as_the_value_it_becomes(capsys):
     said = capsys.readouterr().out
     assert 'optimizer.params.betas: "auto" -> [0.9, 0.999]' in said
     assert 'scheduler.params.warmup_num_steps: "auto" -> 1000' in said
-    assert 'scheduler.params.warmup_max_lr: "auto" -> that of the optimizer' in said
+    assert 'scheduler.params.warmup_max_lr: "auto" -> the optimizer\'s' in said
     assert "None" not in said
 
 

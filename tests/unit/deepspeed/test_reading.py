@@ -132,7 +132,7 @@ def test_shard_groups_become_instances():
         {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, replicas=8
     )
     assert data_parallel_config(settings).num_distributed_optimizer_instances == 4
-    assert "shard groups are of equal size" in message(
+    assert "shard groups must have equal sizes" in message(
         {"zero_optimization": {"stage": 3, "mics_shard_size": 3}}
     )
 

@@ -32,7 +32,7 @@ def test_inspect_shows_layout_sizes_and_tensors(tool, ram_path: Path, capsys) ->
     save(ram_path, 10)
     assert tool.main(["inspect", str(ram_path), "--tensors", "--args"]) == 0
     said = capsys.readouterr().out
-    for words in ("iter_0000005", "tracker says 10", "iteration: 10", "'tp': 1", "first.weight",
+    for words in ("iter_0000005", "tracker names 10", "iteration: 10", "'tp': 1", "first.weight",
                   "3x4", "BF16", "lr = 0.1"):  # fmt: skip
         assert words in said
 

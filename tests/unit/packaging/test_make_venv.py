@@ -101,7 +101,7 @@ def test_the_former_environment_comes_back_when_another_python_cannot_make_one(p
     directory = project / ".venv"
     make(project, directory)
     made = files(directory)
-    assert "is back" in make(project, directory, failure, expect=1)
+    assert "is restored" in make(project, directory, failure, expect=1)
     assert files(directory) == made
     assert not (project / ".venv.former").exists()
     make(project, directory, "Python 4")

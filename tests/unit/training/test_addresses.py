@@ -73,4 +73,4 @@ def test_the_doctor_says_that_a_loopback_address_does_not_do_for_several_machine
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
     found = {finding.name: finding for finding in network_findings()}["this host"]
     assert found.state is State.ABSENT
-    assert "and need GLOO_SOCKET_IFNAME" in found.text
+    assert "set GLOO_SOCKET_IFNAME" in found.text
