@@ -1,15 +1,15 @@
-"""Floating point operations of a training step: the one count of the whole project.
+"""Floating point operations of a training step, counted in one way in the whole project.
 
-A matrix element counts 6 operations a token (a product is 2, and backward has two products), and
-nothing counts twice that is recomputed, so the count is a property of the model. Of the attention
-scores those count that the mask leaves, which is what flash kernels compute: half of the square
-under a causal mask, fewer with a sliding window or with chosen keys, all in an encoder. The logged
-line names this convention: causal. Some publications count the full square ("PaLM", appendix B,
-arXiv 2204.02311), which prints up to twice the TFLOP/s for the same speed.
+A matrix element counts 6 operations per token: 2 for a product, and backward has two products.
+Recomputation is not counted, so the count is a property of the model. Attention counts the scores
+that the mask permits, as flash kernels compute them: half of the square under a causal mask, fewer
+with a sliding window or sparse attention, all scores in an encoder. The log line names this
+convention "causal". Some publications count the full square ("PaLM", appendix B, arXiv 2204.02311),
+which gives up to twice the TFLOP/s for the same speed.
 
-Norms, activations, softmax and the embedding lookup are not counted. Of the routed experts those
-count that a token is routed to, as if none were ever full. Each packed sequence counts by its own
-length; documents in one row that the mask separates count as one sequence.
+Norms, activations, softmax and the embedding lookup are not counted. Experts count by the number of
+experts that a token is routed to, without capacity limits. Each packed sequence counts by its own
+length; documents of a sample that the mask separates count as one sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.training.metrics.model_size import ModelSize
 
 
 def mean_keys(seq_length: int, window: int | None = None) -> float:
-    """Return how many keys one query sees on average under a causal mask.
+    """Return the average number of keys per query under a causal mask.
 
     Args:
-        window: keys to the left that a query sees besides itself; None is all.
+        window: keys to the left of a query that it attends to; None is all keys.
     """
     if window is None or window >= seq_length - 1:
         return seq_length / 2
-    # Query i sees min(i, window) earlier keys; the diagonal is left out as in the half above.
+    # Query i attends to min(i, window) earlier keys; the diagonal is omitted as in s/2 above.
     seen = window * (window + 1) / 2 + window * (seq_length - window - 1)
     return (seen + seq_length / 2) / seq_length
 
@@ -41,7 +41,7 @@ def forward_flops_per_token(size: ModelSize) -> float:
     attention = 2 * keys * size.score_width  # queries with keys, weights with values
     kinds = size.passed_kinds
     matrices = sum(size.token_matrices(kind) for kind in kinds)
-    matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # that join two inputs
+    matrices += size.mtp_num_layers * 2 * size.hidden_size**2  # matrices that join two inputs
     matrices += (1 + size.mtp_num_layers) * size.head_matrix
     matrices += size.has_word_head * size.hidden_size**2
     matrices += sum(size.mixers[k.mixer].token_products for k in kinds if k.is_recurrent)
@@ -51,7 +51,7 @@ def forward_flops_per_token(size: ModelSize) -> float:
 
 
 def _sparse_attention(size: ModelSize) -> float:
-    """Return the operations of one token with the chosen keys, and of the indexer with all."""
+    """Return one token's operations: attention to chosen keys, and the indexer's for all keys."""
     if size.indexer is None:
         return 0.0
     chosen = mean_keys(size.seq_length, size.indexer.topk)
@@ -60,7 +60,7 @@ def _sparse_attention(size: ModelSize) -> float:
 
 
 def _two_stacks(size: ModelSize) -> float:
-    """Return the operations of an encoder and a decoder, over the tokens of the encoder."""
+    """Return the operations of encoder and decoder per token of the encoder."""
     s, t = size.seq_length, size.decoder_seq_length
     crossed = 2 * size.num_query_groups * size.kv_channels * size.hidden_size  # keys and values
     pairs = 0.0

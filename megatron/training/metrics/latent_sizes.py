@@ -14,16 +14,16 @@ class LatentSizes:
     """Widths of multi-latent attention; see `megatron.core.transformer.multi_latent_attention`."""
 
     query_latent: int
-    """0 if queries are projected in one step."""
+    """0 if queries are projected without a latent."""
     latent: int
     plain: int
-    """Part of a query/key head without position."""
+    """Channels of a query/key head without rotary embedding."""
     rotary: int
     value: int
 
     @staticmethod
     def of(config: LatentAttentionConfig) -> LatentSizes | None:
-        """Read the widths; None without latents."""
+        """Return the widths of a config; None without multi-latent attention."""
         if not config.multi_latent_attention:
             return None
         return LatentSizes(
@@ -36,7 +36,6 @@ class LatentSizes:
 
     @property
     def query(self) -> int:
-        """Width of a query head."""
         return self.plain + self.rotary
 
     @property
@@ -62,11 +61,11 @@ class IndexerSizes:
     heads: int
     width: int
     topk: int
-    """Keys that a query attends to."""
+    """Number of keys that a query attends to."""
 
     @staticmethod
     def of(config: SparseAttentionConfig, kinds: Iterable[LayerKind]) -> IndexerSizes | None:
-        """Read the sizes; None if no layer has one."""
+        """Return the sizes of a config; None if no layer has an indexer."""
         if not any(kind.is_sparse for kind in kinds):
             return None
         return IndexerSizes(

@@ -1,4 +1,4 @@
-"""How many parameters a model has, and where. Pure arithmetic on settings.
+"""Number of parameters of a model and its parts. Pure arithmetic on settings.
 
 Legend: h hidden, n query heads, g key/value heads, d width of a head, f width of the MLP,
 v rows of the vocabulary, s sequence.
@@ -29,15 +29,15 @@ class ExpertSizes:
     topk: int
     width: int
     latent: int = 0
-    """Width of what they read and write; 0 is the hidden size."""
+    """Width of the experts' inputs and outputs; 0 is the hidden size."""
     shared_width: int = 0
-    """Width of the expert that every token uses; 0 if there is none."""
+    """Width of the shared expert; 0 without a shared expert."""
     has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """The sizes that parameters and FLOPs follow from."""
+    """The sizes that determine parameters and FLOPs."""
 
     num_layers: int
     hidden_size: int
@@ -48,7 +48,7 @@ class ModelSize:
     vocab_size: int
     seq_length: int
     max_position_embeddings: int = 0
-    """Rows of a learned position table; 0 if there is none."""
+    """Rows of a learned position table; 0 without a table."""
     is_gated: bool = False
     is_tied: bool = True
     normalization: str = "LayerNorm"
@@ -58,42 +58,39 @@ class ModelSize:
     has_output_gate: bool = False
     num_layer_norms: int = 2
     window: int | None = None
-    """Keys to the left that a query sees besides itself; None is all."""
+    """Keys to the left of a query that it attends to; None is all keys."""
     windowed_share: float = 1.0
-    """Share of the layers with attention that have the window."""
+    """Share of the attention layers with the window."""
     has_sinks: bool = False
     """Each head learns the score of a key without value."""
     mtp_num_layers: int = 0
-    """Tokens after the next one that are predicted, each by a depth of layers."""
+    """Number of predicted tokens after the next one; layers of one depth predict each."""
     mtp_kinds: tuple[tuple[LayerKind, ...], ...] = ()
-    """Layers of each depth, or of one depth that is used for all."""
+    """Layers of each depth, or of a single depth that all predicted tokens share."""
     latent: LatentSizes | None = None
-    """Sizes of multi-latent attention."""
     indexer: IndexerSizes | None = None
-    """Sizes of what chooses the keys of sparse attention."""
     experts: ExpertSizes | None = None
-    """Sizes of mixture-of-experts layers."""
     mixers: Mapping[str, MixerSizes] = field(default_factory=dict)
-    """Sizes of each mixer with a state that a layer has."""
+    """Recurrent mixer of some layer -> sizes."""
     kinds: tuple[LayerKind, ...] = ()
-    """What each layer is made of; none: attention and a dense MLP."""
+    """Kind of each layer; if empty, all layers have attention and a dense MLP."""
     is_bidirectional: bool = False
-    """A query sees the keys of both sides."""
+    """A query attends to the keys on both sides."""
     decoder_seq_length: int = 0
-    """Tokens that a decoder writes after an encoder has read `seq_length`; 0: one stack."""
+    """Decoder tokens per sample of an encoder and decoder; 0 for models of one stack."""
     num_position_buckets: int = 0
-    """Rows of the table of relative positions that each stack has."""
+    """Rows of each stack's table of relative positions."""
     vision_parameters: int = 0
-    """Of an encoder of images, which the first stage has; its operations are not counted."""
+    """Parameters of the image encoder on the first stage; its operations are not counted."""
     num_tokentypes: int = 0
     has_word_head: bool = False
-    """A dense layer and a norm before the head, which has a bias."""
+    """A dense layer and a norm precede the head, and the head has a bias."""
     has_binary_head: bool = False
     """A dense layer on the first token, and a head of two classes."""
 
     @staticmethod
     def from_settings(run: ResolvedRun, vocab_size: int | None = None) -> ModelSize:
-        """Read the sizes from resolved settings; `vocab_size` overrides the padded one."""
+        """Return the sizes of a run; `vocab_size` overrides the padded size of the settings."""
         learned = run.model.position_embedding_type == "learned_absolute"
         window = run.model.window_size
         traits = run.encoders.traits
@@ -147,12 +144,12 @@ class ModelSize:
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer is made of."""
+        """Kind of each layer."""
         return self.kinds or (LayerKind(),) * self.num_layers
 
     @property
     def passed_kinds(self) -> tuple[LayerKind, ...]:
-        """What a token passes: the layers, and those that predict later tokens."""
+        """Kinds of all layers that process a token, including multi-token prediction."""
         repeats = self.mtp_num_layers // max(1, len(self.mtp_kinds))
         return self.layer_kinds + self._built_mtp_kinds * repeats
 
@@ -162,13 +159,13 @@ class ModelSize:
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers with experts, of those that predict the next token."""
+        """Number of layers with experts, without multi-token prediction."""
         return sum(kind.has_experts for kind in self.layer_kinds)
 
     @property
     def qkv_width(self) -> int:
-        """Width of what a token projects to for attention: (n + 2g) d, with an output gate
-        (2n + 2g) d, or by way of latents."""
+        """Width of a token's queries, keys and values: (n + 2g) d, (2n + 2g) d with an output gate,
+        or the widths of multi-latent attention."""
         if self.latent is not None:
             return self.num_attention_heads * self.latent.per_head
         heads = self.num_attention_heads * (1 + self.has_output_gate) + 2 * self.num_query_groups
@@ -182,8 +179,7 @@ class ModelSize:
         return self.num_attention_heads * self.kv_channels
 
     def token_matrices(self, kind: LayerKind) -> int:
-        """Elements of the matrices that one token is multiplied with in a layer: of the experts,
-        its own."""
+        """Elements of the matrices that multiply one token in a layer, with `topk` experts."""
         count = 0
         if kind.attends:
             count += self._attention_matrices + self._indexer_matrices(kind)
@@ -207,12 +203,12 @@ class ModelSize:
 
     @property
     def _experts(self) -> ExpertSizes:
-        assert self.experts is not None, "a layer of experts in a model without"
+        assert self.experts is not None, "a layer with experts in a model without experts"
         return self.experts
 
     @property
     def _shared_matrices(self) -> int:
-        """Elements of router, shared expert and its gate, projections to and from latents."""
+        """Elements of the router, the shared expert, its gate, and the latent projections."""
         sizes = self._experts
         shared = self._mlp_matrices(sizes.shared_width) + sizes.has_shared_gate * self.hidden_size
         return (sizes.num_experts + 2 * sizes.latent) * self.hidden_size + shared
@@ -235,14 +231,14 @@ class ModelSize:
 
     @property
     def score_width(self) -> int:
-        """Products of a query with one key and of its weight with one value, over all heads."""
+        """Multiplications for one pair of query and key, with its value, over all heads."""
         if self.latent is not None:
             return self.num_attention_heads * (self.latent.query + self.latent.value)
         return 2 * self.attention_width
 
     @property
     def head_matrix(self) -> int:
-        """Elements of the output head, also when it is tied to the embedding."""
+        """Elements of the output head, even if it is tied to the embedding."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -254,7 +250,7 @@ class ModelSize:
         return sum(NORMS[self.normalization].sizes(width).values())
 
     def layer_parameters(self, kind: LayerKind) -> int:
-        """All parameters of one layer, but those of routed experts."""
+        """Parameters of one layer without routed experts."""
         norms = self.num_layer_norms // 2 * self.norm_parameters
         count = 0
         if kind.mixer:
@@ -293,7 +289,6 @@ class ModelSize:
 
     @property
     def _attention_parameters(self) -> int:
-        """Parameters of a layer's attention."""
         h = self.hidden_size
         count = self._attention_matrices
         count += self.num_attention_heads * self.has_sinks
@@ -310,12 +305,12 @@ class ModelSize:
 
     @property
     def mtp_parameters(self) -> int:
-        """Parameters of all layers that predict later tokens: joining matrix and norms besides."""
+        """Parameters of multi-token prediction: layers, joining matrices and norms."""
         joining = 2 * self.hidden_size**2 + 3 * self.norm_parameters
         return len(self.mtp_kinds) * joining + self._layers(self._built_mtp_kinds)
 
     def _layers(self, kinds: Iterable[LayerKind]) -> int:
-        """All parameters of some layers."""
+        """Parameters of layers of these kinds."""
         return sum(
             self.layer_parameters(kind) + kind.has_experts * self.routed_parameters
             for kind in kinds
@@ -323,7 +318,7 @@ class ModelSize:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: all but the routed experts that it is not routed to."""
+        """Parameters that process one token: all but the experts that it is not routed to."""
         if self.experts is None:
             return self.total_parameters
         layers = sum(k.has_experts for k in self.layer_kinds + self._built_mtp_kinds)
@@ -332,13 +327,13 @@ class ModelSize:
 
     @property
     def embedding_parameters(self) -> int:
-        """Tables of words, positions and token types, and what reads images."""
+        """Parameters of the word, position and token type tables and of the image encoder."""
         rows = self.max_position_embeddings + self.num_tokentypes
         return self.head_matrix + rows * self.hidden_size + self.vision_parameters
 
     @property
     def further_head_parameters(self) -> int:
-        """Parameters of the stage of the loss besides the product with the vocabulary."""
+        """Parameters of the heads without the matrix of the vocabulary."""
         dense = self.hidden_size * (self.hidden_size + 1)
         count = self.has_word_head * (dense + self.norm_parameters + self.vocab_size)
         return count + self.has_binary_head * (dense + 2 * (self.hidden_size + 1))
@@ -353,11 +348,11 @@ class ModelSize:
 
     @property
     def position_tables(self) -> int:
-        """Elements of the tables of relative positions, one for each stack."""
+        """Elements of the tables of relative positions of both stacks."""
         return 2 * self.num_position_buckets * self.num_attention_heads
 
     def stage_routed_parameters(self, kinds: Iterable[LayerKind], *, predicts: bool) -> int:
-        """Parameters of routed experts that one pipeline stage holds, before any split."""
+        """Parameters of one pipeline stage's routed experts, before any split."""
         held = [*kinds, *(self._built_mtp_kinds if predicts else ())]
         return sum(kind.has_experts for kind in held) * self.routed_parameters
 
@@ -369,14 +364,14 @@ class ModelSize:
         has_loss: bool,
         predicts: bool | None = None,
     ) -> int:
-        """Parameters that one pipeline stage holds, before any tensor-parallel split.
+        """Parameters of one pipeline stage, before any tensor-parallel split.
 
-        The last stage keeps its own copy of a tied embedding.
+        The last stage has its own copy of a tied embedding.
 
         Args:
-            kinds: of its layers.
-            predicts: whether the stage ends with the final norm, and predicts later tokens if any
-                are; None: that of the loss does.
+            kinds: kinds of the stage's layers.
+            predicts: whether the stage has the final norm and multi-token prediction. Default:
+                `has_loss`.
         """
         predicts = has_loss if predicts is None else predicts
         count = self._layers(kinds) + self.position_tables
@@ -393,7 +388,7 @@ class ModelSize:
 
 
 def _kinds_of_stacks(kinds: tuple[LayerKind, ...], num_encoder: int) -> tuple[LayerKind, ...]:
-    """Return what layers are made of, with what an encoder ends with and a decoder has besides."""
+    """Add the final norm of the encoder and the cross attention of the decoder to the kinds."""
     encoder = list(kinds[:num_encoder])
     encoder[-1:] = [replace(kind, has_final_norm=True) for kind in encoder[-1:]]
     decoder = [replace(kind, has_cross_attention=True) for kind in kinds[num_encoder:]]
