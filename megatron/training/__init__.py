@@ -1,6 +1,6 @@
 """Pretraining: settings, setup, loop, logs, checkpoints.
 
-Names are loaded when first asked for, so that reading a config does not import the model.
+Names are imported at first use, so that reading a config does not import the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron's names for reading the command line; `pretrain` uses the same functions."""
+"""Megatron's functions for reading the command line; `pretrain` uses them too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_args(
     """Read the command line (or `args`) without deriving or checking combinations.
 
     Raises:
-        ConfigError: with all problems of the command line.
+        ConfigError: the command line is invalid; the error lists all problems.
     """
     command = parse_command_line(
         args, extra_args_provider=extra_args_provider, ignore_unknown_args=ignore_unknown_args
@@ -38,7 +38,7 @@ def parse_args(
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
-    """Derive what is open and raise every problem; `args` is updated in place and returned.
+    """Derive missing settings and check all rules; updates `args` in place and returns it.
 
     Args:
         defaults: values for flags that still have their own default.
@@ -64,7 +64,7 @@ def parse_and_validate_args(
 
 
 def run_config_from_args(args: Namespace) -> RunConfig:
-    """Return the typed settings in a namespace; names that are no flags are left out."""
+    """Return the typed settings in a namespace; names that are not flags are ignored."""
     return RunConfig.from_values(_asked_values(args))
 
 
@@ -73,7 +73,7 @@ pretrain_cfg_container_from_args = run_config_from_args
 
 
 def run_from_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> ResolvedRun:
-    """Resolve a namespace."""
+    """Resolve the settings in a namespace."""
     command = command_of_namespace(args, defaults or {})
     return resolve(
         command.config,
@@ -84,9 +84,9 @@ def run_from_args(args: Namespace, defaults: Mapping[str, object] | None = None)
 
 
 def run_as_in(args: Namespace) -> ResolvedRun:
-    """Return the settings in `args`; what was derived there is not derived again.
+    """Return the settings in `args`, without deriving derived values again.
 
-    A loop that asks in every step gets the same object until a setting is changed.
+    Repeated calls return the same object until a setting changes.
     """
     known = args.unchanged_run() if isinstance(args, Args) else None
     if known is not None:
@@ -102,7 +102,7 @@ def _world_size_of(args: Namespace) -> int:
 
 
 def command_of_namespace(args: Namespace, defaults: Mapping[str, object]) -> ParsedCommand:
-    """Return the command that a namespace stands for.
+    """Convert a namespace to a parsed command.
 
     Args:
         defaults: values for flags that still have their own default.
@@ -118,7 +118,7 @@ def command_of_namespace(args: Namespace, defaults: Mapping[str, object]) -> Par
 
 
 def _asked_values(args: Namespace) -> dict[str, Any]:
-    """Return what the user asked for: not what was derived from it, unless it was changed since."""
+    """Return the given settings: derived values are left out unless they have changed since."""
     values = {n: v for n, v in vars(args).items() if n in all_flags()}
     run = getattr(args, "run", None)
     if not isinstance(run, ResolvedRun):
@@ -129,7 +129,7 @@ def _asked_values(args: Namespace) -> dict[str, Any]:
 
 @functools.cache
 def _derived_names() -> frozenset[str]:
-    """Return the names that `resolve` adds to those of the flags."""
+    """Return the names in a resolved run that are not flags."""
     names = frozenset(resolve(RunConfig(), world_size=1).values)
     return names - frozenset(all_flags()) | {"unpadded_vocab_size"}
 
@@ -137,11 +137,10 @@ def _derived_names() -> frozenset[str]:
 def core_transformer_config_from_args(
     args: Namespace, config_class: type[ConfigT] | None = None
 ) -> ConfigT:
-    """Build the model's config from settings by their Megatron names.
+    """Build the model's config from a namespace of Megatron's settings.
 
     Args:
-        args: `get_args()`, or any namespace with these names; missing ones have the config's own
-            defaults.
+        args: `get_args()` or a similar namespace; missing settings have the config's defaults.
         config_class: a subclass of TransformerConfig.
     """
     return transformer_config_from_args(vars(args), config_class)

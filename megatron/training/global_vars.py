@@ -1,6 +1,6 @@
-"""The named slots of a run: args, tokenizer, timers, writers. Set once, read by third parties.
+"""Megatron's global variables: args, tokenizer, timers, writers. Set once, for scripts to read.
 
-Nothing inside `megatron.training` reads its settings from here; the loop is handed its parts.
+`megatron.training` itself does not read its settings from here; functions receive them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _get(name: str, setter: str) -> Any:
     value = _slots.get(name)
     if value is None:
         raise ConfigError(
-            f"{name} is asked for before it exists.",
+            f"{name} does not exist yet.",
             rule=f"{name} exists after initialize_megatron() or {setter}()",
             fix="call initialize_megatron() first, or use pretrain()",
         )
@@ -85,7 +85,7 @@ def set_wandb_writer(writer: object) -> None:
 
 
 def get_signal_handler() -> Any:
-    """Return the handler that remembers signals; None without --exit-signal-handler."""
+    """Return the handler that records signals; None without --exit-signal-handler."""
     return _slots.get("signal_handler")
 
 
@@ -95,11 +95,11 @@ def set_signal_handler(handler: object) -> None:
 
 
 def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
-    """Fill the slots from checked settings, for scripts that bring up processes by themselves.
+    """Set the variables from checked settings, for scripts that initialize processes themselves.
 
     Args:
-        args: what `validate_args` returned.
-        build_tokenizer: also build the tokenizer that the settings name.
+        args: result of `validate_args`.
+        build_tokenizer: also build the tokenizer of the settings.
     """
     set_args(args)
     values = vars(args)

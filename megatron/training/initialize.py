@@ -1,4 +1,4 @@
-"""Megatron's way of bringing up a session without `pretrain`: for scripts with their own loop."""
+"""Megatron's functions to start a session without `pretrain`, for scripts with their own loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _set_random_seed(
     pp_group: Any = None,
     dp_group: Any = None,
 ) -> None:
-    """Seed everything; Megatron's name. Ranks need no seeds of their own: draws are keyed.
+    """Seed all generators under Megatron's name, with the same seed on all ranks.
 
     Args:
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: accepted; no tracker is used.
-        pp_group, dp_group: accepted; the keys of draws need no groups.
+        pp_group, dp_group: accepted; random numbers do not depend on groups.
     Raises:
-        ConfigError: replicas were to start from different weights.
+        ConfigError: `data_parallel_random_init` is set.
     """
     if data_parallel_random_init:
         raise ConfigError(
@@ -52,15 +52,15 @@ def initialize_megatron(
     store: object = None,
     parsed_args: Namespace | None = None,
 ) -> Session:
-    """Read and check the settings, start the processes, fill the slots of `global_vars`.
+    """Read and check the settings, connect the processes, and set the variables of `global_vars`.
 
     Args:
-        ignore_unknown_args: leave flags that nobody knows to the caller.
-        allow_no_cuda: accepted; a machine without GPUs computes on its CPU.
+        ignore_unknown_args: ignore unknown flags.
+        allow_no_cuda: accepted; a machine without GPUs uses its CPU.
         skip_mpu_initialization: accepted only as False.
-        parsed_args: settings that `parse_args` returned, instead of the command line.
+        parsed_args: result of `parse_args`, used instead of the command line.
     Raises:
-        ConfigError: with all problems of the settings, on all ranks.
+        ConfigError: on all ranks, if settings are invalid; the error lists all problems.
     """
     if skip_mpu_initialization:
         raise TypeError("initialize_megatron() always creates the parallel groups")

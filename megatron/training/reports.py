@@ -21,7 +21,7 @@ from megatron.training.checkpointing.stored_settings import stored_args
 from megatron.training.config.run import plain
 
 STEP_TIME = "iteration-time"
-"""The scalar that every training step has and no evaluation has."""
+"""The scalar of every training step; evaluations do not have it."""
 MEDIANS = (
     (STEP_TIME, "time of a step (ms)", 1e3),
     ("tokens-per-second-per-device", "tokens/s per device", 1.0),
@@ -32,12 +32,12 @@ MEDIANS = (
 _SETTING_SUFFIX = "/text_summary"
 PROGRESS_FILE = "progress.txt"
 _DEPTH = 3
-"""Levels of directories below that of the run that are searched."""
+"""Number of directory levels below the run's directory that are searched."""
 
 
 @dataclass(frozen=True)
 class ScalarLine:
-    """The scalars that were written together."""
+    """Scalars of one line."""
 
     step: int
     time: float
@@ -56,7 +56,7 @@ class ScalarFile:
 
 def is_metrics_file(path: Path) -> bool:
     """Return whether the first line of a file is one of `--metrics-jsonl`."""
-    if path.name == FAILURE_HISTORY_FILE:  # its lines have iterations, too
+    if path.name == FAILURE_HISTORY_FILE:  # its lines have iterations too
         return False
     try:
         with path.open("rb") as file:
@@ -67,7 +67,7 @@ def is_metrics_file(path: Path) -> bool:
 
 
 def read_metrics_file(path: Path) -> ScalarFile:
-    """Read a file of `--metrics-jsonl`. An unfinished last line is left out.
+    """Read a file of `--metrics-jsonl`. An unfinished last line is ignored.
 
     Raises:
         DataError: the file cannot be read, or another line is not a JSON object of scalars.
@@ -77,7 +77,7 @@ def read_metrics_file(path: Path) -> ScalarFile:
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror}.",
-            rule="a file that --metrics-jsonl has written",
+            rule="it is a file of --metrics-jsonl",
             flags=["--metrics-jsonl"],
             fix="name the file of a run, or its directory",
         ) from error
@@ -124,7 +124,7 @@ def read_event_files(paths: Iterable[Path]) -> Iterator[ScalarFile]:
         times: dict[tuple[int, bool], float] = {}
         for name in tags["scalars"]:
             for event in found.Scalars(name):
-                # An evaluation after a step is a line of its own, as in the other file.
+                # An evaluation after a step is a separate line, as in files of --metrics-jsonl.
                 key = event.step, name.rpartition(" ")[2] in ("validation", "test", "ppl")
                 lines.setdefault(key, {})[name] = event.value
                 times[key] = event.wall_time
@@ -184,7 +184,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run wrote."""
+    """The contents of a run's files."""
 
     name: str
     series: Mapping[str, Series]
@@ -238,7 +238,7 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Collect what a run wrote.
+    """Read all files of a run.
 
     Args:
         path: a file of `--metrics-jsonl`, or a directory. The files of the run (metrics, event
@@ -265,9 +265,9 @@ def read_run(path: Path) -> RunRecord:
             f"{path} has no scalars of a run.",
             rule="the curves come from --metrics-jsonl FILE or --tensorboard-dir DIRECTORY",
             flags=["--metrics-jsonl", "--tensorboard-dir"],
-            fix="name the file or the directory that the run was given",
+            fix="name the file or directory in the flags of the run",
         )
-    # Prefer the file of metrics: it has all digits.
+    # Prefer the file of --metrics-jsonl, which has all digits.
     of_events = list(read_event_files(events)) if not metrics else []
     files = [read_metrics_file(metrics[0])] if metrics else of_events
     return _record(path.resolve().name, files, directories)
@@ -310,7 +310,7 @@ def _record(name: str, files: list[ScalarFile], directories: list[Path]) -> RunR
 
 
 def _series(files: list[ScalarFile]) -> dict[str, Series]:
-    """Join the lines of all attempts. The last value of a repeated step counts."""
+    """Join the lines of all attempts; the last value of a repeated step is used."""
     values: dict[str, dict[int, float]] = {}
     for file in files:
         for line in file.lines:
@@ -323,7 +323,7 @@ def _series(files: list[ScalarFile]) -> dict[str, Series]:
 
 
 def _attempts(files: list[ScalarFile], starts: Sequence[float]) -> Iterator[Attempt]:
-    """Start an attempt where a file begins, where steps go back, and at a start in progress.txt."""
+    """Split at the begin of a file, where step numbers decrease, and at a start in progress.txt."""
     for file in files:
         lines = [line for line in file.lines if STEP_TIME in line.values]
         begin = 0

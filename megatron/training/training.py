@@ -1,4 +1,4 @@
-"""`pretrain`, and what third parties import from `megatron.training.training`."""
+"""`pretrain`, and the names that scripts import from `megatron.training.training`."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ __all__ = [
 ]
 
 LayoutSearch = Callable[[Sequence[str], str, int], str]
-"""Takes a command line, a kind of GPU and their number; returns a report."""
+"""(command line, kind of GPU, number of GPUs) -> report."""
 
 PredictStep = Callable[[ParsedCommand, int, bool], StepPrediction | None]
-"""Takes settings, the number of ranks, and whether this one writes the log."""
+"""(settings, number of ranks, whether this rank writes the log) -> prediction."""
 
 
 def pretrain(*given: Any, **named: Any) -> None:
@@ -72,25 +72,25 @@ def pretrain(*given: Any, **named: Any) -> None:
         pretrain(config_container, dataset_provider, model_type, forward_step_func,
                  model_provider, process_non_loss_data_func=None, ...)
 
-    In the first the command line is read; in the second it is not.
+    The first form reads the command line; the second does not.
 
     Args:
         dataset_provider: `(num_samples[, vp_stage, run])` -> train, valid and test datasets; see
             `datasets.iterators.build_data`.
-        model_provider: `(pre_process, post_process, vp_stage, config, pg_collection, run)`, or the
-            first few of these, -> one model chunk; see `setup.model.build_model`.
+        model_provider: `(pre_process, post_process, vp_stage, config, pg_collection, run)`, or some
+            of these, -> one model chunk; see `setup.model.build_model`.
         forward_step_func: `(data_iterator, model)` -> output and loss function.
-        process_non_loss_data_func: takes what `loss_func(output, non_loss_data=True)` collected
+        process_non_loss_data_func: receives the results of `loss_func(output, non_loss_data=True)`
             after an evaluation.
         non_loss_data_func: `(model)` -> such data, instead of a forward step.
         layout_search: `(words, GPU, number of ranks)` -> report of --auto-parallel.
-        step_prediction: `(settings, number of ranks, is_shown)` -> what a step is predicted to
-            cost, for the log line; called before the ranks meet.
+        step_prediction: `(settings, number of ranks, is_shown)` -> predicted time and memory of a
+            step for the log line; called before the ranks connect.
         deepspeed_reader: reads the file of --deepspeed_config.
         extra_args_provider: adds a script's own flags to the parser.
         args_defaults: a script's defaults for flags that are not given.
     Raises:
-        SystemExit: the run failed: what and why was printed, and the exit code tells the class.
+        SystemExit: the run failed. The error was printed, and the exit code is the error's class.
     """
     _leave_out_imports()
     call = PretrainCall.of(given, named)
@@ -115,9 +115,9 @@ def pretrain(*given: Any, **named: Any) -> None:
 def _leave_out_imports() -> None:
     """Freeze imported modules (`gc.freeze`), so that garbage collections do not scan them.
 
-    They are half a million objects of torch and of this package, none of which is ever garbage. At
-    its end the interpreter would scan them again, and all objects built since: half a second of a
-    short run. Objects without cycles are freed at the end as before.
+    They are half a million objects of torch and of this package that never become garbage. At exit,
+    the interpreter would scan them and all later objects again, which takes half a second of a
+    short run. Objects without cycles are still freed at exit.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -129,7 +129,7 @@ def _train_once(
     status: RunStatus,
     attempt: RestartAttempt | None,
 ) -> None:
-    """Bring up this rank's part of the run, train, and take it down."""
+    """Initialize this rank, train, and destroy its process groups."""
     status.activity = "predicting a step"
     prediction = call.predicted_step()
     session = start_session(
@@ -146,7 +146,7 @@ def _train_once(
 
 
 class PretrainCall:
-    """The arguments of `pretrain`, in whichever form they came."""
+    """The arguments of `pretrain`, in either form."""
 
     SCRIPT_FIRST = (
         "train_valid_test_dataset_provider", "model_provider", "model_type", "forward_step_func",
@@ -165,7 +165,7 @@ class PretrainCall:
     def __init__(self, options: Mapping[str, Any]) -> None:
         missing = [name for name in self.NEEDED if options.get(name) is None]
         if missing:
-            raise TypeError(f"pretrain() misses {', '.join(missing)}")
+            raise TypeError(f"pretrain() is missing {', '.join(missing)}")
         self.options = options
         self.config: RunConfig | None = options.get("cfg_container")
         self.dataset_provider = options["train_valid_test_dataset_provider"]
@@ -178,7 +178,7 @@ class PretrainCall:
 
     @staticmethod
     def of(given: Sequence[Any], named: Mapping[str, Any]) -> PretrainCall:
-        """Sort positional and keyword arguments by their names."""
+        """Assign positional and keyword arguments to names."""
         has_config = "cfg_container" in named or (given and isinstance(given[0], RunConfig))
         names = PretrainCall.CONFIG_FIRST if has_config else PretrainCall.SCRIPT_FIRST
         if len(given) > len(names):
@@ -186,7 +186,7 @@ class PretrainCall:
         return PretrainCall({**dict(zip(names, given, strict=False)), **named})
 
     def read(self) -> ParsedCommand:
-        """Return the settings: those passed, or those of the command line."""
+        """Return the passed settings, or the settings of the command line."""
         if self._command is None:
             if self.config is not None:
                 given = frozenset(self.config.changed())
@@ -201,7 +201,7 @@ class PretrainCall:
         return self._command
 
     def _check_architecture(self, asked: str) -> None:
-        """Refuse a command line, or a model of --load-hf, that another script trains."""
+        """Refuse an architecture of the command line or of --load-hf that another script trains."""
         built = self.args_defaults.get("architecture", "gpt")
         if asked != built:
             folder = "examples/encoders/" if asked in ("bert", "t5") else ""
@@ -215,21 +215,21 @@ class PretrainCall:
             )
 
     def is_dry_run(self) -> bool:
-        """Return whether nothing shall be run, also if the command line has mistakes."""
+        """Return whether --dry-run is given, even if the command line is invalid."""
         try:
             return self.read().config.launch.dry_run
         except UnreadableCommandError as error:
             return error.command.config.launch.dry_run
 
     def asks_for_layout(self) -> bool:
-        """Return whether a layout shall be searched instead of trained with."""
+        """Return whether --auto-parallel is given."""
         return self.read().config.launch.auto_parallel is not None
 
     def predicted_step(self) -> StepPrediction | None:
-        """Return what the script's planner says of a step; None on ranks that write no log.
+        """Return the prediction of the script's planner; None on ranks that write no log.
 
         Raises:
-            ConfigError: a run that --calibrate-planner names cannot be read.
+            ConfigError: a run of --calibrate-planner cannot be read.
         """
         predict: PredictStep | None = self.options.get("step_prediction")
         info = rank_info.read_rank_info()
@@ -238,10 +238,10 @@ class PretrainCall:
         try:
             command = self.read()
         except UnreadableCommandError:
-            return None  # reported where the run starts
+            return None  # the start of the session reports the error
         world_size = info.world_size if info.is_launched else 1
         is_shown = info.rank == world_size - 1
-        # Elsewhere there is nothing to say, and no planner to import.
+        # Without calibration the planner has data for GPUs only; then it is not even imported.
         is_known = is_shown and device.device_type() == "cuda"
         if not command.config.logging.calibrate_planner and not is_known:
             return None
@@ -257,10 +257,10 @@ class PretrainCall:
         search: LayoutSearch | None = self.options.get("layout_search")
         if search is None or launch.auto_parallel is None:
             raise ConfigError(
-                "--auto-parallel in a script that cannot search.",
-                rule="the script hands a layout search to pretrain",
+                "--auto-parallel in a script without a layout search.",
+                rule="the script passes a layout search to pretrain()",
                 flags=["--auto-parallel"],
-                fix="use pretrain_gpt.py, or pass layout_search as it does",
+                fix="use pretrain_gpt.py, or pass layout_search as pretrain_gpt.py does",
             )
         info = rank_info.read_rank_info()
         launched = info.world_size if info.is_launched else 0
@@ -270,10 +270,10 @@ class PretrainCall:
 def run_session(
     session: Session, call: PretrainCall, prediction: StepPrediction | None = None
 ) -> None:
-    """Build what is trained, train it, and evaluate at the end.
+    """Build model, optimizer and data, train, and evaluate at the end.
 
     Args:
-        prediction: what a step is predicted to cost, on the rank that writes the log.
+        prediction: predicted time and memory of a step, on the rank that writes the log.
     """
     run, status = session.run, session.status
     with nullcontext() if session.signal is None else session.signal.paused():
@@ -304,8 +304,7 @@ def run_session(
     print_rank_0(f" > the setup is done; training begins at iteration {state.iteration}")
     if run.logging.log_rank != 0 and rank_info.is_on_several_machines():
         print_rank_0(
-            f" > losses are printed by rank {run.topology.world_size - 1}, on another machine than"
-            " this;"
+            f" > rank {run.topology.world_size - 1} on another machine prints losses;"
             " --log-rank 0 prints them here"
         )
     try:

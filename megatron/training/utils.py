@@ -1,4 +1,4 @@
-"""Megatron's names of small functions that scripts import from `megatron.training.utils`."""
+"""Small functions of Megatron that scripts import from `megatron.training.utils`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
 
 
 def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module]) -> float:
-    """Return the norm of all weights of the model, over all of its ranks."""
+    """Return the norm of all weights of the model over all of its ranks."""
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     return params_norm(chunks, ProcessGroupCollection.current())

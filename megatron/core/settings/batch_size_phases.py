@@ -1,4 +1,4 @@
-"""Global batch sizes that change at numbers of consumed samples. Pure integers, no torch."""
+"""Global batch sizes that change with the number of consumed samples. Pure integers, no torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 Phases = Sequence[tuple[int, int]]
-"""(consumed samples from which a size holds, the size), rising, from 0."""
+"""(first sample of the phase, global batch size), ascending, starting at sample 0."""
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_phases(text: str, seq_length: int) -> Phases:
-    """Read "0:16 2.4B:320 4.8B:1536": tokens from which a batch size holds, and the size.
+    """Read "0:16 2.4B:320 4.8B:1536": pairs (first token of a phase, global batch size).
 
     Args:
         text: numbers of tokens may end in K, M, B or T, for thousands, millions and so on.
-        seq_length: tokens of a sample; a size begins with the first step after so many tokens.
+        seq_length: tokens of a sample. A phase begins with the first step after its first token.
     Raises:
         ValueError: with the reason, as a clause that follows the text.
     """

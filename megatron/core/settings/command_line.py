@@ -1,4 +1,4 @@
-"""Read the command line of a tool into a dataclass, whose fields are the flags.
+"""Read the command line of a tool into a dataclass with one field per flag.
 
     @dataclass(frozen=True, kw_only=True)
     class Flags:
@@ -8,9 +8,9 @@
 
     flags = read_command_line(Flags, description=__doc__)
 
-How a field becomes a flag is said in `megatron.core.settings.flags`. A field without a default must
-be given. A field that is a dataclass itself is a group of flags under the first line of its
-docstring. The docstring of a field is its help, in which argparse fills in `%(default)s`.
+`megatron.core.settings.flags` describes how a field becomes a flag. A field without a default is
+required. A field whose type is a dataclass is a group of flags, titled by the first line of the
+dataclass's docstring. The docstring of a field is its help; argparse fills in `%(default)s`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Parser(argparse.ArgumentParser):
     _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Do as argparse does; keep the words for `error`."""
+        """Parse like argparse, and keep the words for `error`."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the process; of a missing word and an unknown flag, name the flag as well."""
+        """End the process; if arguments are missing, report unknown flags as well."""
         flags = [word.partition("=")[0] for word in self._words if word.startswith("--")]
         known = self._option_string_actions
         unknown = [f for f in flags if f not in known and not self._get_option_tuples(f)]
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
     def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """Print it as argparse does, for a reader that may want the first lines only."""
+        """Print the help; a reader such as `head` may close the pipe early."""
         if file is None:
             standard_output.write(self.format_help())
         else:
@@ -59,18 +59,18 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Subcommand(Generic[SettingsT]):
-    """A command of a tool that has several."""
+    """One command of a tool."""
 
     settings: type[SettingsT]
     run: Callable[[SettingsT], int]
     """Returns the exit status."""
     description: str = ""
-    """Its first line is shown in the list of commands; the docstring of `settings` by default."""
+    """The list of commands shows its first line. Default: the docstring of `settings`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoFlags:
-    """A script that only answers --help."""
+    """Settings of a script whose only flag is --help."""
 
 
 def read_command_line(
@@ -83,14 +83,13 @@ def read_command_line(
     allow_abbrev: bool = True,
     defaults: Mapping[str, Any] | None = None,
 ) -> SettingsT:
-    """Return what a command line says; argparse ends the process with status 2 if it is wrong.
+    """Parse a command line; argparse ends the process with status 2 if it is invalid.
 
     Args:
         settings: a frozen dataclass.
-        argv: words after the program's name; those of this process by default.
-        defaults: values by the names of flags, instead of those that are declared; a flag that is
-            repeated adds to its default.
-        prog, usage, description, allow_abbrev: as of `argparse.ArgumentParser`.
+        argv: words after the program's name. Default: `sys.argv[1:]`.
+        defaults: flag name -> value that replaces the declared default; repeated flags add to it.
+        prog, usage, description, allow_abbrev: arguments of `argparse.ArgumentParser`.
     """
     parser = _Parser(
         prog=prog,
@@ -113,10 +112,10 @@ def run_subcommand(
     description: str | None = None,
     allow_abbrev: bool = True,
 ) -> int:
-    """Run the command that the first word names, with the settings that the others say.
+    """Run the command named by the first word with the settings in the other words.
 
     Returns:
-        Its exit status.
+        The command's exit status.
     """
     parser = _Parser(
         prog=prog,
@@ -144,7 +143,7 @@ def run_subcommand(
 def flags_provider(
     settings: type,
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """Return an `extra_args_provider` that adds the flags of a dataclass to those of training."""
+    """Return an `extra_args_provider` that adds a dataclass's flags to the training flags."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_flags(parser, settings, title=_title_of(settings))
@@ -167,7 +166,7 @@ def add_flag(parser: argparse._ActionsContainer, spec: FlagSpec, **options: Any)
     """Declare one flag on an argparse parser.
 
     Args:
-        options: of `add_argument`, instead of those that follow from the declaration.
+        options: arguments of `add_argument` that replace the declared ones.
     """
     found: dict[str, Any] = {"help": spec.help, "default": spec.default}
     if spec.metadata.is_hidden:
@@ -193,7 +192,7 @@ def add_flag(parser: argparse._ActionsContainer, spec: FlagSpec, **options: Any)
 
 
 def settings_of(settings: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-    """Return the dataclass whose flags, declared by `add_flags`, have these values."""
+    """Build the dataclass from the parsed values of the flags that `add_flags` declared."""
     found: dict[str, Any] = {
         name: settings_of(nested, values) for name, nested in _groups(settings)
     }
@@ -204,8 +203,7 @@ def settings_of(settings: type[SettingsT], values: Mapping[str, Any]) -> Setting
 
 
 def value_in(words: Sequence[str], flag: str) -> str:
-    """Return the value of a flag among the words of another program, the last one if it is there
-    several times, as argparse does; "" if it is not there."""
+    """Return the last value of a flag in another program's command line, "" if it is absent."""
     value = ""
     for number, word in enumerate(words):
         if word == flag and number + 1 < len(words):
@@ -218,7 +216,7 @@ def value_in(words: Sequence[str], flag: str) -> str:
 def _unknown_words(
     parser: argparse.ArgumentParser, settings: type, words: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the value of the field for words that no other takes; without it they are an error."""
+    """Return {field: unknown words} if a field takes them, else end the process with an error."""
     for spec in flag_specs(settings, ""):
         if spec.metadata.takes_unknown:
             return {spec.name: tuple(words)}
@@ -228,7 +226,7 @@ def _unknown_words(
 
 
 def _groups(settings: type) -> Iterator[tuple[str, type]]:
-    """Yield the fields that are dataclasses themselves."""
+    """Yield (name, type) of each field whose type is a dataclass."""
     hints = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         if dataclasses.is_dataclass(hints[field.name]):

@@ -1,4 +1,4 @@
-"""What every config dataclass shares: help texts from field docstrings, checks in one message."""
+"""Shared by all config dataclasses: docstrings of fields, and checks reported in one error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_all(config: Any, checks: Iterable[Callable[[Any], Iterable[MegatronErr
 
 @functools.cache
 def field_docs(config_class: type) -> dict[str, str]:
-    """Return the docstring written under each field of a dataclass, own and inherited.
+    """Return field name -> the docstring under it, for own and inherited fields.
 
-    Fields without one, and classes whose source is not available, are left out.
+    Fields without a docstring, and classes without available source, are left out.
     """
     docs: dict[str, str] = {}
     for base in reversed(config_class.__mro__):

@@ -1,4 +1,4 @@
-"""The value of a config's field has the annotated type, or the config is not built."""
+"""Check that every field of a config has a value of the annotated type."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _UNIONS = (typing.Union, types.UnionType)
 def check_types(config: object) -> None:
     """Compare every field of a new config dataclass with its annotation.
 
-    The name of an enum member becomes the member, and None its default; a sequence becomes the
-    annotated `list` or `tuple`; numpy's numbers become Python's. A field that has its default, or
-    that a class of another package declares, is not compared.
+    The name of an enum member is converted to the member, None to the enum field's default, a
+    sequence to the annotated `list` or `tuple`, and a numpy number to a Python number. Fields with
+    their default value, and fields declared by other packages, are not checked.
 
     Raises:
-        ConfigError: values of other types; one error for all of them.
+        ConfigError: one or more values have a wrong type; one error lists all of them.
     """
     problems: list[MegatronError] = []
     kind: Any = type(config)
@@ -56,12 +56,12 @@ def check_types(config: object) -> None:
 
 @functools.cache
 def _typed_fields(config_class: Any) -> tuple[tuple[str, Any, Any], ...]:
-    """Return (name, annotation, default) of the fields to compare."""
+    """Return (name, annotation, default) of the fields to check."""
     hints: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
         if base.__module__.startswith(_OURS) and dataclasses.is_dataclass(base):
             hints |= typing.get_type_hints(base)
-    # Where an inert flag takes text, the field of Megatron may have a class of its own.
+    # An inert flag takes text where Megatron's field may have a type that does not exist here.
     unread = {row.name for row in inert_fields(config_class)}
     return tuple(
         (field.name, hints[field.name], field.default)
@@ -80,7 +80,7 @@ def _is_enum(hint: Any) -> bool:
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """Return `value` as the annotation has it, or raise TypeError."""
+    """Return `value` converted to the annotated type, or raise TypeError."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in _UNIONS:
         for option in inner:
@@ -118,7 +118,7 @@ def _converted_items(value: Sequence[Any], kind: Any, inner: tuple[Any, ...]) ->
 
 
 def _described(hint: Any) -> str:
-    """Return what an annotation accepts, in words."""
+    """Describe in words which values an annotation accepts."""
     if typing.get_origin(hint) in _UNIONS:
         return " or ".join(map(_described, typing.get_args(hint)))
     if _is_enum(hint):

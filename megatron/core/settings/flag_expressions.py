@@ -1,4 +1,4 @@
-"""Values that are written as small expressions: layer patterns, pairs of numbers, enum names."""
+"""Parse flag values that are small expressions: layer patterns and pairs of numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def _evaluate(node: ast.expr) -> int | list[int]:
-    """Compute ints, lists of ints, `+` of lists and `*` of a list with an int: nothing else."""
+    """Evaluate ints, lists of ints, `list + list` and `list * int`; refuse everything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
@@ -37,7 +37,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 
 def expand_layer_pattern(pattern: int | list[int], num_layers: int) -> list[int]:
-    """Return one 0/1 per layer: a list as it is, an int N as 1 on every N-th layer."""
+    """Return one 0/1 per layer: a list unchanged, an int N as 1 on every N-th layer."""
     if isinstance(pattern, list):
         return pattern
     return [int((layer + 1) % pattern == 0) for layer in range(num_layers)]
@@ -62,5 +62,5 @@ def float_pair(text: str) -> tuple[float, float]:
     except ValueError:
         raise ValueError("is not two numbers such as 0.001,0.1") from None
     if not 0 <= low < high:
-        raise ValueError("is not two numbers from 0, of which the first is less")
+        raise ValueError("is not two numbers LOW,HIGH with 0 <= LOW < HIGH")
     return low, high

@@ -1,12 +1,12 @@
-"""A dataclass field is a command-line flag: the metadata that its name and type do not tell.
+"""Derive command-line flags from dataclass fields.
 
 `hidden_dropout: float = 0.1` gives `--hidden-dropout FLOAT`; the docstring under the field is the
 help. A `bool` that is False becomes a switch, a `bool` that is True an off-switch (`--no-X` and
-`--disable-X`). What is irregular is said in `flag(...)` and nowhere else; a field of which there is
-no flag is declared by `no_flag(...)`.
+`--disable-X`). `flag(...)` declares a field whose flag differs from this, and `no_flag(...)` a
+field without a flag.
 
-The dataclasses are those that use the settings. A `SettingsGroup` collects some of them for the
-command line, with its defaults where they differ from those of the library.
+The library's config dataclasses declare the fields. A `SettingsGroup` inherits from several of them
+and replaces the defaults that differ on the command line.
 """
 
 from __future__ import annotations
@@ -30,59 +30,59 @@ GroupT = typing.TypeVar("GroupT")
 
 @dataclass(frozen=True, kw_only=True)
 class FlagMetadata:
-    """What a field says about its flag beyond name, type, default and docstring."""
+    """Properties of a flag that do not follow from the field's name, type, default or docstring."""
 
     name: str = ""
-    """Name on the command line and on `get_args()`, where it is not that of the field."""
+    """Name on the command line and on `get_args()`. Default: the field's name."""
     cli_default: Any = _SAME
-    """Default of the command line, where it is not that of the field. None: nothing was given, and
-    `resolve` fills it or a rule asks for it."""
+    """Default on the command line, if it differs from the field's default. With None, `resolve`
+    derives the value, or a rule reports that the flag is missing."""
     kind: type | None = None
-    """Type that the command line takes, where it is narrower than that of the field."""
+    """Type of the value on the command line, if it is narrower than the field's type."""
     help: str = ""
-    """Replaces the docstring: of an off-switch, which says what happens without the field."""
+    """Replaces the docstring. An off-switch describes the effect of switching the field off."""
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the command line calls the values of the field."""
+    """Word on the command line -> value of the field."""
     is_flag: bool = True
     is_arg: bool = True
     """Whether `get_args()` shows it."""
     spellings: tuple[str, ...] = ()
-    """Replace `--kebab-case`; the first is the one shown to users."""
+    """Replace `--kebab-case`. Help and messages show the first one."""
     choices: Collection[str | int] = ()
-    """Read when a value is: a registry may have grown since the declaration."""
+    """Allowed values, read at parse time: a registry may have grown since the declaration."""
     nargs: int | str | None = None
-    """How many values; without it the type says so: `tuple[int, int]` takes two, `list[int]` one
-    or more."""
+    """Number of values. Default: from the type, so `tuple[int, int]` takes two values and
+    `list[int]` one or more."""
     parse: Callable[[str], Any] | None = None
-    """Turns the text of one value into the value, or raises ValueError with the reason."""
+    """Converts the text of one value, or raises ValueError with the reason."""
     type_text: str = ""
     """Shown as the type of a flag that has its own `parse`."""
     refuse: str = ""
-    """The mechanism does not exist here: what to use instead. Applies to any other than the
-    default value."""
+    """The mechanism does not exist here: any value but the default is refused with this text, which
+    names an alternative."""
     refuse_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
-    """The same for single values of a flag that otherwise acts."""
+    """Refused values of a flag whose other values have an effect, each with an alternative."""
     note: str = ""
-    """Accepted, and changes no result: the line that tells the user so."""
+    """The flag is accepted and changes no result; this line informs the user."""
     note_values: Mapping[Any, str] = dataclasses.field(default_factory=dict)
-    """The same for single values of a flag that otherwise acts."""
+    """Values without an effect of a flag whose other values have one, each with such a line."""
     only_on_gpu: str = ""
-    """Acts on a GPU alone: what happens on other devices."""
+    """The flag has an effect on GPUs only; this text describes other devices."""
     per_micro_batch: str | Mapping[object, str] = ""
-    """Why the result depends on which samples and tokens share a micro batch, or a rank, so that a
-    run is refused in which ranks share rows as they need; a mapping says so of single values.
-    Applies where the value is neither None nor 0 nor False."""
+    """Why the result depends on which samples and tokens share a micro batch or a rank. Dynamic
+    context parallelism is refused with such a flag, if its value is not None, 0 or False. A mapping
+    gives the reason for single values."""
     part_of: tuple[str, ...] = ()
-    """Fields of which one must be set, or this one has no effect: it only tunes what they do."""
+    """This field tunes these fields, and has no effect unless one of them is set."""
     metavar: str | tuple[str, ...] = ""
-    """What the help of a tool calls the value."""
+    """Name of the value in the help of a tool."""
     is_positional: bool = False
     is_repeated: bool = False
     """The flag is given once for each value."""
     is_hidden: bool = False
-    """The help does not show it."""
+    """The help omits the flag."""
     takes_unknown: bool = False
-    """Its value is every word that no other field takes."""
+    """The field collects all words that no other field takes."""
 
 
 def flag(
@@ -109,10 +109,7 @@ def flag(
     is_repeated: bool = False,
     is_hidden: bool = False,
 ) -> Any:
-    """Declare a field whose flag is irregular; see `FlagMetadata` for the arguments.
-
-    Without a default the flag must be given, like that of a field that has none.
-    """
+    """Declare a field with the properties of `FlagMetadata`; a flag without default is required."""
     metadata = FlagMetadata(
         name=name,
         cli_default=cli_default,
@@ -148,7 +145,7 @@ def positional(
     nargs: int | str | None = None,
     help: str = "",
 ) -> Any:
-    """Declare a field whose value stands on the command line by itself, without a flag.
+    """Declare a field that is a positional argument of the command line.
 
     Args:
         nargs: `argparse.REMAINDER` takes everything that follows.
@@ -160,14 +157,14 @@ def positional(
 
 
 def unknown_words() -> Any:
-    """Declare a field of type `tuple[str, ...]` that takes the words which no other field takes."""
+    """Declare a field of type `tuple[str, ...]` that takes all words that no other field takes."""
     return declared_field((), FlagMetadata(takes_unknown=True, is_hidden=True))
 
 
 def required(*spellings: str) -> Any:
-    """Declare a field without a default: `resolve` derives it, or a rule asks for it.
+    """Declare a field that `resolve` derives if it is not given; if it cannot, a rule reports it.
 
-    Its type has no None, which it is only until then.
+    The field is None until then, although its type has no None.
     """
     return flag(None, *spellings)
 
@@ -176,7 +173,7 @@ def no_flag(default: object, *, is_arg: bool = False) -> Any:
     """Declare a field that no flag sets.
 
     Args:
-        is_arg: `resolve` derives it, and `get_args()` shows it.
+        is_arg: whether `resolve` derives the field and `get_args()` shows it.
     """
     return declared_field(default, FlagMetadata(is_flag=False, is_arg=is_arg))
 
@@ -188,15 +185,14 @@ def declared_field(default: Any, metadata: FlagMetadata) -> Any:
 
 
 def metadata_of(field: dataclasses.Field[Any]) -> FlagMetadata:
-    """Return what the field says of its flag."""
     return field.metadata.get(_KEY) or FlagMetadata()
 
 
 class SettingsGroup:
-    """A dataclass of settings as the command line has them; nothing in it can be changed.
+    """Base of immutable dataclasses of settings with the defaults of the command line.
 
-    Its defaults are those of the command line, also of fields that it inherits from the dataclass
-    that uses them. A subclass says `choices={field: ...}` where that dataclass does not know them.
+    A subclass inherits fields from config dataclasses. `cli_default` replaces a field's default,
+    and the class argument `choices={field: ...}` adds choices that the config cannot import.
     """
 
     _is_frozen = False
@@ -232,14 +228,14 @@ class SettingsGroup:
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """One flag, complete: made from a dataclass field by `flag_specs`."""
+    """One flag with all its properties, built from a dataclass field by `flag_specs`."""
 
     name: str
     """Attribute name on `get_args()`."""
     field: str
-    """Name of the field, which is the same for most."""
+    """Name of the field, usually equal to `name`."""
     group: str
-    """Name of the group that holds the field."""
+    """Name of the group that contains the field."""
     element: type
     """Type of one value: int, float, str, bool or an enum."""
     default: Any
@@ -249,7 +245,7 @@ class FlagSpec:
 
     @property
     def flag(self) -> str:
-        """The spelling shown to users."""
+        """Spelling in help and messages."""
         return self.spellings[0]
 
     @property
@@ -259,12 +255,12 @@ class FlagSpec:
 
     @property
     def is_required(self) -> bool:
-        """Whether there is no default: the command line must say it."""
+        """Whether the command line must give the flag, because it has no default."""
         return self.default is dataclasses.MISSING
 
     @property
     def opposites(self) -> tuple[str, ...]:
-        """Spellings that set a switch to its default, whatever a file or a preset says."""
+        """Spellings that set a switch to its default and override a file or a preset."""
         if not self.is_switch:
             return ()
         found: list[str] = []
@@ -278,17 +274,17 @@ class FlagSpec:
 
     @property
     def choices(self) -> tuple[str | int, ...]:
-        """Allowed values as the user types them; empty means any."""
+        """Allowed values as the user types them. If empty, every value is allowed."""
         if issubclass(self.element, enum.Enum):
             return tuple(member.name for member in self.element)
         return tuple(self.metadata.values or self.metadata.choices)
 
     def to_field(self, value: Any) -> Any:
-        """Return the value of the field for what the command line calls `value`."""
+        """Return the field's value for a value on the command line."""
         return self.metadata.values.get(value, value) if self.metadata.values else value
 
     def to_arg(self, value: Any) -> Any:
-        """Return what the command line calls `value`, which is one of the field."""
+        """Return the value on the command line for a value of the field."""
         return next((text for text, known in self.metadata.values.items() if known == value), value)
 
     def type_text(self) -> str:
@@ -304,7 +300,7 @@ class FlagSpec:
         return text
 
     def example(self, count: int | str | None = None) -> str:
-        """Return words that the command line takes for this flag; "" if there is no telling."""
+        """Return example words for this flag, "" without an example."""
         if self.metadata.parse is not None and self.default is None:
             return ""
         plain = {int: 1, float: 0.1}.get(self.element, "")
@@ -423,18 +419,18 @@ def default_of(field: dataclasses.Field[object]) -> Any:
 
 
 def arg_name(field: dataclasses.Field[object]) -> str:
-    """Return what a field of a dataclass of settings is called on `get_args()`."""
+    """Return a setting's name on `get_args()`."""
     return metadata_of(field).name or field.name
 
 
 def fields_of(base: type[GroupT], group: GroupT) -> dict[str, Any]:
-    """Return the fields that `group` has of `base`, for a config that inherits from it, too."""
+    """Return the fields of `base` with their values in `group`."""
     declared: Any = base
     return {field.name: getattr(group, field.name) for field in dataclasses.fields(declared)}
 
 
 def from_args(group_class: type[GroupT], values: Mapping[str, object]) -> GroupT:
-    """Build a group from settings by their names on `get_args()`; others keep their default."""
+    """Build a group from names on `get_args()` and values; other fields keep their default."""
     specs = flag_specs(group_class, "")
     return group_class(
         **{spec.field: spec.to_field(values[spec.name]) for spec in specs if spec.name in values}
@@ -442,6 +438,6 @@ def from_args(group_class: type[GroupT], values: Mapping[str, object]) -> GroupT
 
 
 def derived_args(group_class: type) -> tuple[str, ...]:
-    """Return the fields of a group that `get_args()` shows though no flag sets them."""
+    """Return the fields of a group that have no flag and that `get_args()` shows."""
     metadata = {field.name: metadata_of(field) for field in dataclasses.fields(group_class)}
     return tuple(name for name, each in metadata.items() if not each.is_flag and each.is_arg)

@@ -1,15 +1,15 @@
-"""Flags of Megatron-LM that nothing here reads: accepted without effect, or refused.
+"""Flags of Megatron-LM that have no effect here: accepted with a note, or refused.
 
-They are the lines of `inert_flags.tsv`, with these columns:
+Each is a line of `inert_flags.tsv`, with these columns:
 
     flag     spellings; empty if Megatron has only a field of a config
     type     as in docs/flags.md: `on`, `off-switch`, `int`, `str: a/b`, `str x+`
     default  empty for None, `[]` for an empty list, `""` for an empty text
     effect   `no effect`, `refused` (any value but the default) or `tunes`
-    instead  why there is no effect; what to use instead; the name of the flag which it tunes
-    field    name of the config's field where the flag does not imply it; `field:name` if the name
-             on `get_args()` differs
-    configs  Megatron's configs that have the field: parallel, transformer, optimizer, ddp
+    instead  no effect: the reason; refused: what to use instead; tunes: the field that it tunes
+    field    name of the config's field if it does not follow from the flag; `field:name` if the
+             name on `get_args()` differs
+    configs  Megatron's configs with the field: parallel, transformer, optimizer, ddp
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def _read_line(
 
 
 def with_inert_fields(config: str = "") -> Callable[[ClassT], ClassT]:
-    """Add the fields of the file to a class, before `@dataclass` reads it.
+    """Return a class decorator that adds the file's fields; apply it before `@dataclass`.
 
     Args:
-        config: an entry of the column `configs`; "" adds all that the command line has.
+        config: an entry of the column `configs`; "" adds all fields that have a flag.
     """
 
     def add(cls: ClassT) -> ClassT:
@@ -105,13 +105,13 @@ def with_inert_fields(config: str = "") -> Callable[[ClassT], ClassT]:
 
 
 def inert_fields(config_class: type) -> Iterator[InertFlag]:
-    """Yield the fields that a class or its bases have from the file, with the file's defaults."""
+    """Yield the fields that `with_inert_fields` added to a class or its bases."""
     for base in config_class.__mro__:
         yield from vars(base).get(_FIELDS, ())
 
 
 def _given(config: object) -> Iterator[tuple[str, FlagMetadata]]:
-    """Yield each inert field that was set, as text. None counts as not set."""
+    """Yield "Class.field=value" and metadata of each inert field that is set and not None."""
     for row in inert_fields(type(config)):
         value: Any = getattr(config, row.name)
         if value is not None and value != row.default:
@@ -119,7 +119,7 @@ def _given(config: object) -> Iterator[tuple[str, FlagMetadata]]:
 
 
 def refused_settings(config: object) -> list[MegatronError]:
-    """Return one problem for each field of a config that is set and refused."""
+    """Return one problem for each refused field that is set."""
     return [
         ConfigError(
             f"{given} is not supported yet.",
@@ -133,7 +133,7 @@ def refused_settings(config: object) -> list[MegatronError]:
 
 
 def warn_of_unused_settings(config: object) -> None:
-    """Warn of each field of a config that is set and has no effect, at the line that built it."""
+    """Warn of each field that is set and has no effect, at the line that built the config."""
     level, frame = 0, sys._getframe()
     while frame.f_back is not None and (
         level == 0 or frame.f_code.co_name in ("__post_init__", "__init__")

@@ -1,4 +1,4 @@
-"""How the schedule of a run differs from that of the checkpoint which it resumes."""
+"""Compare the schedule of a run with the schedule in the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ FLAGS = {
     "wd_incr_steps": "--train-iters",
     "wd_incr_style": "--weight-decay-incr-style",
 }
-"""Fields of a schedule that a checkpoint carries, and the flag of each."""
+"""Field of a schedule that a checkpoint contains -> its flag."""
 
 SCHEDULED_IN_GROUPS = ("max_lr", "min_lr", "lr_mult", "start_wd", "end_wd", "wd_mult")
-"""What a parameter group may have of its own."""
+"""Settings that a parameter group may override."""
 
 _IN_SAMPLES = ("lr_warmup_steps", "lr_decay_steps", "wsd_decay_steps", "wd_incr_steps")
 _SIDES = ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler")
-_RULE = "a resumed run continues the same schedule unless told otherwise"
+_RULE = "a resumed run continues the same schedule unless a flag chooses another one"
 _CHOOSE = f"keep this run's schedule with {_SIDES[0]}, or the checkpoint's with {_SIDES[1]}"
 
 
 def differences_of_schedule(
     schedule: object, stored: Mapping[str, object]
 ) -> Iterator[ConfigError]:
-    """Describe each difference, with the value that the flag takes, in the unit of the flag.
+    """Yield an error for each difference; its fix gives the flag's value, in the flag's unit.
 
     Args:
         schedule: an `OptimizerParamScheduler`.
@@ -67,7 +67,7 @@ def _flag_and_fix(schedule: Any, name: str, there: Any) -> tuple[str, str]:
     if batch is None:
         flag, batch = flag.replace("-iters", "-samples"), 1
     if name == "wd_incr_steps":
-        return flag, ""  # The decay changes until the end, and a run may go on for longer.
+        return flag, ""  # Weight decay changes until the end, and a resumed run may be longer.
     if there is None:
         return flag, f"drop {flag}"
     if there % batch:
@@ -79,10 +79,12 @@ def _flag_and_fix(schedule: Any, name: str, there: Any) -> tuple[str, str]:
 def differences_of_groups(
     schedule: Any, stored: Mapping[str, object], own_groups: Sequence[Mapping[str, object]]
 ) -> list[ConfigError]:
-    """Describe the settings of groups that differ, but for those that all groups share.
+    """Return an error for each setting of a parameter group that differs from the checkpoint.
+
+    Differences of the whole schedule are left to `differences_of_schedule`.
 
     Args:
-        own_groups: this run's; the optimizer's are the checkpoint's already.
+        own_groups: this run's settings. The optimizer's groups already have the checkpoint's.
     """
     found: dict[str, ConfigError] = {}
     for group, own in zip(schedule.optimizer.param_groups, own_groups, strict=False):

@@ -1,9 +1,9 @@
-"""Save and load a run: the loop and Megatron's functions both call it.
+"""Save and load a run, for the training loop and for Megatron's functions.
 
-Every method is a collective over all processes of the run: if one of them fails, wherever that is,
-all raise its error. `saver` decides when bytes become a checkpoint, `selection` which one is
-loaded, `restore` fills the run from it. `ResumeSource` finds the state that a run begins with: a
-checkpoint of its own, another model's weights, or none.
+Every method is a collective over all processes of the run: if one process fails, all raise its
+error. `saver` writes and commits checkpoints, `selection` selects the checkpoint to load, and
+`restore` loads it into the run. `ResumeSource` finds the initial state of a run: a checkpoint, the
+weights of another model, or nothing.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Method = Callable[Concatenate["Checkpointer", P], Result]
 
 
 def _collective(doing: str) -> Callable[[Method[P, Result]], Method[P, Result]]:
-    """Let a method raise on all ranks if it raises on one; see `AgreeingGroup.run`."""
+    """Make a method raise on all ranks if it raises on one; see `AgreeingGroup.run`."""
 
     def decorate(method: Method[P, Result]) -> Method[P, Result]:
         @functools.wraps(method)
@@ -91,7 +91,7 @@ class Checkpointer:
     ) -> None:
         """
         Args:
-            memory: what this process has in memory, and the number of its node.
+            memory: (copies of the state in this process, number of its node).
         """
         self.settings = settings
         self.context = context
@@ -109,22 +109,22 @@ class Checkpointer:
 
     @_collective("claiming the save directory")
     def claim(self) -> None:
-        """Lock the save directory and delete the leftovers of interrupted runs.
+        """Lock the save directory and delete the unfinished files of interrupted runs.
 
-        Call it before training, so that a second run in the same directory ends at once.
+        Call it before training, so that a second run in the same directory fails at once.
 
         Raises:
-            CheckpointError: another run holds the directory, or it cannot be written.
+            CheckpointError: another run has locked the directory, or it is not writable.
         """
         self._saver.claim()
 
     @_collective("saving a checkpoint")
     def save(self, train_state: TrainState, *, extra: Mapping[str, object] | None = None) -> None:
-        """Save the run at `train_state.iteration`; returns after the commit, or with `--async-save`
-        as soon as the state is copied.
+        """Save the run at `train_state.iteration`. Returns after the commit, or with `--async-save`
+        after the state is copied.
 
         Args:
-            extra: more plain values to keep, given back in `Restored.extra`.
+            extra: additional plain values, returned in `Restored.extra` after a load.
         Raises:
             CheckpointError: on every rank; earlier checkpoints are intact.
         """
@@ -134,16 +134,16 @@ class Checkpointer:
     def save_non_persistent(
         self, train_state: TrainState, *, extra: Mapping[str, object] | None = None
     ) -> None:
-        """Save for a quick restart; replaces the non-persistent checkpoint before.
+        """Replace the non-persistent checkpoint, which serves fast restarts.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are intact.
         """
         if self.non_persistent is None:
             raise CheckpointError(
-                "no kind of non-persistent checkpoint is chosen.",
+                "--non-persistent-ckpt-type is not given.",
                 flags=["--non-persistent-ckpt-type"],
-                fix="choose global or local, or save a checkpoint that stays",
+                fix="choose global or local, or save a persistent checkpoint",
             )
         iteration = train_state.iteration
         self.non_persistent.save(self._saver.declare(train_state, extra), iteration)
@@ -152,7 +152,7 @@ class Checkpointer:
 
     @property
     def last_committed(self) -> int | None:
-        """Iteration of the newest checkpoint of this run that is on the disk, complete."""
+        """Iteration of this run's newest complete checkpoint."""
         return self._saver.last_committed
 
     @property
@@ -161,12 +161,12 @@ class Checkpointer:
         return async_save.in_flight() is not None
 
     def after_step(self) -> None:
-        """Commit an asynchronous save whose bytes are on the disk; its error is raised here."""
+        """Commit an asynchronous save if all bytes are written, or raise its error."""
         if self.has_save_in_flight:  # on all ranks or none: other steps have no collective
             self.peers.run("committing a checkpoint", self._saver.after_step)
 
     def finish(self) -> None:
-        """Wait for an asynchronous save and commit it: before the next save and at the end."""
+        """Wait for an asynchronous save and commit it."""
         if self.has_save_in_flight:
             self.peers.run("committing a checkpoint", self._saver.finish)
 
@@ -183,12 +183,12 @@ class Checkpointer:
 
     @_collective("loading a checkpoint")
     def load_newest(self, not_after: int) -> Restored | None:
-        """Load the newest state that this run has kept or begun with, into the running parts.
+        """Load the newest state that this run has saved or begun with into the running parts.
 
         Args:
-            not_after: iteration where the run stands.
+            not_after: the current iteration of the run.
         Returns:
-            None if nothing was kept.
+            None if there is no saved state.
         """
         self._saver.finish()
         begins_with_newest = self.settings.load is not None and self.settings.ckpt_step is None
@@ -203,8 +203,8 @@ class Checkpointer:
     def export_model(self, directory: Path) -> None:
         """Write the newest checkpoint of this run as a Hugging Face model.
 
-        The run's tokenizer is written as well. With `--load-hf` and no other tokenizer of text,
-        the files of that model's tokenizer are copied.
+        The run's tokenizer is written as well. With `--load-hf` and no other tokenizer for text,
+        the tokenizer files of the loaded model are copied.
         """
         began_with = self.settings.load_hf
         args = self.context.args
@@ -229,7 +229,7 @@ class Checkpointer:
 
     @_collective("writing adapters")
     def export_adapters(self, directory: Path) -> None:
-        """Write the adapters of this run's newest checkpoint as a directory of PEFT's."""
+        """Write the adapters of this run's newest checkpoint as a PEFT directory."""
         write_adapters_collectively(
             self._saver.newest(), directory, base=self.settings.load_hf, peers=self.peers
         )
@@ -237,7 +237,7 @@ class Checkpointer:
 
 
 class ResumeSource:
-    """Finds what a run begins with, and loads it. Every method is a collective."""
+    """Finds and loads the initial state of a run. Every method is a collective."""
 
     def __init__(
         self,
@@ -256,10 +256,10 @@ class ResumeSource:
         `--pretrained-checkpoint`.
 
         Returns:
-            None if there is nothing to load: `--load` is empty or absent, or is the run's own
-            directory before its first save.
+            None if there is nothing to load: the directory of `--load` is missing, empty, or the
+            run's own directory before its first save.
         Raises:
-            CheckpointError: on every rank, if the checkpoint cannot be used.
+            CheckpointError: the checkpoint is unusable; on every rank.
         """
         settings = self.settings
         base = self._load_base() if self.context.weights == "adapters" else None
@@ -296,26 +296,26 @@ class ResumeSource:
                 raise missing(settings.load)
             print_once(
                 self.peers,
-                f"WARNING: {settings.load} holds no checkpoint yet: starting from random weights"
+                f"WARNING: {settings.load} contains no checkpoint yet: starting from random weights"
                 " (--exit-on-missing-checkpoint makes this an error)",
             )
         return None
 
     def load_newest(self, not_after: int, *, last_saved: int | None) -> Restored | None:
-        """Load the newest state of the run itself; what flags ask of the first load is not meant.
+        """Load the newest state of the run itself, without the flags for the first load.
 
         Args:
             not_after: the latest iteration of --load that may be loaded.
             last_saved: iteration of the newest checkpoint of this run in --save, if there is one.
         Returns:
-            None if there is none.
+            None if there is no saved state.
         """
         settings = self.settings
         own = dataclasses.replace(settings, **NOT_FOR_OWN_STATE)
         self.restorer = Restorer(own, self.context, self.peers)
         if self.memory is not None:
             self.memory.find_newest()
-        # A directory may hold later iterations, of a run that --ckpt-step has left.
+        # A directory may contain later iterations if --ckpt-step has loaded an earlier one.
         places: list[tuple[str, int | None, int]] = []
         if last_saved is not None and settings.save is not None:
             places.append((settings.save, None, last_saved))
@@ -370,7 +370,7 @@ class ResumeSource:
                 contents = open_any(found.path, peers=self.peers)
                 restored = self.restorer.restore(contents, is_finetuning=is_finetuning)
             except DamagedCheckpointError as error:
-                # All ranks raise the same, so all continue to the same next candidate.
+                # All ranks raise the same error, so all continue with the same next candidate.
                 print_once(self.peers, f"{found.path} cannot be used:\n{error}")
                 problems.append(error)
                 continue
@@ -399,7 +399,7 @@ class ResumeSource:
         return restored
 
     def _select(self, directory: StoragePath, ckpt_step: int | None) -> Selection:
-        """Decide on the coordinator, for all."""
+        """Select checkpoints on the coordinator, and broadcast the selection."""
         return run_on_coordinator(
             self.peers,
             lambda: select_checkpoints(directory, ckpt_step, save=self.settings.save),
@@ -408,7 +408,7 @@ class ResumeSource:
         )
 
     def _load_non_persistent(self, newest_kept: int) -> Restored | None:
-        """Load the non-persistent checkpoint if it is newer than those of `--load`."""
+        """Load the non-persistent checkpoint if its iteration is later than `newest_kept`."""
         if self.non_persistent is None:
             return None
         try:

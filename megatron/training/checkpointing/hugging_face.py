@@ -1,4 +1,4 @@
-"""Hugging Face models at the beginning and end of a run: the coordinator opens and writes them."""
+"""Load and export Hugging Face models; the coordinator opens and writes their files."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def open_collectively(directory: Path, peers: ControlGroup) -> ModelContents:
-    """Open a model for the loader: collective."""
+    """Open a model for the loader. Collective."""
     return run_on_coordinator(peers, lambda: open_model(directory), doing="opening", path=directory)
 
 
 def note_on_precision(directory: Path, dtype: torch.dtype) -> str | None:
-    """Return what to say of a model that is stored in half precision and trained in fp32."""
+    """Return a log line if the model is stored in half precision and trained in fp32."""
     fields = read_model_directory(directory).fields
     stored = fields.get("dtype") or fields.get("torch_dtype")
     flags = {"bfloat16": "--bf16", "float16": "--fp16"}
     if dtype != torch.float32 or stored not in flags:
         return None
     return (
-        f"  the model in {directory} is stored as {stored}, and is trained in float32 here;"
-        f" {flags[stored]} computes as it was stored, with fp32 main weights"
+        f"  the model in {directory} is stored as {stored} and trained in float32;"
+        f" {flags[stored]} computes in {stored} with fp32 main weights"
     )
 
 
@@ -58,12 +58,13 @@ def write_collectively(
     dtype: str | None = None,
     peers: ControlGroup,
 ) -> Written:
-    """Write a checkpoint as a model: collective; the coordinator writes.
+    """Write a checkpoint as a Hugging Face model. Collective; the coordinator writes.
 
     Args:
-        make_tokenizer: opens the tokenizer that is written instead of the companion's.
-        has_adapters: it holds adapters alone, to be merged into the weights of `companion`.
-        dtype: a key of `PRECISIONS`; None keeps the stored one.
+        companion: directory of the model that the run began with.
+        make_tokenizer: opens the tokenizer to write; None copies the companion's tokenizer.
+        has_adapters: the checkpoint contains adapters only, which are merged into `companion`.
+        dtype: a key of `PRECISIONS`; None keeps the stored precision.
     """
     precision = None if dtype is None else PRECISIONS[dtype]
     contents = open_contents(checkpoint, peers=peers)
@@ -73,7 +74,7 @@ def write_collectively(
         options: dict[str, Any] = {"companion": companion, "tokenizer": tokenizer}
         if not has_adapters:
             return write_model(contents, directory, dtype=precision, **options)
-        assert companion is not None, "adapters are merged into the model that they began with"
+        assert companion is not None, "adapters are merged into their base model"
         base = open_model(companion)
         return write_model(base, directory, dtype=precision, adapters=contents, **options)
 
@@ -83,7 +84,7 @@ def write_collectively(
 def write_adapters_collectively(
     checkpoint: StoragePath, directory: Path, *, base: str | None, peers: ControlGroup
 ) -> None:
-    """Write the adapters of a checkpoint for PEFT: collective; the coordinator writes."""
+    """Write the adapters of a checkpoint for PEFT. Collective; the coordinator writes."""
     contents = open_contents(checkpoint, peers=peers)
     run_on_coordinator(
         peers,
@@ -96,12 +97,12 @@ def write_adapters_collectively(
 def load_adapters_collectively(
     path: Path, base: Path, context: CheckpointContext, peers: ControlGroup
 ) -> None:
-    """Fill the adapters of a run from a directory of PEFT's. All ranks call it.
+    """Load the adapters of a run from a PEFT directory. Collective.
 
     Args:
-        base: the model that they belong to.
+        base: directory of the base model.
     Raises:
-        CheckpointError: on all ranks, if one cannot read them.
+        CheckpointError: on all ranks, if one rank cannot read the adapters.
     """
     problem: MegatronError | None = None
     try:

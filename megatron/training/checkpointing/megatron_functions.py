@@ -1,7 +1,7 @@
 """`save_checkpoint` and `load_checkpoint` with Megatron's names, arguments and results.
 
-They read their settings from `get_args()`, for scripts written against Megatron-LM. The loop of
-this framework uses `Checkpointer` directly.
+Scripts for Megatron-LM call these functions, which read their settings from `get_args()`. Our
+training loop uses `Checkpointer` directly.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def save_checkpoint(
     args: Namespace | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
-    """Save the run into `args.save`: collective.
+    """Save the run into `args.save`. Collective.
 
-    Counters come from `args.consumed_train_samples` and its kin. With `non_persistent_ckpt` the
-    checkpoint of `args.non_persistent_ckpt_type` is replaced. Every rank saves its own shards:
-    `pipeline_rank`, `tensor_rank` and `expert_rank` must be this process's, if given.
-    The data iterator is not asked: a run continues at its number of consumed samples.
+    `args` contains the counters, for example `args.consumed_train_samples`. `non_persistent_ckpt`
+    replaces the checkpoint of `args.non_persistent_ckpt_type`. Every rank saves its own shards, so
+    `pipeline_rank`, `tensor_rank` and `expert_rank` must be this process's ranks, if given. The
+    data iterator is unused: a resumed run continues after its number of consumed samples.
 
     Raises:
-        ConfigError: a rank is given that is not this process's.
+        ConfigError: a given rank differs from this process's rank.
     """
     args = get_args() if args is None else args
     groups = resolve_groups(pg_collection)
@@ -66,8 +66,8 @@ def save_checkpoint(
         refuse_given(
             "save_checkpoint",
             {f"{name}={said}": said not in (None, own)},
-            rule=f"a process saves its own part, and has {name} {own}",
-            fix="save from all ranks at once, and leave the rank out",
+            rule=f"a process saves its own shards, and has {name} {own}",
+            fix="call it on all ranks, without the rank",
         )
     maybe_finalize_async_save(blocking=True)
     checkpointer = _checkpointer(args, model, optimizer, opt_param_scheduler, pg_collection)
@@ -96,13 +96,13 @@ def load_checkpoint(
     args: Namespace | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[int, float]:
-    """Load the newest intact checkpoint of `args.load` into the parts: collective.
+    """Load the newest intact checkpoint of `args.load` into the parts. Collective.
 
     Sets `args.consumed_train_samples`, `consumed_valid_samples` and `skipped_train_samples`.
 
     Args:
-        strict: if False, state that is not in the checkpoint keeps its values and is logged, unless
-            `args.dist_ckpt_strictness` decides otherwise.
+        strict: if False, tensors that the checkpoint lacks keep their values and are logged, unless
+            `args.dist_ckpt_strictness` sets another policy.
         skip_load_to_model_and_opt: accepted only as False.
     Returns:
         (iteration, floating-point operations so far); (0, 0.0) if there is nothing to load.
@@ -111,7 +111,7 @@ def load_checkpoint(
     refuse_given(
         "load_checkpoint",
         {"skip_load_to_model_and_opt": skip_load_to_model_and_opt},
-        rule="what is read goes straight into the model and the optimizer",
+        rule="a checkpoint is read directly into the model and the optimizer",
         fix="use load_args_from_checkpoint for the settings of a checkpoint",
     )
     overrides = {"load": getattr(args, load_arg)}
@@ -130,7 +130,7 @@ def load_checkpoint(
 
 
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-    """Commit an asynchronous save if its bytes are written; with `blocking` wait for it."""
+    """Commit an asynchronous save if its bytes are written; `blocking` waits for them."""
     saving = async_save.in_flight()
     if saving is None:
         return
@@ -143,10 +143,10 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 def load_args_from_checkpoint(
     args: Namespace, load_arg: str = "load"
 ) -> tuple[Namespace, Namespace | None]:
-    """Return `args` with the model's shape as it was saved, and the saved settings.
+    """Return (`args` with the shape of the saved model, the saved settings).
 
-    This process alone; every rank reads the same file. The second result is None where
-    `args.load` holds no checkpoint. A tokenizer's code is never taken from a checkpoint.
+    Not a collective. The second value is None if `args.load` contains no checkpoint. A tokenizer's
+    code is never taken from a checkpoint.
     """
     stored = stored_args(
         getattr(args, load_arg),

@@ -1,4 +1,4 @@
-"""Copies of a run's state in the memory of its ranks, to continue from after a rank was lost."""
+"""Copies of a run's state in the memory of its ranks, to continue after a rank is lost."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class MemoryCheckpoints:
 
     @property
     def newest_iteration(self) -> int:
-        """Iteration of the newest copy of which nothing was lost; -1 if there is none."""
+        """Iteration of the newest complete copy, -1 if there is no copy."""
         return -1 if self._newest is None else self._newest[0]
 
     def find_newest(self) -> None:
-        """Look again which copy is the newest of which nothing was lost."""
+        """Search the newest complete copy again."""
         self._newest = self._copies.newest()
 
     def save(self, train_state: TrainState) -> None:
-        """Copy the state as it is after a step.
+        """Copy the state after a step.
 
         Raises:
-            CheckpointError: on every rank, if one cannot copy.
+            CheckpointError: on every rank, if one rank fails.
         """
 
         def declare() -> ShardedStateDict:
@@ -67,7 +67,7 @@ class MemoryCheckpoints:
         self._copies.save(declare, train_state.iteration, {"layout": self._layout})
 
     def load(self) -> Restored:
-        """Load the newest copy, in whatever layout it was made."""
+        """Load the newest copy; its layout may differ from the run's layout."""
         assert self._newest is not None
         key = self._newest
         contents = run_collectively(

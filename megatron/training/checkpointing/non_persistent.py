@@ -1,7 +1,7 @@
-"""Non-persistent checkpoints: for a quick restart, each replaces the one before.
+"""Non-persistent checkpoints for fast restarts; each replaces the previous one.
 
-The kind "global" is here: one checkpoint of all ranks, in a directory of its own. The kind "local",
-of each rank on the storage of its node, is in `non_persistent_local`.
+This module contains the kind "global": all ranks write one checkpoint to a separate directory. In
+the kind "local" (`non_persistent_local`), each rank writes to the storage of its node.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from megatron.training.config.checkpoint import CheckpointSettings
 
 
 class GlobalCheckpoints:
-    """The one non-persistent checkpoint of a run; loads in any layout. Methods are collectives;
-    the caller agrees on errors."""
+    """The single global non-persistent checkpoint of a run, which loads in any layout.
+
+    Methods are collectives; the caller makes all ranks raise the same error.
+    """
 
     def __init__(
         self, directory: StoragePath, layout: Mapping[str, object], peers: ControlGroup
@@ -33,7 +35,7 @@ class GlobalCheckpoints:
         self.directory, self.layout, self.peers = directory, dict(layout), peers
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
-        """Save, then delete what was saved before."""
+        """Save a checkpoint, then delete the previous one."""
         final = self.directory / commit.iteration_directory(iteration)
         dist_checkpointing.save(
             state, final, process_group=self.peers, info={"layout": self.layout}
@@ -45,7 +47,7 @@ class GlobalCheckpoints:
                     commit.remove_checkpoint(found, "0")
 
     def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
-        """Load what is there into the run, if it is of a later iteration than `than`."""
+        """Load the checkpoint into the run if its iteration is later than `than`."""
 
         def find() -> StoragePath | None:
             found = commit.list_checkpoints(self.directory).checkpoints[:1]
@@ -64,7 +66,7 @@ NonPersistentCheckpoints = LocalCheckpoints | GlobalCheckpoints
 def open_non_persistent(
     settings: CheckpointSettings, layout: Mapping[str, object], peers: ControlGroup
 ) -> NonPersistentCheckpoints | None:
-    """Return the checkpoints that the settings ask for: collective, may make a process group."""
+    """Return the non-persistent checkpoints of the settings. Collective; may make a group."""
     home = settings.save or settings.load or ""
     if settings.non_persistent_ckpt_type == "global":
         directory = settings.non_persistent_global_ckpt_dir or os.path.join(home, "non_persistent")

@@ -1,16 +1,16 @@
-"""Non-persistent checkpoints on each node's own storage, with copies on a neighbour.
+"""Non-persistent checkpoints on each node's own storage, with copies on other nodes.
 
-    DIR/rank_00003/iter_0000040           what rank 3 holds
-    DIR/copy_of_rank_00001/iter_0000040   what rank 1 holds, kept for it on another node
+    DIR/rank_00003/iter_0000040           shards of rank 3, on its node
+    DIR/copy_of_rank_00001/iter_0000040   copy of the shards of rank 1, on another node
 
-Each rank saves its own shards, without a plan of the others' shards. Then the files travel around a
-ring without a shared file system: rank r sends to rank r + distance and receives from rank
-r - distance. If the distance is the number of ranks per node, a copy is on another node. All ranks
-send and receive at once, in chunks, so a rank needs two chunks of memory.
+Each rank saves its own shards without a global plan. Then the ranks exchange copies in a ring,
+without a shared file system: rank r sends to rank r + distance and receives from rank r - distance.
+If the distance is the number of ranks per node, a copy is on another node. All ranks send and
+receive at once, in chunks, so a rank needs memory for two chunks.
 
-A run that lost a process, or a node with its storage, starts again in the same layout from its own
-files or from the neighbour's copy. It loads the newest iteration that every rank can get; files are
-verified as they are read. These checkpoints are in addition to the checkpoints of `--save`.
+After the loss of a process, or of a node with its storage, the run restarts in the same layout from
+its own files and the copies. It loads the newest iteration that is available for every rank, and
+verifies files while reading. Checkpoints of `--save` are independent of these.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from megatron.training.checkpointing.restore import Restored, Restorer, as_local
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """Where non-persistent checkpoints live and how often they are copied."""
+    """Directory and replication of local checkpoints."""
 
     directory: Path
     num_copies: int = 1
-    """Copies on other nodes, besides the rank's own files."""
+    """Copies on other nodes, in addition to the rank's own files."""
     distance: int = 1
-    """Ranks between the owner and the holder of a copy: the number of ranks per node."""
+    """Distance in ranks between the owner and the holder of a copy: the ranks per node."""
     belongs_to: str = ""
-    """The run's save directory: what another run left here is not taken for ours."""
+    """The run's save directory, which distinguishes its files from other runs' files."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,12 @@ class Restorable:
 
     iteration: int
     replicas: Mapping[int, int]
-    """Rank without intact files of its own -> number of its copy that is intact."""
+    """Rank without intact own files -> number of its intact copy."""
 
 
 @functools.lru_cache(maxsize=1)
 def own_group(world: dist.ProcessGroup) -> TorchControlGroup:
-    """Return a group on the host's network whose messages never meet those of training: made once
-    for all runs of the processes' group."""
+    """Return a gloo group of all ranks, separate from the training groups and made once."""
     ranks = dist.get_process_group_ranks(world)
     return TorchControlGroup(dist.new_group(ranks, backend="gloo"))
 
@@ -81,10 +80,11 @@ def _check_replicas(settings: LocalSettings, size: int) -> None:
         if number * settings.distance % size == 0:
             raise CheckpointError(
                 f"copy {number} at a distance of {number} x {settings.distance} of {size} ranks "
-                "would be with its owner.",
-                rule="a copy outlives its owner only elsewhere",
+                "would be on the rank that owns it.",
+                rule="a copy and its owner are on different ranks",
                 flags=["--replication-jump", "--replication-factor"],
-                fix=f"use a --replication-jump of which {number} times is no multiple of {size}",
+                fix=f"use a --replication-jump such that {number} x --replication-jump is no "
+                f"multiple of {size}",
             )
 
 
@@ -96,7 +96,7 @@ class LocalCheckpoints:
     ) -> None:
         """
         Args:
-            layout: sizes of all axes; checkpoints of another layout are passed over.
+            layout: sizes of all axes; checkpoints of other layouts are ignored.
             peers: the ranks of the run.
         """
         self.settings, self.layout, self.peers = settings, dict(layout), peers
@@ -109,7 +109,7 @@ class LocalCheckpoints:
             self._group = own_group(world)
 
     def save(self, state: ShardedStateDict, iteration: int) -> None:
-        """Save what this rank holds, copy it to the neighbours, then drop older iterations.
+        """Save this rank's shards, send copies to other ranks, and delete older iterations.
 
         Raises:
             CheckpointError: on every rank; the earlier non-persistent checkpoint is intact.
@@ -141,7 +141,7 @@ class LocalCheckpoints:
         self._keep_only(name)
 
     def load_newer(self, than: int, restorer: Restorer) -> Restored | None:
-        """Load the newest iteration that every rank can get, if it is later than `than`."""
+        """Load the newest iteration available for every rank, if it is later than `than`."""
         found = self.newest()
         if found is None or found.iteration <= than:
             return None
@@ -152,8 +152,8 @@ class LocalCheckpoints:
         return restorer.restore_local(self.fetch(found))
 
     def newest(self) -> Restorable | None:
-        """Return the newest iteration that every rank can load; all files are verified."""
-        mine: dict[int, set[int]] = {}  # iteration -> ranks whose state is stored here
+        """Return the newest iteration available for every rank; all files are verified."""
+        mine: dict[int, set[int]] = {}  # iteration -> ranks whose shards this rank stores
 
         for rank in self._stored_ranks():
             for iteration in self._usable(self._directory_of(rank)):
@@ -164,7 +164,7 @@ class LocalCheckpoints:
         return found
 
     def fetch(self, restorable: Restorable) -> Contents:
-        """Get back what is missing from the neighbours, and open this rank's own files."""
+        """Receive missing files from the holders of copies, and open this rank's own files."""
         name = commit.iteration_directory(restorable.iteration)
         if restorable.replicas:
             self._fetch_replicas(restorable, name)
@@ -177,7 +177,7 @@ class LocalCheckpoints:
         return min(self.settings.num_copies, self.peers.size - 1)
 
     def _neighbours(self, number: int) -> tuple[int, int]:
-        """Return (rank to send to, rank to receive from) of the n-th copy."""
+        """Return (rank to send to, rank to receive from) for the n-th copy."""
         step, rank, size = number * self.settings.distance, self.peers.rank, self.peers.size
         return (rank + step) % size, (rank - step) % size
 
@@ -198,7 +198,7 @@ class LocalCheckpoints:
     # Steps ----------------------------------------------------------------------------------
 
     def _usable(self, directory: Path) -> Iterator[int]:
-        """Yield iterations in a directory that are intact, of this layout and of this run."""
+        """Yield the intact iterations in a directory that this run saved in this layout."""
         for found in commit.list_checkpoints(directory).checkpoints:
             try:
                 info = commit.open_checkpoint(found.path).info
@@ -214,7 +214,7 @@ class LocalCheckpoints:
                 yield int(found.iteration)
 
     def _best(self, gathered: list[dict[int, set[int]]]) -> Restorable | None:
-        """Choose the newest iteration for which every rank's state can be fetched."""
+        """Choose the newest iteration for which the shards of every rank are stored somewhere."""
 
         def has(holder: int, iteration: int, rank: int) -> bool:
             return rank in gathered[holder].get(iteration, ())
@@ -233,7 +233,7 @@ class LocalCheckpoints:
         return None
 
     def _fetch_replicas(self, restorable: Restorable, name: str) -> None:
-        """Let holders send to the ranks whose own files are gone, one copy after another."""
+        """Send copies to the ranks that have lost their own files, one copy number at a time."""
         assert self._group is not None
         mine = self.peers.rank
 
@@ -255,7 +255,7 @@ class LocalCheckpoints:
             )
 
     def _keep_only(self, name: str) -> None:
-        """Delete other iterations and leftovers that this rank stores."""
+        """Delete other iterations and unfinished files that this rank stores."""
         for rank in self._stored_ranks():
             directory = self._directory_of(rank)
             if not directory.is_dir():
@@ -267,19 +267,19 @@ class LocalCheckpoints:
 
 CHUNK_BYTES = 16 << 20
 _RUN = "c09e"
-"""Marks the unfinished copy of a checkpoint, as a run's name does for an unfinished save."""
+"""Name of an unfinished copy, in place of the run's name in the name of an unfinished save."""
 
 
 @dataclass(frozen=True)
 class FileListing:
-    """The files of one checkpoint directory, in the order they travel."""
+    """The files of one checkpoint directory, in the order of sending."""
 
     files: tuple[tuple[str, int], ...] = ()
     """(name, bytes)."""
 
     @staticmethod
     def of(directory: Path) -> FileListing:
-        """Describe a checkpoint by its own manifest; files that it does not list are left out."""
+        """List the files in a checkpoint's manifest, and the manifest itself."""
         manifest = commit.open_checkpoint(directory)
         sizes = {name: file.size for name, file in manifest.files.items()}
         for name in (MANIFEST_NAME, METADATA_NAME):
@@ -302,15 +302,15 @@ def sendrecv_directories(
     receive_from: int,
     peers: TorchControlGroup,
 ) -> None:
-    """Send a checkpoint directory to one rank while another sends one here: collective.
+    """Send a checkpoint directory to one rank and receive one from another rank. Collective.
 
     Args:
-        source: what to send; None sends nothing.
-        target: where to put what comes, replaced when it is complete; hashes are checked when it
-            is loaded. None where nothing comes.
-        send_to, receive_from: ranks of `peers`; the other side names this one.
+        source: the directory to send, or None.
+        target: the directory to receive into, or None. It is replaced after all bytes have
+            arrived; loading verifies the hashes.
+        send_to, receive_from: ranks of `peers`.
     Raises:
-        CheckpointError: on every rank, if any rank could not read or write.
+        CheckpointError: on every rank, if any rank cannot read or write.
     """
     doing = "copying a checkpoint to another node"
     own = run_collectively(
@@ -326,7 +326,7 @@ def sendrecv_directories(
             staging.mkdir(parents=True)
 
     run_collectively(peers, doing, make_staging)
-    # What fails on one rank must not keep it from sending and receiving.
+    # A rank with an error still sends and receives, so that its peers do not hang.
     problem: Exception | None = None
     outgoing, incoming = list(own.chunks()), list(coming.chunks())
     to_send, received = (torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2))
@@ -366,7 +366,7 @@ def sendrecv_directories(
 def _append(directory: Path, chunk: tuple[str, int, int], data: memoryview) -> None:
     name, begin, _ = chunk
     if name != os.path.basename(name):
-        raise ValueError(f"a file name with a path in it: {name!r}")
+        raise ValueError(f"a file name contains a path: {name!r}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_EXCL if not begin else 0)
     descriptor = os.open(directory / name, flags, 0o644)
     try:

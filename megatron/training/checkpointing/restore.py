@@ -1,23 +1,23 @@
-"""Restore a run from an opened checkpoint, of this program or another.
+"""Restore a run from an opened checkpoint of this or another program.
 
-A checkpoint of another program has weights, moments and main weights under our keys already. The
+A checkpoint of another program is opened with our keys for weights, moments and main weights. The
 optimizer's settings (learning rate, weight decay, ...) are this run's, because the other program
-groups its parameters in another way.
+groups parameters differently.
 
-A tensor that is not stored under its own key is read from another one:
+Some tensors are read from another key than their own:
 
-* Precision: a half-precision run stores weights twice, as the model computes with them and as the
-  fp32 main weights of the optimizer; an fp32 run stores them once. An fp32 run reads main weights
-  if they are stored, and main weights are read from the weights of an fp32 run.
-* Tying: a model whose head is the word embedding stores one tensor. A run with a head of its own
-  begins with a copy of it and of its optimizer state: the first steps then move the head about as
-  far as they would have moved the shared tensor. With moments of zero the first steps would be
-  much larger.
+* Precision: a half-precision run stores weights twice, in half precision and as the optimizer's
+  fp32 main weights; an fp32 run stores them once. An fp32 run reads the main weights if they are
+  stored, and a half-precision run reads main weights from the weights of an fp32 run.
+* Tying: a model with tied embeddings stores one tensor for embedding and head. A run with a
+  separate head copies this tensor and its optimizer state to the head, so that the first steps
+  change the head about as much as they would change the shared tensor. With zero moments the first
+  steps would be much larger.
 
-`read_from_dense` begins a mixture of experts with a dense model (A. Komatsuzaki et al., "Sparse
-Upcycling", arXiv 2212.05055): every expert begins as a copy of the dense MLP, everything else as it
-was, and the router with its own initial values. If the weights of the chosen experts add up to 1,
-the first outputs are the dense model's.
+`read_from_dense` initializes a mixture of experts from a dense model (A. Komatsuzaki et al.,
+"Sparse Upcycling", arXiv 2212.05055): every expert is a copy of the dense MLP, the router has its
+own initial values, and all other weights are the dense model's. If the weights of the chosen
+experts add up to 1, the first outputs equal the dense model's.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ NOT_FOR_OWN_STATE: dict[str, Any] = {
     "no_load_rng": False,
     "moe_use_upcycling": False,
 }
-"""Settings for the checkpoint that a run begins with; they do not apply to its own later state."""
+"""Settings for the initial checkpoint of a run, and their values for the run's own later state."""
 
 
 @dataclass
 class Restored:
-    """What a checkpoint gave back, besides what it put into the parts."""
+    """Values from a loaded checkpoint, in addition to the state of model and optimizer."""
 
     path: StoragePath
     train_state: TrainState
     args: Mapping[str, Any]
-    """Settings of the run that saved it."""
+    """Settings of the run that saved the checkpoint."""
     extra: dict[str, Any]
-    """What was passed to `save` as extra."""
+    """Argument `extra` of the save."""
     layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Restorer:
-    """Fills the parts of one run. Every method is a collective."""
+    """Loads checkpoints into the parts of one run. Every method is a collective."""
 
     def __init__(
         self, settings: CheckpointSettings, context: CheckpointContext, peers: ControlGroup
@@ -96,7 +96,7 @@ class Restorer:
         """Load a checkpoint of any layout into the parts.
 
         Args:
-            is_finetuning: take the weights alone, and begin at iteration 0.
+            is_finetuning: load weights only, and begin at iteration 0.
         """
         settings = self.settings
         is_upcycling = settings.moe_use_upcycling and is_dense(contents.manifest)
@@ -112,7 +112,7 @@ class Restorer:
         )
         if is_upcycling:
             template = read_from_dense(template, contents.manifest)
-            print_once(self.peers, "  every expert begins as a copy of the dense MLP of its layer")
+            print_once(self.peers, "  every expert is a copy of the dense MLP of its layer")
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
         vocabulary = self.context.args.get("unpadded_vocab_size")
         for note in (
@@ -123,7 +123,7 @@ class Restorer:
                 print_once(self.peers, f"  {note}")
         generators = template.get("generators")
         if generators is not None and generators.unique_key not in contents.objects:
-            del template["generators"]  # another grid of ranks; nothing of ours depends on it
+            del template["generators"]  # saved by another grid of ranks; our draws do not need it
         loaded = load_state(
             template,
             contents,
@@ -137,7 +137,7 @@ class Restorer:
         return self._apply(contents, loaded, **flags, is_finetuning=is_finetuning)
 
     def restore_local(self, contents: Contents) -> Restored:
-        """Load what this rank saved for itself."""
+        """Load the shards of this rank from a local checkpoint."""
         flags = {
             "with_optimizer": not self.settings.no_load_optim,
             "with_rng": not self.settings.no_load_rng,
@@ -155,7 +155,7 @@ class Restorer:
         with_rng: bool,
         is_finetuning: bool,
     ) -> Restored:
-        """Give the loaded state to the parts."""
+        """Load the state into the parts."""
         state, info = loaded.state, contents.manifest.info
         for chunk in self.context.model:
             for buffer in getattr(chunk, "gradient_buffers", ()):
@@ -179,21 +179,21 @@ class Restorer:
 
 
 def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str]:
-    """Return what to say about a checkpoint before it is loaded.
+    """Return log lines about a checkpoint of another program.
 
     Raises:
-        CheckpointError: moments are needed and cannot be read; on every rank, since all hold
-            the same description.
+        CheckpointError: moments are needed and cannot be read; on every rank, because all ranks
+            have the same description.
     """
     why = contents.no_optimizer
     if why is None and not contents.has_optimizer:
-        why = "it holds no optimizer state"
+        why = "it contains no optimizer state"
     if needs_moments and why is not None:
         raise CheckpointError(
             f"{contents.directory}: {why}.",
-            rule="a run continues only with the optimizer state that it stopped with",
+            rule="a resumed run needs its optimizer state",
             flags=["--load", "--no-load-optim", "--finetune"],
-            fix="give --no-load-optim to continue with fresh moments, or --finetune to start at"
+            fix="give --no-load-optim to continue with zero moments, or --finetune to start at"
             " step 0",
         )
     return [f"{contents.directory} is a checkpoint of {contents.kind}", *contents.notes]
@@ -202,11 +202,11 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
 def complete_interop_state(
     context: CheckpointContext, state: dict[str, Any], template: object, contents: InteropContents
 ) -> None:
-    """Fill in, in place, the plain values that optimizer and schedule expect.
+    """Add, in place, plain values that optimizer and schedule expect.
 
     Args:
         state: the loaded state of the run.
-        template: the declaration of the optimizer's.
+        template: the declaration of the optimizer's state.
     """
     contents.complete_optimizer(state["optimizer"], template)
     if context.scheduler is not None and "opt_param_scheduler" not in state:
@@ -219,7 +219,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def is_head(key: str) -> bool:
-    """Whether a key is that of a head's weight, or of its optimizer state."""
+    """Return whether a key names a head's weight or its optimizer state."""
     return key == HEAD or key.endswith(f".{HEAD}")
 
 
@@ -240,13 +240,13 @@ def stored_key(wanted: ShardedTensor, manifest: Manifest) -> str:
 def compare_heads(
     template: ShardedStateDict, contents: Contents, strict: StrictHandling, *, peers: ControlGroup
 ) -> str | None:
-    """Compare the model's head with the stored one: collective.
+    """Compare the model's head with the stored one. Collective.
 
     Returns:
-        what to tell the user if the head is made from the embedding.
+        a log line if the head is copied from the embedding.
     Raises:
-        CheckpointError: on every rank, if a stored head does not exist in a model whose head is
-            the embedding, and `strict` does not let stored state go.
+        CheckpointError: on every rank, if the checkpoint has a separate head, the model's head is
+            the embedding, and `strict` does not permit unexpected tensors.
     """
     has_own = any(is_head(leaf.key) for _, leaf in leaves(template) if hasattr(leaf, "key"))
     wanted = peers.gather(has_own)
@@ -255,27 +255,27 @@ def compare_heads(
     is_stored = any(map(is_head, stored))
     if is_stored and not is_wanted and not strict.tolerates_unexpected:
         raise CheckpointError(
-            f"{contents.directory} holds a head of its own ({HEAD}); in this model the word "
+            f"{contents.directory} contains a separate head ({HEAD}); in this model the word "
             "embedding is the head.",
             rule="no trained weight is dropped silently",
             flags=["--untie-embeddings-and-output-weights", "--dist-ckpt-strictness"],
-            fix="add --untie-embeddings-and-output-weights; to drop the stored head all the same, "
+            fix="add --untie-embeddings-and-output-weights, or drop the stored head with "
             "--dist-ckpt-strictness ignore_all",
         )
     if is_wanted and not is_stored and any(key.endswith(EMBEDDING) for key in stored):
-        return "the head begins as a copy of the word embedding, to which it was tied"
+        return "the head is a copy of the word embedding, as the checkpoint's embeddings are tied"
     return None
 
 
 def compare_vocabularies(classes: object, contents: Contents, strict: StrictHandling) -> str | None:
-    """Compare the vocabulary of this run with the stored one; the rows after both are padding.
+    """Compare the vocabulary size of this run with the stored one, without padding rows.
 
     Args:
-        classes: the size of the vocabulary of this run without padding; None if it has none.
+        classes: the vocabulary size of this run without padding; None skips the comparison.
     Returns:
-        what to tell the user if rows are missing or dropped, and `strict` accepts it.
+        a log line if rows are missing or dropped, and `strict` permits it.
     Raises:
-        CheckpointError: on every rank, since all hold the same description, if they differ.
+        CheckpointError: the sizes differ; on every rank, because all have the same description.
     """
     if not isinstance(classes, int):
         return None
@@ -284,31 +284,31 @@ def compare_vocabularies(classes: object, contents: Contents, strict: StrictHand
     known |= layout if isinstance(layout, dict) else {}
     stored = known.get("unpadded_vocab_size")
     if not isinstance(stored, int):
-        # The other program stores padded rows alone: too few are too few all the same.
+        # The other program stores the padded size only, which may still be too small.
         rows = [t.shape[0] for key, t in contents.manifest.tensors.items() if key == EMBEDDING]
         stored = min([classes, *rows])
     if stored == classes:
         return None
-    what = "are missing" if stored < classes else "are left out"
+    what = "are missing" if stored < classes else "are dropped"
     found = f"rows {min(stored, classes)} to {max(stored, classes) - 1} of the vocabulary {what}"
     if strict.tolerates_unexpected:
-        return f"{found}: it has {classes} rows here, and {stored} in {contents.directory}"
+        return f"{found}: this run has {classes} rows, and {contents.directory} has {stored}"
     fix = (
         "use the tokenizer of the checkpoint" if stored < classes else f"give --vocab-size {stored}"
     )
     raise CheckpointError(
-        f"{contents.directory} holds a vocabulary of {stored}; this run has {classes}: {found}.",
-        rule="every row of a vocabulary but its padding comes from the checkpoint",
+        f"{contents.directory} has a vocabulary of {stored}; this run has {classes}: {found}.",
+        rule="the checkpoint provides every row of the vocabulary except padding",
         flags=["--vocab-size", "--tokenizer-type", "--tokenizer-model", "--dist-ckpt-strictness"],
-        fix=f"{fix}; with --dist-ckpt-strictness ignore_all missing rows begin random, and rows"
-        " too many are dropped",
+        fix=f"{fix}; with --dist-ckpt-strictness ignore_all missing rows are random, and"
+        " additional rows are dropped",
     )
 
 
 def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
-    """Return `state` with each shard declared as a full tensor of its own name.
+    """Return `state` with each shard declared as a full tensor with a unique name.
 
-    The data are the same tensors, so loading into the result fills the given ones.
+    The data are the same tensors, so loading into the result fills the tensors of `state`.
     """
     seen: Counter[str] = Counter()
 
@@ -318,7 +318,7 @@ def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, ShardedTensorFactory):
-            # Built at once, so that names are numbered in the order of the state.
+            # Built now, so that names are numbered in the order of the state.
             parts = map_leaves(own, leaf.build())
             return replace(leaf, build_fn=lambda *_: parts)
         if isinstance(leaf, ShardedTensor):
@@ -345,10 +345,10 @@ def is_dense(manifest: Manifest) -> bool:
 
 
 def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedStateDict:
-    """Return the declarations of a model with experts, to be filled from a dense checkpoint.
+    """Return declarations that fill a model with experts from a dense checkpoint.
 
-    Every expert is filled from the whole MLP of its layer. Parts that a dense model lacks (routers,
-    shared experts) keep their values.
+    Every expert reads the whole MLP of its layer. Parts that a dense model lacks (routers, shared
+    experts) keep their values.
     """
 
     def other(leaf: Any) -> Any:
@@ -367,7 +367,7 @@ def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedState
 def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
     found = wanted
     if EXPERTS in found.key:
-        axis = found.prepend_axis_num - 1  # that of the experts is last
+        axis = found.prepend_axis_num - 1  # the axis of experts is the last prepended axis
         found = replace(
             found,
             key=found.key.replace(EXPERTS, ""),
@@ -380,7 +380,7 @@ def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
         found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
     numbered = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", found.key)
     if found.key not in manifest.tensors and numbered:
-        # Equal layers of a dense model are stored as one stack.
+        # A dense model stores equal layers as one stacked tensor.
         key = numbered[1] + numbered[3]
         if key in manifest.tensors:
             found = replace(

@@ -1,8 +1,8 @@
-"""One state dict for a whole run: weights, optimizer, schedule, random state, counters.
+"""The state dict of a run: weights, optimizer, schedule, random state, counters.
 
-Everything but `args` and `layout` is independent of the layout: weights and optimizer state are
-declared under global names, the rest is equal on all ranks. Pipeline chunks need no names of
-their own in the checkpoint; `model0`, `model1` exist in memory only.
+Everything except `args` and `layout` is independent of the layout: weights and optimizer state have
+global names, and the other values are equal on all ranks. The keys `model0`, `model1` of pipeline
+chunks exist in memory only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.core.transformer.sharded_state import sharded_state_dict_of
 from megatron.training.run.state import TrainState
 
 CHECKPOINT_VERSION = 4.0
-"""Version of this state dict; Megatron-LM's own stop at 3.0."""
+"""Version of this state dict; Megatron-LM's versions end at 3.0."""
 
 _SCHEDULED = {*SCHEDULED_IN_GROUPS, "lr", "weight_decay"}
 """Settings of parameter groups that belong to the schedule."""
@@ -41,7 +41,7 @@ _PER_RANK_ARGS = {"rank", "local_rank", "world_size"}
 
 @dataclasses.dataclass
 class CheckpointContext:
-    """What of a run is saved. `None` stands for a part that does not exist."""
+    """The parts of a run to save; a part that does not exist is None."""
 
     model: Sequence[nn.Module]
     """This rank's chunks, wrapped or not."""
@@ -52,18 +52,18 @@ class CheckpointContext:
         default_factory=ProcessGroupCollection.current
     )
     weights: str = "all"
-    """Which weights are meant: "all", those of "adapters" alone, or the "base" without them."""
+    """The weights to save: "all", only the "adapters", or only the "base" without adapters."""
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """All settings by name; kept for people, for `--use-checkpoint-args` and for comparing."""
+    """All settings by name, for readers, `--use-checkpoint-args` and comparisons."""
 
 
 def model_key(index: int, num_chunks: int) -> str:
-    """Return the name of a chunk in the state dict: model, or model0, model1, ..."""
+    """Return the key of a chunk in the state dict: model, or model0, model1, ..."""
     return "model" if num_chunks == 1 else f"model{index}"
 
 
 def declare_model(context: CheckpointContext) -> ShardedStateDict:
-    """Declare the weights of all chunks that are meant."""
+    """Declare the weights that `context.weights` selects, for all chunks."""
     declared = {}
     for index, chunk in enumerate(context.model):
         state = sharded_state_dict_of(chunk, pg_collection=context.groups)
@@ -81,7 +81,7 @@ def declare_run(
     with_rng: bool,
     is_loading: bool = False,
 ) -> ShardedStateDict:
-    """Declare weights and, as asked, optimizer with schedule, and random state."""
+    """Declare weights, and optionally optimizer state and generator states."""
     state = declare_model(context)
     if with_optimizer and context.optimizer is not None:
         state["optimizer"] = context.optimizer.sharded_state_dict(state, is_loading=is_loading)
@@ -93,7 +93,7 @@ def declare_run(
 def plain_run_state(
     context: CheckpointContext, train_state: TrainState, *, with_optimizer: bool, with_rng: bool
 ) -> dict[str, Any]:
-    """Return what is saved beside the declarations: counters, schedule, seed, settings."""
+    """Return the plain values to save: counters, schedule, seed, settings."""
     state: dict[str, Any] = {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": train_state.iteration,
@@ -114,7 +114,7 @@ def plain_run_state(
 
 
 def plain_args(args: Mapping[str, object]) -> Namespace:
-    """Return the settings as a namespace of storable values; others are kept as text."""
+    """Return the settings as a namespace of storable values; other values become text."""
     kept: dict[str, Any] = {}
     for name, value in args.items():
         if name in _PER_RANK_ARGS:
@@ -145,10 +145,10 @@ def train_state_of(state: Mapping[str, Any]) -> TrainState:
 
 
 def apply_model(context: CheckpointContext, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Give the loaded weights to the chunks.
+    """Load the weights into the chunks.
 
-    Declared tensors are the parameters themselves and are filled already; modules that store
-    another form get it through their own `load_state_dict`.
+    Loading has already filled declared tensors, which are the parameters themselves. Modules that
+    store another form receive it in `load_state_dict`.
     """
     for index, chunk in enumerate(context.model):
         loaded = state[model_key(index, len(context.model))]
@@ -158,24 +158,24 @@ def apply_model(context: CheckpointContext, state: Mapping[str, Any], *, strict:
 def apply_optimizer(
     context: CheckpointContext, state: Mapping[str, object], *, was_loaded: bool
 ) -> None:
-    """Give optimizer and schedule their state, or start them from the loaded weights."""
+    """Load the state of optimizer and schedule, or initialize main weights from loaded weights."""
     if context.optimizer is None:
         return
     if was_loaded:
         own = settings_of_groups(context.optimizer.param_groups)
         context.optimizer.load_state_dict(state["optimizer"])
-        # Constants of the optimizer (betas, eps, momentum) are this run's.
+        # Constants of the optimizer (betas, eps, momentum) stay this run's.
         for group, settings in zip(context.optimizer.param_groups, own, strict=True):
             group.update({n: v for n, v in settings.items() if n not in _SCHEDULED})
         if context.scheduler is not None and "opt_param_scheduler" in state:
             context.scheduler.load_state_dict(state["opt_param_scheduler"], own)
     elif hasattr(context.optimizer, "reload_model_params"):
-        # Main weights were made from the random model; they must follow the loaded one.
+        # Main weights are copies of the random initial weights and must follow the loaded ones.
         context.optimizer.reload_model_params()
 
 
 def apply_rng(state: Mapping[str, Any]) -> None:
-    """Restore the seed and, in an unchanged layout, the generators of this rank."""
+    """Restore the seed and, if the layout is unchanged, the generators of this rank."""
     try:
         if "rng_state" in state:
             rng_state().load_state_dict(state["rng_state"])
@@ -184,14 +184,14 @@ def apply_rng(state: Mapping[str, Any]) -> None:
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"the random state of the checkpoint cannot be used: {type(error).__name__}: {error}.",
-            rule="it holds the states of a run's generators",
+            rule="it contains the states of a run's generators",
             flags=["--no-load-rng"],
-            fix="load another checkpoint, or add --no-load-rng to draw with --seed from here on",
+            fix="load another checkpoint, or add --no-load-rng to continue with --seed",
         ) from error
 
 
 def describe_layout(context: CheckpointContext) -> dict[str, Any]:
-    """Return the sizes of all axes and what else depends on them."""
+    """Return the sizes of all axes, and the vocabulary size without padding."""
     groups = context.groups
     layout = {
         axis: getattr(groups, axis).size() for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")
@@ -204,7 +204,7 @@ def describe_layout(context: CheckpointContext) -> dict[str, Any]:
 
 
 def show_layout(layout: Mapping[str, object]) -> str:
-    """Return a layout as text: tp=2 pp=2 dp=1, and other axes of more than one rank."""
+    """Return a layout as text: tp=2 pp=2 dp=1, and other axes if their size is not 1."""
     always = ("tp", "pp", "dp")
     others = [axis for axis in ("vp", "cp", "ep") if layout.get(axis, 1) != 1]
     return " ".join(f"{axis}={layout.get(axis, 1)}" for axis in (*always, *others))
@@ -212,15 +212,15 @@ def show_layout(layout: Mapping[str, object]) -> str:
 
 # Generators of random numbers ---------------------------------------------------------------
 #
-# The framework's own draws need no state beyond the seed. A custom module may draw from torch's,
-# numpy's or Python's generator, or from the tensor-parallel tracker; their states belong to a rank,
-# so they are restored only where the layout is the one that was saved.
+# Our own random numbers depend on the seed only. A custom module may use the generators of torch,
+# numpy, Python or the tensor-parallel tracker. Each rank has its own states, so they are restored
+# only if the layout is unchanged.
 
 
 def declare_generators(groups: ProcessGroupCollection) -> ShardedObject:
     """Declare this rank's generator states in the grid of (pipeline, tensor) ranks.
 
-    Data-parallel copies are taken to hold the same states, as in Megatron.
+    Data-parallel replicas are assumed to have equal states, as in Megatron.
     """
     return ShardedObject(
         "generators",

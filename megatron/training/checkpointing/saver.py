@@ -1,6 +1,6 @@
-"""Save a run: one run per directory, saves in the background, the tracker, retention.
+"""Save a run: lock of the directory, asynchronous saves, tracker file, retention.
 
-An old checkpoint is deleted only after a newer one has been read back and verified.
+An old checkpoint is deleted only after a newer one is verified from the disk.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _RUN = secrets.token_hex(6)
 
 
 def claim_directory(directory: StoragePath, peers: ControlGroup) -> SaveLock | None:
-    """Lock a save directory and delete what interrupted runs left there: collective.
+    """Lock a save directory and delete unfinished files of interrupted runs. Collective.
 
     Returns:
-        the lock, on the coordinator, if the directory can be locked at all. Whoever claims again
-        in the same process gets the same one.
+        on the coordinator, the lock of a local directory. A second call in the same process returns
+        the same lock.
     Raises:
-        CheckpointError: another run holds the directory, or it cannot be written; on all ranks.
+        CheckpointError: another run has locked the directory, or it is not writable; on all ranks.
     """
     lock: SaveLock | None = None
 
@@ -63,9 +63,9 @@ class Saver:
     ) -> None:
         self.settings, self.context, self.peers = settings, context, peers
         self.last_committed: int | None = None
-        """Iteration of the newest checkpoint of this run that is on the disk, complete."""
+        """Iteration of this run's newest complete checkpoint."""
         self._lock: SaveLock | None = None
-        # Known on every rank, unlike the lock, which the coordinator holds alone.
+        # Set on every rank; only the coordinator has the lock.
         self._has_claimed = False
 
     @property
@@ -73,14 +73,14 @@ class Saver:
         """The save directory."""
         if self.settings.save is None:
             raise CheckpointError(
-                "there is no directory to save into.",
+                "--save is not given.",
                 flags=["--save"],
-                fix="give --save, or save nothing",
+                fix="give --save DIRECTORY, or do not save",
             )
         return storage_path(self.settings.save)
 
     def newest(self) -> StoragePath:
-        """Return the newest checkpoint of this run, after the one in flight is committed."""
+        """Return the newest checkpoint of this run, after committing an asynchronous save."""
         self.finish()
         return self.directory / commit.iteration_directory(self.last_committed or 0)
 
@@ -122,17 +122,17 @@ class Saver:
             saving.add_finalize_fn(lambda: self._after_commit(directory, iteration))
 
     def after_step(self) -> None:
-        """Commit an asynchronous save whose bytes are on the disk; its error is raised here."""
+        """Commit an asynchronous save if all bytes are written, or raise its error."""
         if (saving := async_save.in_flight()) is not None:
             saving.try_finish()
 
     def finish(self) -> None:
-        """Wait for an asynchronous save and commit it: before the next save and at the end."""
+        """Wait for an asynchronous save and commit it."""
         if (saving := async_save.in_flight()) is not None:
             saving.finish()
 
     def close(self) -> None:
-        """Finish, and unlock the save directory."""
+        """Commit an asynchronous save, and unlock the save directory."""
         self.finish()
         if self._lock is not None:
             self._lock.release()
@@ -140,7 +140,7 @@ class Saver:
         self._has_claimed = False
 
     def _after_commit(self, directory: StoragePath, iteration: int) -> None:
-        """The checkpoint exists: point the tracker at it, then delete old ones."""
+        """Write the iteration to the tracker file, then delete old checkpoints."""
         self.last_committed = iteration
         run_on_coordinator(
             self.peers,
@@ -160,24 +160,23 @@ class Saver:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay beside the newest; all of them if neither rule is given."""
+    """Rules for the checkpoints to keep in addition to the newest; without rules, keep all."""
 
     interval: int | None = None
-    """Iterations that this divides stay (`--save-retain-interval`)."""
+    """Keep iterations that are a multiple of this (`--save-retain-interval`)."""
     most_recent: int | None = None
-    """So many of the newest stay (`--most-recent-k`)."""
+    """Keep this many of the newest checkpoints (`--most-recent-k`)."""
 
     def __str__(self) -> str:
-        """The flags."""
         rules = {"--save-retain-interval": self.interval, "--most-recent-k": self.most_recent}
         return " ".join(f"{flag} {n}" for flag, n in rules.items() if n is not None)
 
     def checkpoints_to_delete(
         self, directory: StoragePath, newest: int
     ) -> list[commit.FoundCheckpoint]:
-        """Return what may go: older than `newest`, kept by no rule, and a checkpoint of ours.
+        """Return the checkpoints that are older than `newest` and kept by no rule.
 
-        A directory without a manifest that can be read was not written by a run, or not only.
+        Directories without a readable manifest are never deleted.
         """
         if self.interval is None and self.most_recent is None:
             return []
@@ -206,13 +205,13 @@ def _has_manifest(path: StoragePath) -> bool:
 def apply_retention(
     directory: StoragePath, newest: int, retention: Retention, run: str, *, peers: ControlGroup
 ) -> list[StoragePath]:
-    """Verify checkpoint `newest` from the disk, then delete those that need not be kept.
+    """Verify checkpoint `newest` from the disk, then delete older checkpoints by the rules.
 
-    Collective: each rank verifies its share of the files. If the newest one is damaged, nothing
-    is deleted and every rank raises.
+    Collective: each rank verifies a share of the files. If the newest checkpoint is damaged,
+    nothing is deleted and every rank raises.
 
     Returns:
-        the directories that were deleted (on the coordinator).
+        the deleted directories (on the coordinator).
     """
     doomed: list[commit.FoundCheckpoint] | None = None
     if peers.rank == 0:

@@ -1,12 +1,12 @@
-"""Which checkpoint to load: the newest intact one, and the reason is said.
+"""Select the checkpoint to load, usually the newest intact one, and log the reason.
 
-The tracker names the newest one. It names an older one after a crash between the rename of a
-checkpoint and the write of the tracker: the checkpoint is the later of the two, and is loaded.
-Where the tracker is the later one, a person has set it back: checkpoints that are newer than the
-one it names are left alone.
+The tracker file names the newest checkpoint. After a crash between the rename of a checkpoint and
+the write of the tracker, the tracker names an older one; the checkpoint was written later, and is
+loaded. If the tracker was written later than a newer checkpoint, a person has set it back, and
+newer checkpoints are ignored.
 
-A directory that holds, or held, a checkpoint never leads to a start from random weights: if
-nothing in it can be used, that is an error.
+If a directory contains or contained a checkpoint, a run never starts from random weights: an
+unusable directory is an error.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from megatron.core.dist_checkpointing.save_lock import SAVE_LOCK_NAME
 from megatron.core.foundation.errors import CheckpointError, MissingCheckpointError
 
 _WEIGHT_FILES = (".pt", ".pth", ".ckpt", ".distcp", ".safetensors", ".safetensors.index.json")
-"""Ends of names that mean weights, of whatever program."""
+"""Suffixes of files with weights of any program."""
 
 
 @dataclass
 class Selection:
-    """What may be loaded, best first, and what to say about it."""
+    """Checkpoints to try, best first, and log lines about the selection."""
 
     candidates: list[commit.FoundCheckpoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_set_back: bool = False
-    """A person wrote an earlier iteration into the tracker."""
+    """Whether a person wrote an earlier iteration into the tracker file."""
 
 
 def select_checkpoints(
     directory: StoragePath, ckpt_step: int | None, *, save: str | None = None
 ) -> Selection:
-    """Look at a `--load` directory and return the checkpoints to try in order.
+    """Return the checkpoints of a `--load` directory to try, in order.
 
     Args:
         ckpt_step: only this iteration, if given.
-        save: where the run saves. Before its first save, logs of the run may be there already;
-            any other directory that a user names holds a checkpoint or nothing.
+        save: the run's save directory, which may contain logs before the first checkpoint. Any
+            other directory must contain a checkpoint or be empty.
     Returns:
-        no candidates if the directory is empty or absent.
+        no candidates if the directory is empty or missing.
     Raises:
-        CheckpointError: it is a file, the step is not there, or it holds or held something and
-            no checkpoint that can be read.
+        CheckpointError: the directory is a file, has no checkpoint of `ckpt_step`, or contains
+            other files or damaged checkpoints only.
     """
     selection = Selection()
     if isinstance(directory, Path):
         _refuse_a_file(directory)
     listing = commit.list_checkpoints(directory)
-    # In addition to checkpoints, a stray file of another program does not count.
+    # A stray file of another program is ignored if there are checkpoints of ours.
     is_own = bool(listing.checkpoints) and not _holds(directory, METADATA_NAME)
     if not is_own and is_checkpoint(directory):
-        # --load names one checkpoint itself.
+        # --load names a single checkpoint instead of its parent directory.
         selection.candidates.append(commit.FoundCheckpoint(directory, commit.RELEASE))
         return selection
     tracker = commit.read_tracker(directory, selection.notes)
@@ -81,12 +81,11 @@ def select_checkpoints(
 
 
 def _follow_tracker(selection: Selection, directory: StoragePath, tracker: int | str) -> None:
-    """Leave out checkpoints that are newer than the one that the tracker names, unless they were
-    saved after it was written."""
+    """Remove checkpoints of later iterations that were saved before the tracker was written."""
     found = selection.candidates
     newer = [one for one in found if _age(one.iteration) > _age(tracker)]
     if tracker not in {one.iteration for one in found}:
-        selection.notes.append(f"{commit.TRACKER_NAME} names {tracker}, which is not there")
+        selection.notes.append(f"{commit.TRACKER_NAME} names {tracker}, which does not exist")
     elif newer:
         written = _time_of(directory, commit.TRACKER_NAME)
         later = [one for one in newer if _time_of(one.path, MANIFEST_NAME) >= written]
@@ -95,14 +94,14 @@ def _follow_tracker(selection: Selection, directory: StoragePath, tracker: int |
         first = selection.candidates[0].path.name
         why = f"and was set after {newer[0].path.name} was saved: loading {first}"
         if later:
-            why = f"but {first} was saved after it: trying that one first"
+            why = f"but {first} was saved after it and is tried first"
         selection.notes.append(
             f"{commit.TRACKER_NAME} names {tracker}, {why} (--ckpt-step loads another)"
         )
 
 
 def _time_of(directory: StoragePath, name: str) -> float:
-    """Return when a file in a directory was written, or the directory if it lacks the file."""
+    """Return the modification time of a file in a directory, or of a directory without the file."""
     if not isinstance(directory, Path):
         return directory.time_of(name)
     file = directory / name
@@ -123,7 +122,7 @@ def _holds(directory: StoragePath, name: str) -> bool:
 
 
 def _age(iteration: int | str) -> int:
-    """Return a number that orders iterations; a release comes before all."""
+    """Return a number that orders iterations; a release is older than all iterations."""
     return iteration if isinstance(iteration, int) else -1
 
 
@@ -146,53 +145,53 @@ def _refuse_if_something_was_here(
     *,
     is_own: bool,
 ) -> None:
-    """Raise if the directory is not simply one that no run has saved to yet."""
+    """Raise unless no run has saved into the directory yet."""
     if listing.refused:
         reasons = "; ".join(f"{path.name}: {why}" for path, why in listing.refused)
         raise _unusable(directory, reasons)
     if tracker is not None:
         raise _unusable(
-            directory, f"{commit.TRACKER_NAME} names {tracker}, and no checkpoint is there"
+            directory, f"{commit.TRACKER_NAME} names {tracker}, but there is no checkpoint"
         )
     if not isinstance(directory, Path) or not directory.is_dir():
         return
     left = {path.name for path in listing.leftovers} | {SAVE_LOCK_NAME}
     names = {entry.name for entry in directory.iterdir()} - left
     if LATEST_NAME in names and any(name.startswith("global_step") for name in names):
-        raise _unusable(directory, "it is DeepSpeed's, and no tag in it is complete")
+        raise _unusable(directory, "it is a DeepSpeed directory without a complete tag")
     if {"config.json", "model.safetensors"} <= names or "model.safetensors.index.json" in names:
         raise _unusable(directory, "it is a Hugging Face checkpoint: convert it first")
     strange = sorted(n for n in names if not is_own or n.endswith(_WEIGHT_FILES))
     if strange:
         shown = ", ".join(strange[:5]) + (", ..." if len(strange) > 5 else "")
-        raise _unusable(directory, f"it holds {shown} and no checkpoint")
+        raise _unusable(directory, f"it contains {shown} and no checkpoint")
 
 
 def missing(directory: str) -> CheckpointError:
     """Return the error of --exit-on-missing-checkpoint."""
     return MissingCheckpointError(
-        f"{directory} holds no checkpoint.",
+        f"{directory} contains no checkpoint.",
         flags=["--load", "--exit-on-missing-checkpoint"],
         fix="leave --exit-on-missing-checkpoint out to start from random weights",
     )
 
 
 def moved_away(directory: StoragePath) -> CheckpointError | None:
-    """Return the error for a save directory that is not there any more."""
+    """Return the error for a save directory that does not exist any more."""
     if not isinstance(directory, Path) or directory.is_dir():
         return None
     return CheckpointError(
-        f"{directory} was there when this run began, and is not any more.",
-        rule="the checkpoints of a run stay together",
+        f"{directory} existed when this run began, and does not exist any more.",
+        rule="the checkpoints of a run stay in one directory",
         flags=["--save"],
-        fix="move the directory back; a run that is started again makes a new one",
+        fix="move the directory back; a restarted run makes a new one",
     )
 
 
 def missing_pretrained(directory: str) -> CheckpointError:
-    """Return the error for a --pretrained-checkpoint that is empty or absent."""
+    """Return the error for a --pretrained-checkpoint that is empty or missing."""
     return MissingCheckpointError(
-        f"{directory} holds no checkpoint.",
+        f"{directory} contains no checkpoint.",
         flags=["--pretrained-checkpoint"],
         fix="give the directory that contains iter_* or release",
     )
@@ -203,7 +202,7 @@ def _unusable(directory: StoragePath, why: str) -> CheckpointError:
         f"nothing in {directory} can be loaded: {why}.",
         rule="a run never starts from random weights where a checkpoint was expected",
         flags=["--load"],
-        fix="repair or move the directory, or leave --load out to start afresh",
+        fix="repair or move the directory, or leave --load out to start from random weights",
     )
 
 
@@ -216,5 +215,5 @@ def no_intact_checkpoint(
         f"no checkpoint in {directory} is intact:\n{reasons}",
         rule="a run never starts from random weights where a checkpoint was expected",
         flags=["--load"],
-        fix="restore the files from a copy, or leave --load out to start afresh",
+        fix="restore the files from a copy, or leave --load out to start from random weights",
     )

@@ -1,4 +1,4 @@
-"""Settings that a checkpoint stores, and the settings that --use-checkpoint-args takes from it."""
+"""Read the settings in a checkpoint, for --use-checkpoint-args."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ MODEL_SHAPE_ARGS = (
     "use_mup", "mup_base_hidden_size", "mup_width_mult", "mup_base_head_dim",
     "mup_attn_scale_power", "mup_embedding_mult", "mup_output_mult",
 )  # fmt: skip
-"""What `--use-checkpoint-args` takes over: the model, not the layout and not the schedule."""
+"""Settings that `--use-checkpoint-args` reads: the model, but not the layout or the schedule."""
 
 TOKENIZER_FILES = {"tokenizer_model", "vocab_file", "merge_file"}
-"""Settings of it that name files."""
 
 
 def stored_args(
     directory: str | None, ckpt_step: int | None = None, *, save: str | None = None
 ) -> Namespace | None:
-    """Return the settings saved in the newest readable checkpoint of a directory.
+    """Return the settings in the newest readable checkpoint of a directory.
 
-    Arguments are those of `select_checkpoints`.
+    See `select_checkpoints` for the arguments.
     """
     if directory is None:
         return None
@@ -82,11 +81,11 @@ def stored_args(
 
 
 def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
-    """With --use-checkpoint-args, return the settings with the checkpoint's model in them.
+    """Return the settings with the checkpoint's model, if --use-checkpoint-args is set.
 
     Args:
-        given: fields that the user set, which stay as they are. With a field of the tokenizer in
-            it, none is taken.
+        given: fields that the user set; they stay unchanged. If they include a field of the
+            tokenizer, all fields of the tokenizer stay unchanged.
     """
     if not config.checkpoint.use_checkpoint_args:
         return config
@@ -94,10 +93,10 @@ def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> Run
     stored = stored_args(saved.load, saved.ckpt_step, save=saved.save)
     if stored is None:
         return config
-    # Padding depends on the layout and is derived anew.
+    # Padding depends on the layout and is derived again.
     left_out = {"padded_vocab_size", *given}
     if not saved.use_tokenizer_model_from_checkpoint_args:
-        # Files that a checkpoint names may be anybody's: they are opened on request only.
+        # Opening files that an untrusted checkpoint names needs the user's consent.
         left_out |= TOKENIZER_FILES
     if "tokenizer_type" in given or TOKENIZER_FILES & set(given):
         left_out |= {"tokenizer_type", "vocab_size", *TOKENIZER_FILES}

@@ -1,4 +1,4 @@
-"""What a run would be: settings, ranks, stages, schedule, size, memory, FLOPs. Starts nothing."""
+"""Report settings, ranks, stages, schedule, size, memory and FLOPs of a run without starting it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from megatron.training.training import PretrainCall
 
 _IDS_OF: Mapping[str, tuple[int, str]] = {
-    "GPT2BPETokenizer": (50257, "that of GPT-2"),
-    "Llama2Tokenizer": (32000, "that of Llama 2"),
+    "GPT2BPETokenizer": (50257, "the size of GPT-2"),
+    "Llama2Tokenizer": (32000, "the size of Llama 2"),
 }
-"""Type of tokenizer -> number of its ids, and whose they are."""
+"""Type of tokenizer -> number of ids, and its explanation."""
 _USUAL_IDS = 128256
 _WITHOUT_FILES: Mapping[str, object] = {
     "sample_order": "native",
@@ -51,7 +51,7 @@ _WITHOUT_FILES: Mapping[str, object] = {
     "param_offload_path": None,
     "optimizer_offload_path": None,
 }
-"""Settings under which building a run writes no file: Megatron's order is kept in arrays."""
+"""Changed settings, so that building a run writes no files: Megatron's order has index files."""
 
 
 def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = None) -> str:
@@ -60,11 +60,11 @@ def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = 
     Corpora, tokenizers and checkpoints need not be on this machine.
 
     Args:
-        call: the script, whose model is built on tensors without memory, for each kind of pipeline
-            stage, and whose datasets are opened if they are here; None builds nothing.
+        call: the script. Its model is built with fake tensors for each kind of pipeline stage, and
+            its datasets are opened if they are on this machine. None builds nothing.
     Raises:
-        ConfigError: with all problems of the settings.
-        MegatronError: the only problem of building, as the run would raise it.
+        ConfigError: the settings are invalid; the error lists all problems.
+        MegatronError: building fails with one error, which the run would raise too.
     """
     absent: list[MegatronError] = []
     run = resolve_and_check(read, planned_world_size, absent=absent)
@@ -102,16 +102,16 @@ def describe_run(read: Callable[[], ParsedCommand], call: PretrainCall | None = 
 def _tokenizer(
     run: ResolvedRun, absent: list[MegatronError], problems: dict[str, MegatronError]
 ) -> Any:
-    """Return the tokenizer, or one of a guessed size: `absent` or `problems` has the reason."""
+    """Return the tokenizer, or one of a guessed size with the reason in `absent` or `problems`."""
     kind = run.tokenizer.tokenizer_type or ""
-    size, whose = _IDS_OF.get(kind, (_USUAL_IDS, "that of Llama 3, by guess"))
+    size, why = _IDS_OF.get(kind, (_USUAL_IDS, "a guess, the size of Llama 3"))
     try:
         return build_tokenizer(run.namespace())
     except MissingInputError:
         if run.tokenizer.vocab_size is None:
             absent.append(
                 MissingInputError(
-                    f"{kind}: planned with {size} ids, {whose}; --vocab-size says another number"
+                    f"{kind}: planned with {size} ids, {why}; --vocab-size sets another number"
                 )
             )
     except MegatronError as error:
@@ -127,13 +127,13 @@ def _build(
     *,
     has_data: bool,
 ) -> None:
-    """Build what a run builds before its first step, once for each kind of pipeline stage.
+    """Build all parts of a run before its first step, once for each kind of pipeline stage.
 
     Args:
-        problems: takes what is refused, by its message.
-        has_data: whether the inputs of the run are here, so that datasets can be opened.
+        problems: receives message -> error.
+        has_data: whether the inputs of the run are on this machine; if so, datasets are opened.
     """
-    # torch's tensors without memory take seconds to import, which a run does not need.
+    # Fake tensors take seconds to import, and only a dry run needs them.
     from megatron.training.setup.fake_device import fake_place, fake_rank
     from megatron.training.setup.traced_memory import contents_of_rank
 
@@ -169,7 +169,7 @@ def _build(
 
 
 def planned_world_size(config: RunConfig) -> int:
-    """Return the ranks to plan for: as asked, as launched, or the fewest that fit."""
+    """Return the number of ranks to plan: --dry-run-world-size, launched ranks or the minimum."""
     if config.launch.dry_run_world_size is not None:
         return config.launch.dry_run_world_size
     info = rank_info.read_rank_info()
@@ -264,7 +264,7 @@ def _kernels(run: ResolvedRun, config: TransformerConfig, device: str) -> list[s
 def _model(run: ResolvedRun, size: ModelSize) -> list[str]:
     lines = [f"{size.total_parameters:,} parameters (vocabulary padded to {size.vocab_size})"]
     if size.config.num_moe_experts:
-        lines.append(f"{size.active_parameters:,} of them met by one token")
+        lines.append(f"{size.active_parameters:,} of them active for one token")
     per_token = training_flops_per_token(size)
     per_step = training_flops(size, run.schedule.global_batch_size)
     lines.append(f"{per_token:.4g} FLOP per token, {per_step:.4g} per step (causal)")
@@ -276,8 +276,8 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
     if call is None:
         return []
     if run.encoders.architecture != "gpt":
-        return ["not traced: the synthetic samples of a traced step are those of pretrain_gpt.py"]
-    # torch's tensors without memory take seconds to import, which a run does not need.
+        return ["not traced: a traced step has the synthetic samples of pretrain_gpt.py only"]
+    # Fake tensors take seconds to import, and only a dry run needs them.
     from megatron.training.setup.traced_memory import UntraceableStepError, memory_of_stages
     from megatron.training.setup.traced_rank import ModelScript
 

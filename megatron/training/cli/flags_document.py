@@ -8,21 +8,20 @@ from megatron.training.rules.support import Support, support_of
 
 HEAD = """# Flags of pretrain_gpt.py
 
-Made from the dataclasses that use the settings by
-`python -m megatron.training.cli.flags_document > docs/flags.md`; a test keeps it current.
+`python -m megatron.training.cli.flags_document > docs/flags.md` generates this page from the config
+dataclasses; a test keeps it current.
 
-A flag is spelled in full. `on` is a switch that is off by default; `off-switch` turns a default
-off, and is also spelled with the other of the prefixes `--no-` and `--disable-`. `x3` takes three
-values, `x+` one or more, `x*` any number. The same names, with `_` or `-`, are the keys of a
-`--yaml-cfg` file.
+Flags must be spelled in full. Type `on` is a switch that is off by default. `off-switch` switches a
+default off; both prefixes, `--no-` and `--disable-`, are accepted. `x3` takes three values, `x+`
+one or more, `x*` any number. The keys of a `--yaml-cfg` file have the same names, with `_` or `-`.
 
-Support: a flag with an empty last column acts. *refused*: the mechanism does not exist here, and
-any value but the default stops the run with what to use instead. *no effect*: accepted because it
-changes no result, and a line in the log says so. *on a GPU*: acts where there is one, and
-is accepted elsewhere. *of --x*: tunes the mechanism of that flag.
+Support: a flag with an empty last column has its effect. *refused*: the mechanism does not exist
+here, and any value but the default is an error that names an alternative. *no effect*: the flag is
+accepted because it changes no result, and the log contains a note. *on a GPU*: the flag has an
+effect on GPUs and is accepted elsewhere. *of --x*: the flag tunes the mechanism of --x.
 
-The last table has the other flags of Megatron-LM's parser, so that its launch lines can be read. It
-is made from `megatron/core/settings/inert_flags.tsv`.
+The last table contains the other flags of Megatron-LM, so that its launch scripts work. It is
+generated from `megatron/core/settings/inert_flags.tsv`.
 """
 
 
@@ -61,7 +60,7 @@ def _support(spec: FlagSpec) -> str:
     parts = []
     if metadata.part_of:
         parts.append(f"of {' or '.join(all_flags()[name].flag for name in metadata.part_of)}")
-    # A flag that only follows its owner says no more than the row of the owner does.
+    # A flag that tunes another flag has the same support, which the other flag's row shows.
     if not metadata.part_of or metadata.refuse or metadata.note or metadata.only_on_gpu:
         word = "on a GPU" if support is Support.ONLY_ON_GPU else support.value
         parts += [f"{word}: {line}"] if line else []

@@ -18,10 +18,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Help(argparse.Action):
-    """Print all flags, those of one group, or those that have a word in their name or help.
+    """Print all flags, the flags of one group, or the flags with a word in their name or help.
 
     Args:
-        groups: name -> group of flags; what a script adds is found by its words.
+        groups: name -> group of flags. Flags of a script are in none, and are found by a word.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Help(argparse.Action):
             nargs="?",
             default=argparse.SUPPRESS,
             metavar="GROUP|WORD",
-            help="show all flags and exit; with a name, those of that group or with that word",
+            help="show all flags, the flags of a group, or the flags with a word, and exit",
         )
         self.groups = groups
 
@@ -53,7 +53,7 @@ class Help(argparse.Action):
             standard_output.write(
                 f"{parser.format_help()}\n"
                 f"--help GROUP shows the flags of one group: {', '.join(self.groups)};\n"
-                "--help WORD those that have the word in their name or help.\n"
+                "--help WORD shows the flags with the word in their name or help.\n"
             )
         else:
             standard_output.write(help_about(parser, values, self.groups) + "\n")
@@ -90,7 +90,7 @@ def help_about(
             f"--help {topic}: no group and no flag has this name or word.",
             rule=f"groups are {', '.join(groups)}",
             flags=["--help"],
-            fix="give one word of what you look for, or see docs/flags.md",
+            fix="use another word, or see docs/flags.md",
         )
     return formatter.format_help().rstrip()
 

@@ -1,4 +1,4 @@
-"""Flags from a Hugging Face model, for --load-hf."""
+"""Read settings from a Hugging Face model, for --load-hf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.settings.flags import kebab
 from megatron.hugging_face import read_adapters, read_model_directory
 
 _FREE = {"max_position_embeddings", "hidden_dropout", "attention_dropout"}
-"""Settings of a model that a run may choose otherwise without changing its weights' meaning."""
+"""Settings of a model that a run may change, because its weights do not depend on them."""
 
 
 def model_values(
@@ -20,10 +20,11 @@ def model_values(
     """Return field name -> value for the model in `directory`.
 
     Args:
-        given: what the command line says; it may repeat the model's values, not change them.
-        problems: gets what in the flags does not describe this model.
+        given: settings of the command line, which may repeat the model's values but not change
+            them.
+        problems: receives an error for each flag that contradicts the model.
     Raises:
-        CheckpointError, ConfigError: the model cannot be read, or cannot be built here.
+        CheckpointError, ConfigError: the model cannot be read, or is not supported.
     """
     path = Path(directory)
     model = read_model_directory(path).settings
@@ -35,8 +36,8 @@ def model_values(
     if given.get("preset"):
         problems.append(
             ConfigError(
-                f"--preset {given['preset']} beside --load-hf {directory}.",
-                rule="one of the two says what the model is",
+                f"--preset {given['preset']} together with --load-hf {directory}.",
+                rule="one of the two flags sets the model",
                 flags=["--preset", "--load-hf"],
                 fix="drop --preset",
             )
@@ -49,12 +50,13 @@ def model_values(
 def adapter_values(
     directory: str, given: Mapping[str, Any], problems: list[MegatronError]
 ) -> dict[str, Any]:
-    """Return field name -> value for the adapter of --load-adapter, beside the model; or nothing.
+    """Return field name -> value for the adapter of --load-adapter, empty without the flag.
 
     Args:
-        problems: gets what in the flags does not describe this adapter.
+        directory: the model of --load-hf.
+        problems: receives an error for each flag that contradicts the adapter.
     Raises:
-        CheckpointError, ConfigError: it cannot be read, or is not of this model.
+        CheckpointError, ConfigError: the adapter cannot be read, or does not fit the model.
     """
     adapter_directory = given.get("load_adapter")
     if not adapter_directory:
@@ -75,10 +77,10 @@ def adapter_values(
 def _contradictions(
     values: Mapping[str, Any], given: Mapping[str, Any], free: set[str], what: str, flag: str
 ) -> list[MegatronError]:
-    """Return what the command line says otherwise than a directory."""
+    """Return an error for each flag whose value differs from the value in a directory."""
     return [
         ConfigError(
-            f"{kebab(name)} {given[name]} is not that of {what}: {value}.",
+            f"{kebab(name)} {given[name]} contradicts {what}, which has {value}.",
             rule="the weights of a model fit its own shape only",
             flags=[flag, kebab(name)],
             fix=f"drop {kebab(name)}",

@@ -1,7 +1,7 @@
-"""The command line, generated from the config dataclasses.
+"""The parser of the command line, generated from the config dataclasses.
 
-Every problem of a command line is found before any is reported: unknown flags, values of the
-wrong type and choices that do not exist come in one message.
+One error lists all problems of a command line: unknown flags, values of the wrong type and unknown
+choices.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from megatron.training.config.run import GROUP_CLASSES, RunConfig, all_flags, fl
 
 ExtraArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 DeepSpeedReader = Callable[[str, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
-"""Takes the path of a DeepSpeed configuration and the values of the given fields; returns the
-values that the file stands for, and one line for each of its keys that has no effect."""
+"""(path of a DeepSpeed configuration, values of the given fields) -> (values of fields from the
+file, one line for each key in the file that has no effect)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedCommand:
-    """What the user asked for."""
+    """The settings that the user gave."""
 
     config: RunConfig
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Values of arguments that a script added to the parser."""
     given: frozenset[str] = frozenset()
-    """Fields that the user set, by whichever source; others have a default."""
+    """Fields that the command line, a file, a preset or a model sets; others have a default."""
     notes: tuple[str, ...] = ()
-    """Lines on what the user's files ask for without an effect."""
+    """Log lines on settings in the user's files that have no effect."""
 
 
 class UnreadableCommandError(ConfigError):
-    """All problems of a command line, with what could be read in spite of them."""
+    """All problems of a command line, with the settings that are valid."""
 
     command = ParsedCommand(config=RunConfig())
 
@@ -76,12 +76,12 @@ class CommandParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"^-\d[\d.,eE+-]*$")
         self.problems: list[MegatronError] = []
         self.unreadable: set[str] = set()
-        """Fields with such a problem."""
+        """Fields with an invalid value."""
         self.replaced: set[str] = set()
-        """Fields that a script's own flag of the same spelling stands for."""
+        """Inert fields that a script's flag of the same spelling replaces."""
 
     def with_known_spellings(self, words: Sequence[str]) -> list[str]:
-        """Return the command line with `_` and `-` in names of flags as they were declared."""
+        """Return the command line with `_` and `-` in names of flags replaced as declared."""
         declared = self._option_string_actions
         by_dashes = {spelling.replace("_", "-"): spelling for spelling in declared}
         found = []
@@ -93,16 +93,16 @@ class CommandParser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print and exit with."""
+        """Raise argparse's message instead of exiting."""
         raise ConfigError(f"the command line cannot be read: {message}.", fix="see --help")
 
 
 def build_parser(
     extra_args_provider: ExtraArguments | None = None, prog: str | None = None
 ) -> CommandParser:
-    """Return a parser of all flags, with those that `extra_args_provider` adds.
+    """Return a parser of all flags, including the flags that `extra_args_provider` adds.
 
-    A flag of a script may have the spelling of one that nothing here reads, and stands for it.
+    A script's flag may have the spelling of an inert flag and replaces it.
     """
     parser = CommandParser(
         prog=prog,
@@ -122,13 +122,13 @@ def build_parser(
 
 
 def _extend(parser: CommandParser, provider: ExtraArguments) -> None:
-    """Add a script's flags; one that nothing here reads gives way to its namesake."""
+    """Add a script's flags; they replace inert flags of the same spelling."""
     before = set(parser._actions)
     ours = dict(parser._option_string_actions)
     parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
     extended = provider(parser)
     if extended is not None and extended is not parser:
-        raise TypeError("extra_args_provider returns the parser that it was given")
+        raise TypeError("extra_args_provider must return the parser that it receives")
     for spelling, action in ours.items():
         if parser._option_string_actions[spelling] is action:
             continue
@@ -136,7 +136,7 @@ def _extend(parser: CommandParser, provider: ExtraArguments) -> None:
         if spec is None or spec.group != "inert":
             raise argparse.ArgumentError(action, f"conflicting option string: {spelling}")
         parser.replaced.add(spec.name)
-    # argument_default=SUPPRESS keeps our own values apart; a script's have their defaults.
+    # argument_default=SUPPRESS separates given values of our flags; a script's flags have defaults.
     for action in set(parser._actions) - before:
         if action.default is argparse.SUPPRESS and action.dest != argparse.SUPPRESS:
             action.default = None
@@ -181,7 +181,7 @@ def _shown(value: Any) -> str:
 
 
 def bad_value(spec: FlagSpec, value: object, reason: str) -> ConfigError:
-    """Return the problem of a value that `spec` cannot take."""
+    """Return the error for a value that is invalid for `spec`."""
     allowed = [str(c) for c in spec.choices if c not in spec.metadata.refuse_values]
     near: Any = (difflib.get_close_matches(str(value), allowed, n=1) or [spec.default])[0]
     if near is None:
@@ -202,18 +202,19 @@ def parse_command_line(
     ignore_unknown_args: bool = False,
     deepspeed_reader: DeepSpeedReader | None = None,
 ) -> ParsedCommand:
-    """Read the command line and the YAML file that it may name.
+    """Read the command line and the files that it names.
 
     Precedence, highest first: command line, YAML file, DeepSpeed configuration, Hugging Face model
     or preset, `args_defaults` of the script, defaults of the fields. Flags that contradict the
     model of --load-hf or the file of --deepspeed_config are refused. A script's default of
-    `seq_length` is cut to the positions of that model.
+    `seq_length` is reduced to the number of positions of the model.
 
     Args:
-        deepspeed_reader: reads the file of --deepspeed_config; without it that flag is refused.
+        deepspeed_reader: reads the file of --deepspeed_config; without a reader, the flag is
+            refused.
     Raises:
-        UnreadableCommandError: with all problems of the command line and the file, and what could
-            be read all the same.
+        UnreadableCommandError: the command line or a file is invalid. The error lists all problems
+            and contains the valid settings.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     values, extra, unknown, problems = _read_words(words, extra_args_provider)
@@ -250,10 +251,9 @@ def parse_command_line(
 def _read_words(
     words: Sequence[str], extra_args_provider: ExtraArguments | None
 ) -> tuple[dict[str, Any], dict[str, Any], list[str], list[MegatronError]]:
-    """Return our values by name, those of the script's flags, words that no flag claims, problems.
+    """Return (our values by name, values of the script's flags, unknown words, problems).
 
-    argparse stops at the first flag with too few values: that flag is left out, and the others
-    are read again.
+    argparse stops at the first flag with too few values, so the words are read again without it.
     """
     incomplete: list[MegatronError] = []
     while True:
@@ -282,14 +282,14 @@ def _incomplete(error: argparse.ArgumentError, flag: str) -> ConfigError:
     example = "" if spec is None else f", for example {flag} {spec.example(spec.metadata.nargs)}"
     return ConfigError(
         f"the command line cannot be read: {error}.",
-        rule="values of a flag follow it" + ("" if spec is None else f": {spec.type_text()}"),
+        rule="the values of a flag follow it" + ("" if spec is None else f": {spec.type_text()}"),
         flags=[flag],
         fix=f"give it{example}",
     )
 
 
 def _unwrapped(spec: FlagSpec, value: Any) -> Any:
-    """Give a flag whose default is one value, and which got one value, just that value."""
+    """Replace a list of one value by the value if the flag's default is a single value."""
     if spec.metadata.nargs == "+" and len(value) == 1 and not isinstance(spec.default, list):
         annotated_as_list = spec.default is None
         return value if annotated_as_list else value[0]
@@ -297,7 +297,7 @@ def _unwrapped(spec: FlagSpec, value: Any) -> Any:
 
 
 def _unknown_flags(unknown: Sequence[str]) -> list[MegatronError]:
-    """Describe what no flag claimed. A value after an unknown flag belongs to that flag."""
+    """Return an error for each unknown flag and each value without a flag."""
     problems: list[MegatronError] = []
     after_unknown_flag = False
     for token in unknown:
@@ -307,7 +307,7 @@ def _unknown_flags(unknown: Sequence[str]) -> list[MegatronError]:
                     ConfigError(
                         f"{token!r} on the command line belongs to no flag.",
                         rule="every value follows a --flag",
-                        fix="check the flag before it: it may take fewer values, or none",
+                        fix="check the flag before it, which may take fewer values",
                     )
                 )
             continue
@@ -358,7 +358,7 @@ def _deepspeed_values(
         problems.append(
             ConfigError(
                 f"{found if is_on else f'--deepspeed_config {path} without --deepspeed'}.",
-                rule="--deepspeed switches the configuration on, --deepspeed_config names its file",
+                rule="--deepspeed enables the configuration, and --deepspeed_config names its file",
                 flags=flags,
                 fix="give both",
             )

@@ -1,4 +1,4 @@
-"""Flags from a named model."""
+"""Settings of a published model, for --preset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def preset_values(name: str) -> dict[str, Any]:
     """Return field name -> value for a published model.
 
     Raises:
-        ConfigError: there is no such preset; the message names those that are near.
+        ConfigError: there is no such preset; the message lists similar names.
     """
     found = preset(name)
     config, model = dict(found.config), dict(found.model)

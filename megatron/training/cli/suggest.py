@@ -1,4 +1,4 @@
-"""Did you mean ...? For flags that do not exist."""
+"""Suggest the flag that was probably meant by an unknown flag."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 
 from megatron.training.config.run import flags_by_spelling
 
+_REPLICAS = "torchrun --nproc-per-node: the number of ranks sets the data-parallel size"
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RENAMED = {
     "--tp": "--tensor-model-parallel-size",
@@ -16,10 +17,8 @@ RENAMED = {
     "--pp-size": "--pipeline-model-parallel-size",
     "--pipeline-parallel-size": "--pipeline-model-parallel-size",
     "--cp": "--context-parallel-size",
-    "--dp": "torchrun --nproc-per-node: data parallelism is what the other sizes leave",
-    "--data-parallel-size": (
-        "torchrun --nproc-per-node: data parallelism is what the other sizes leave"
-    ),
+    "--dp": _REPLICAS,
+    "--data-parallel-size": _REPLICAS,
     "--batch-size": "--micro-batch-size",
     "--num-heads": "--num-attention-heads",
     "--n-layers": "--num-layers",
@@ -46,11 +45,11 @@ RENAMED = {
     "--resume": "--load",
     "--resume-from": "--load",
 }
-"""Names from other frameworks, and from older releases of Megatron."""
+"""Flags of other frameworks and of older releases of Megatron -> our flags."""
 
 
 def suggestion(unknown: str) -> str:
-    """Return the flag that was most likely meant, or "" if nothing is near."""
+    """Return the most similar flag, or "" if no flag is similar."""
     wanted = unknown.split("=")[0].replace("_", "-").lower()
     if wanted in RENAMED:
         return RENAMED[wanted]
@@ -60,7 +59,7 @@ def suggestion(unknown: str) -> str:
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
     if near:
         return near[0]
-    # Same words in another order or with one word missing: --parallel-tensor-size.
+    # The same words in another order, or with one word missing: --parallel-tensor-size.
     words = set(wanted.strip("-").split("-"))
     best, best_score = "", 0.0
     for spelling in known:

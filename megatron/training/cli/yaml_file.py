@@ -1,4 +1,4 @@
-"""Settings from a YAML file: the same names as the flags, flat or in sections of any name."""
+"""Read settings from a YAML file: names of flags, flat or in sections of any name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.training.config.run import all_flags, flags_by_spelling, opposites
 
 
 def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
-    """Return field name -> value; what cannot be used is added to `problems`.
+    """Return field name -> value; an error for each invalid key or value is added to `problems`.
 
-    Keys are field names or flags without their dashes, with `-` or `_`. A mapping is a section:
-    its name only helps the reader.
+    Keys are field names or flags without their leading dashes, with `-` or `_`. A mapping is a
+    section, whose name is ignored.
     """
     yaml = optional_imports.require("yaml", purpose="--yaml-cfg")
     try:
@@ -39,8 +39,8 @@ def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
     if not isinstance(document, Mapping):
         problems.append(
             ConfigError(
-                f"the settings file {path!r} holds a {type(document).__name__}.",
-                rule="it holds a mapping from flag names to values",
+                f"the settings file {path!r} contains a {type(document).__name__}.",
+                rule="it contains a mapping from flag names to values",
                 flags=["--yaml-cfg"],
                 fix="write lines such as 'num_layers: 12'",
             )
@@ -52,7 +52,7 @@ def read_yaml(path: str, problems: list[MegatronError]) -> dict[str, Any]:
 
 
 def _check_size(document: Any) -> None:
-    """Refuse more values than settings are, counted wherever an alias (`*name`) repeats them."""
+    """Refuse documents of too many values or levels; each alias (`*name`) counts its values."""
     todo, num_values = [(document, 0)], 0
     while todo:
         value, depth = todo.pop()
@@ -100,7 +100,7 @@ def _collect(
                 )
             )
         else:
-            # "no_swiglu: true" and "no_bias_linear: true" say false of their field.
+            # "no_swiglu: true" and "no_bias_linear: true" set their field to False.
             negates = spec.is_switch and name != spec.name and spec.default is not says_default
             try:
                 values[spec.name] = _typed(spec, value, negate=negates)
@@ -116,7 +116,7 @@ def _collect(
 
 
 def _typed(spec: FlagSpec, value: Any, *, negate: bool) -> Any:
-    """Check and convert one YAML value as the command line would."""
+    """Check and convert one YAML value like a value of the command line."""
     if value is None:
         return spec.default
     if spec.is_switch:

@@ -11,7 +11,7 @@ from megatron.training.config.parallelism import DataParallelSettings, Paralleli
 from megatron.training.config.run import RunConfig, all_flags, flags_by_spelling
 
 PretrainConfigContainer = RunConfig
-"""Name under which Megatron knows the container that `pretrain` takes."""
+"""Megatron's name of the settings that `pretrain` takes."""
 
 __all__ = [
     "CheckpointSettings",

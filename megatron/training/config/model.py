@@ -39,8 +39,8 @@ class ModelSettings(
     """Sizes, positions, norms, activations and initial weights."""
 
     preset: str | None = None
-    """Named published model, for example gpt2-124m or llama3-8b: fills the shape flags that are
-    not given otherwise."""
+    """Name of a published model, for example gpt2-124m or llama3-8b. Sets the flags of its shape
+    that are not given."""
     group_query_attention: bool = False
     """Share key/value heads between query heads (arXiv 2305.13245)."""
     seq_length: int = required("--seq-length", "--encoder-seq-length")
@@ -51,11 +51,11 @@ class ModelSettings(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     )
-    """How positions enter the model."""
+    """Kind of position embedding."""
     use_rotary_position_embeddings: bool = False
     """Older spelling of --position-embedding-type rope."""
     rotary_percent: float = 1.0
-    """Share of each head that is rotated."""
+    """Share of each head's channels that is rotated."""
     rotary_seq_len_interpolation_factor: int | None = None
     """Divide positions by this, to reach longer sequences (arXiv 2306.15595)."""
     use_rope_scaling: bool = False
@@ -63,7 +63,7 @@ class ModelSettings(
     rope_scaling_factor: float = 8.0
     """Factor of --use-rope-scaling."""
     add_position_embedding: bool = flag(True, "--no-position-embedding")
-    """Leave out learned positions; rotary ones are not touched."""
+    """Leave out learned position embeddings; rotary embeddings stay."""
     swiglu: bool = False
     """SiLU-gated MLP (arXiv 2002.05202)."""
     squared_relu: bool = False
@@ -81,9 +81,9 @@ class ModelSettings(
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     spec: list[str] | None = flag(None, nargs="*")
-    """Own layer spec: module and function name (or module.function)."""
+    """Layer spec of your own: module and function name (or module.function)."""
     init_method_xavier_uniform: bool = False
-    """Draw initial weights from the Xavier uniform distribution instead."""
+    """Draw initial weights from the Xavier uniform distribution instead of the normal one."""
 
 
 @dataclass(kw_only=True)
@@ -98,19 +98,19 @@ class ExpertSettings(ExpertConfig, SettingsGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What distinguishes the models of one script; the defaults are those of a GPT."""
+    """Properties of a kind of model. The defaults describe a GPT."""
 
     has_two_stacks: bool = False
-    """A decoder follows an encoder, to whose output its layers attend."""
+    """An encoder precedes the decoder, whose layers attend to the encoder's output."""
     is_bidirectional: bool = False
-    """A query sees the keys of both sides, and padding is a document of its own."""
+    """A query attends to the keys on both sides; padding is masked as a separate document."""
     is_padded: bool = False
-    """Samples end with padding: every stage reads where."""
+    """Samples end with padding, and every stage reads its position."""
     num_tokentypes: int = 0
     has_images: bool = False
-    """Tokens stand for images, which an encoder on the first stage reads."""
+    """An encoder on the first stage replaces image tokens by embeddings of images."""
     has_word_head: bool = False
-    """A dense layer and a norm come before the head, which has a bias."""
+    """A dense layer and a norm precede the head, and the head has a bias."""
 
 
 ARCHITECTURES = {
@@ -121,64 +121,65 @@ ARCHITECTURES = {
     "t5": Architecture(has_two_stacks=True, is_padded=True),
     "vlm": Architecture(has_images=True, is_padded=True),
 }
-"""What a run can train; the script says which."""
+"""Value of --architecture -> properties; the training script sets the flag."""
 
 
 @dataclass(kw_only=True)
 class EncoderSettings(SettingsGroup):
-    """Encoders: the heads of BERT, the decoder of T5, and the words that are hidden in samples."""
+    """BERT and T5: heads, decoder, and masking of tokens in samples."""
 
     architecture: str = flag("gpt", choices=tuple(ARCHITECTURES))
-    """What is trained. The script sets it: pretrain_bert.py trains a BERT, pretrain_t5.py a T5,
+    """Kind of model. The script sets it: pretrain_bert.py trains a BERT, pretrain_t5.py a T5,
     pretrain_vlm.py a language model that reads images."""
     decoder_num_layers: int | None = flag(None, part_of="architecture")
-    """Layers of T5's decoder. Default as many as the encoder has."""
+    """Layers of T5's decoder. Default: the number of encoder layers."""
     decoder_seq_length: int | None = flag(None, part_of="architecture")
-    """Tokens that T5's decoder writes."""
+    """Tokens of T5's decoder in one sample."""
     relative_attention_num_buckets: int = flag(32, part_of="architecture")
-    """Buckets of distances between query and key, each with a bias of a head's scores (arXiv
-    1910.10683, section 2.1)."""
+    """Number of buckets for the distance between query and key. Each bucket and head has a learned
+    bias of the attention scores (arXiv 1910.10683, section 2.1)."""
     relative_attention_max_distance: int = flag(128, part_of="architecture")
-    """Distance from which on all share the last bucket."""
+    """This distance and all greater distances use the last bucket."""
     scale_t5_logits: bool = flag(False, part_of="architecture")
-    """Divide what enters T5's head by the root of the hidden size, as the first T5 does."""
+    """Divide the input of T5's head by sqrt(hidden size), as in the first T5."""
     bert_binary_head: bool = flag(True, "--bert-no-binary-head", part_of="architecture")
-    """Leave out the head that tells whether two pieces of text are in order, and make samples of
+    """Leave out the head that predicts whether two pieces of text are in order, and make samples of
     one piece."""
     mask_prob: float = flag(0.15, part_of="architecture")
-    """Share of the tokens of a sample that is hidden."""
+    """Share of a sample's tokens that is masked."""
     short_seq_prob: float = flag(0.1, part_of="architecture")
     """Probability that a sample is shorter than --seq-length."""
 
     @property
     def traits(self) -> Architecture:
-        """What distinguishes the model."""
+        """Properties of the kind of model."""
         return ARCHITECTURES[self.architecture]
 
 
 @dataclass(kw_only=True)
 class VisionSettings(SettingsGroup, VisionConfig):
-    """Images: their encoder, what of the model is trained, and how samples are made of them."""
+    """Image encoder, frozen parts of the model, and preparation of images."""
 
     freeze_lm: bool = flag(False, "--freeze-LM", name="freeze_LM")
-    """Leave the language model as it is, and train what reads images."""
+    """Do not train the language model."""
     freeze_vit: bool = flag(False, "--freeze-ViT", name="freeze_ViT")
-    """Leave the encoder of images as it is."""
+    """Do not train the image encoder."""
     freeze_projection: bool = False
-    """Leave what maps the encoder's output to the language model as it is."""
+    """Do not train the projection from the image encoder to the language model."""
     vision_start_token_id: int | None = None
-    """Token before an image. Default none."""
+    """Token before an image. Default: no token."""
     vision_end_token_id: int | None = None
-    """Token after an image. Default none."""
+    """Token after an image. Default: no token."""
     image_min_pixels: int = 3136
-    """A smaller image is enlarged to so many pixels."""
+    """Enlarge smaller images to this many pixels."""
     image_max_pixels: int = 1003520
-    """A larger image is made smaller, to at most so many pixels."""
+    """Shrink larger images to at most this many pixels."""
     image_mean: list[float] | None = flag(None, nargs="+")
-    """What is subtracted from the red, green and blue of a pixel, of 1. Default that of the kind of
+    """Mean of red, green and blue in [0, 1], subtracted from pixels. Default: the mean of the image
     encoder."""
     image_std: list[float] | None = flag(None, nargs="+")
-    """By what the rest is divided."""
+    """Standard deviation of red, green and blue. Pixels are divided by it after --image-mean is
+    subtracted. Default: the deviation of the image encoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,5 +187,5 @@ class LoraSettings(LoraConfig):
     """Low-rank adapters (LoRA, arXiv 2106.09685)."""
 
     save_adapter: str | None = flag(None, part_of="lora_rank")
-    """Write the adapters as a directory of PEFT's when training ends; --save-hf beside it merges
-    them into the model."""
+    """Write the adapters as a PEFT directory when training ends. With --save-hf, the model with
+    merged adapters is written as well."""

@@ -18,17 +18,17 @@ class OptimizerSettings(OptimizerFlags, SettingsGroup):
     """Optimizer, weight decay, clipping, dropout, precision of optimizer state."""
 
     start_weight_decay: float = required()
-    """First value of a weight decay that changes over time."""
+    """Weight decay at the start, if it changes over time."""
     end_weight_decay: float = required()
-    """Last value of it."""
+    """Weight decay at the end, if it changes over time."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
-    """How it changes."""
+    """Shape of the change of weight decay."""
     no_weight_decay_cond_type: str | None = flag(None, choices=("apply_wd_to_qk_layernorm",))
     """Another spelling of --apply-wd-to-qk-layernorm."""
     param_rules: list[str] = flag([], nargs="+")
-    """Settings of single parameters, each PATTERN:NAME=VALUE,... with a shell pattern on names and
-    any of lr_mult, wd_mult, max_lr, min_lr, start_wd, end_wd, optimizer; later ones win. Example:
-    "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"."""
+    """Settings of single parameters: words PATTERN:NAME=VALUE,... with a shell pattern for names of
+    parameters and any of lr_mult, wd_mult, max_lr, min_lr, start_wd, end_wd, optimizer. A later
+    word overrides an earlier one. Example: "*.mlp.*.weight:lr_mult=0.5,wd_mult=0"."""
 
 
 @dataclass(kw_only=True)
@@ -45,10 +45,10 @@ class PrecisionSettings(
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
     bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion")
-    """Bias and GELU one by one."""
+    """Compute bias and GELU in separate kernels."""
     bias_swiglu_fusion: bool = flag(True, "--no-bias-swiglu-fusion")
-    """Bias and SwiGLU one by one."""
+    """Compute bias and SwiGLU in separate kernels."""
     empty_unused_memory_level: int = flag(
-        0, choices=(0, 1, 2), only_on_gpu="only memory of a device is kept for the next tensors"
+        0, choices=(0, 1, 2), only_on_gpu="only GPU memory is cached"
     )
-    """Return cached device memory: 1 before, 2 also after the update."""
+    """Release cached GPU memory: 1 before the update, 2 before and after the update."""

@@ -1,4 +1,4 @@
-"""Flags of how the model and its replicas are spread over ranks."""
+"""Flags of parallelism: how the model and its replicas are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class ParallelismSettings(
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Interleaved schedule: model chunks on each rank."""
     use_tp_pp_dp_mapping: bool = False
-    """Number the ranks tensor, pipeline, data instead of tensor, data, pipeline."""
+    """Order the axes of ranks as tensor, pipeline, data instead of tensor, data, pipeline."""
     distributed_backend: str = flag("nccl", choices=("nccl", "gloo", "mpi"))
-    """Library of collectives; a machine without GPUs uses gloo. MPI needs a torch built with it."""
+    """Library of collectives. Machines without GPUs use gloo; mpi needs a torch built with MPI."""
     distributed_timeout_minutes: int = 10
-    """How long a collective may wait for its peers."""
+    """Timeout of collectives in minutes."""
     tp_comm_overlap_cfg: str | None = flag(None, part_of="tp_comm_overlap")
-    """Its settings file."""
+    """Settings file of --tp-comm-overlap."""
 
 
 @dataclass(kw_only=True)
 class DataParallelSettings(DataParallelFlags, ShardedOptimizerFlags, SettingsGroup):
-    """Data parallelism: gradient reduction, and what is sharded over replicas."""
+    """Data parallelism: gradient reduction and sharding over replicas."""
 
     align_grad_reduce: bool = flag(
-        True, note="whether ranks of a pipeline reduce at one moment changes no result"
+        True, note="whether all pipeline stages reduce gradients at the same time changes no result"
     )
-    """Let each stage reduce its gradients at its own pace."""
+    """Do not make all pipeline stages reduce their gradients at the same time."""
     megatron_fsdp_main_params_dtype: str = flag(
         "fp32",
         choices=("fp32", "bf16", "fp16", "auto"),
@@ -51,27 +51,27 @@ class DataParallelSettings(DataParallelFlags, ShardedOptimizerFlags, SettingsGro
             "bf16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
             "fp16": "use --use-precision-aware-optimizer --main-params-dtype fp16",
         },
-        note_values={"auto": "main weights are fp32, or as --main-params-dtype says"},
+        note_values={"auto": "--main-params-dtype sets the precision, fp32 by default"},
     )
-    """Precision of main weights under --use-megatron-fsdp."""
+    """Precision of main weights with --use-megatron-fsdp."""
     megatron_fsdp_main_grads_dtype: str = flag(
         "auto",
         choices=("fp32", "bf16", "fp16", "auto"),
         refuse_values=_FP16_GRADS,
         note_values={"fp32": "so they are, unless --grad-reduce-in-bf16 is given"},
     )
-    """Precision of main gradients under --use-megatron-fsdp; bf16 is --grad-reduce-in-bf16."""
+    """Precision of main gradients with --use-megatron-fsdp; bf16 sets --grad-reduce-in-bf16."""
     megatron_fsdp_grad_comm_dtype: str = flag(
         "auto",
         choices=("fp32", "fp16", "bf16", "auto"),
         refuse_values=_FP16_GRADS,
         note_values={"fp32": "so they are, unless --grad-reduce-in-bf16 is given"},
     )
-    """Precision in which gradients are reduced under --use-megatron-fsdp; they are summed in it,
-    too, and bf16 is --grad-reduce-in-bf16."""
+    """Precision for communicating and summing gradients with --use-megatron-fsdp; bf16 sets
+    --grad-reduce-in-bf16."""
     use_torch_fsdp2: bool = False
-    """Shard parameters, gradients and state with torch's fully_shard, a layer at a time."""
+    """Shard parameters, gradients and optimizer state layer by layer, with torch's fully_shard."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32; on by itself with --bf16."""
+    """Accumulate and reduce gradients in fp32. --bf16 sets it."""
     grad_reduce_in_bf16: bool = False
-    """Reduce gradients in bf16 although weights are bf16."""
+    """With --bf16, accumulate and reduce gradients in bf16 instead of fp32."""

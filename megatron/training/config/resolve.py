@@ -1,9 +1,8 @@
-"""Derive every value that the user left open. The only place that derives; nothing changes later.
+"""Derive every setting that the user did not give. Settings are derived only here.
 
-Each derived value is recorded with its formula, so that the log of a run answers "why is this
-number what it is". Derivation never fails: what cannot be derived stays None, and the rules
-(`megatron.training.rules`) say what is missing. `resolve` is a pure function: equal arguments give
-equal settings, and the machine is one of them.
+The log of a run shows each derived value with its formula. Derivation never fails: a value that
+cannot be derived stays None, and the rules (`megatron.training.rules`) report it. `resolve` is a
+pure function of its arguments, which include the machine.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def resolve(
     extra: Mapping[str, object] | None = None,
     notes: tuple[str, ...] = (),
 ) -> ResolvedRun:
-    """Derive the settings of a run on `world_size` ranks, all but the vocabulary.
+    """Derive the settings of a run on `world_size` ranks, except the size of the vocabulary.
 
     Args:
-        machine: of this rank; without it, rank 0 of a machine with a CPU alone.
+        machine: machine of this rank. Default: rank 0 on a machine without GPUs.
         extra: arguments that a script added to the parser.
-        notes: lines on what the user's files ask for without an effect.
+        notes: log lines on settings in the user's files that have no effect.
     """
     log = DerivationLog()
     machine = machine or Machine()
@@ -57,7 +56,7 @@ def resolve(
     model = _softmax(model, log)
     optimizer = config.optimizer
     if optimizer.optimizer == "dist_muon":
-        formula = "of which dist_muon shares the work between replicas"
+        formula = "dist_muon is muon with its work distributed over replicas"
         optimizer = log.derived(optimizer, replace(optimizer, optimizer="muon"), formula)
     optimizer = _decayed_norms(optimizer, log)
     precision = _dtype(precision, log)
@@ -96,7 +95,7 @@ def resolve(
 
 
 def _hybrid(config: RunConfig, log: DerivationLog) -> RunConfig:
-    """Return the groups with what the letters of the layers say of them."""
+    """Return the config with the settings that follow from --hybrid-layer-pattern."""
     try:
         pattern = config.model.pattern
     except ConfigError:
@@ -123,13 +122,13 @@ def _hybrid(config: RunConfig, log: DerivationLog) -> RunConfig:
 
 
 def _stacks(config: RunConfig, log: DerivationLog) -> RunConfig:
-    """Return the groups with the layers of all stacks in `num_layers`."""
+    """Return the config with `num_layers` counting the layers of encoder and decoder."""
     model, asked_of_decoder = config.model, config.encoders.decoder_num_layers
     num_layers, num_encoder = model.num_layers or 0, model.encoder_num_layers or 0
     if config.encoders.traits.has_two_stacks:
         num_encoder = num_encoder or num_layers
         if num_layers > num_encoder:
-            return config  # both are counted: by a checkpoint, or a model of Hugging Face
+            return config  # a checkpoint or a Hugging Face model has set the sum
         num_decoder = num_encoder if asked_of_decoder is None else asked_of_decoder
         after = replace(model, num_layers=num_encoder + num_decoder, encoder_num_layers=num_encoder)
         formula = f"{num_encoder} of the encoder + {num_decoder} of the decoder"
@@ -165,7 +164,7 @@ def _parallelism(
     found = asked
     if found.sequence_parallel and tp == 1:
         after = replace(found, sequence_parallel=False)
-        found = log.derived(found, after, "there is nothing to split over with tp 1")
+        found = log.derived(found, after, "tp 1 splits no sequence")
     if found.expert_tensor_parallel_size is None:
         found = replace(found, expert_tensor_parallel_size=tp)
     chunks, formula = _virtual_stages(found, num_layers)
@@ -179,7 +178,7 @@ def _parallelism(
 
 
 def _virtual_stages(asked: ParallelismSettings, num_layers: int) -> tuple[int | None, str]:
-    """Return the number of model chunks per rank, from whichever flag says it."""
+    """Return the number of model chunks per rank, and its formula."""
     pp, layout = asked.pipeline_model_parallel_size, asked.pipeline_model_parallel_layout
     if layout is not None:
         return virtual_stages_of(layout, pp), "stages of the layout / pp"
@@ -203,7 +202,7 @@ def _virtual_stages(asked: ParallelismSettings, num_layers: int) -> tuple[int | 
 def _sharding(
     asked: DataParallelSettings, optimizer: str, log: DerivationLog
 ) -> DataParallelSettings:
-    """One sharding strategy, whichever flag names it."""
+    """Derive the sharding strategy from the flags that imply it."""
     strategy: str | None = asked.data_parallel_sharding_strategy
     formula = "--data-parallel-sharding-strategy"
     if strategy is None and asked.use_megatron_fsdp:
@@ -286,7 +285,7 @@ def _positions(
         (
             "rope",
             latent.multi_latent_attention and found.position_embedding_type == "learned_absolute",
-            "part of each head of latent attention rotates",
+            "latent attention rotates part of each head",
         ),
         (
             "none",
@@ -348,11 +347,11 @@ def _gradient_dtype(
         found = log.derived(
             found,
             replace(found, accumulate_allreduce_grads_in_fp32=True),
-            "bf16 sums lose bits; --grad-reduce-in-bf16 turns it off",
+            "bf16 sums lose bits; --grad-reduce-in-bf16 switches fp32 off",
         )
     if found.grad_reduce_in_bf16 and found.accumulate_allreduce_grads_in_fp32:
         after = replace(found, accumulate_allreduce_grads_in_fp32=False)
-        found = log.derived(found, after, "--grad-reduce-in-bf16 goes before")
+        found = log.derived(found, after, "--grad-reduce-in-bf16 takes precedence")
     # fp32 weights have fp32 gradients anyway.
     return replace(found, grad_reduce_in_fp32=found.accumulate_allreduce_grads_in_fp32)
 
@@ -374,14 +373,14 @@ def _data(asked: DataSettings, log: DerivationLog) -> DataSettings:
 def _tokenizer(asked: TokenizerSettings, mock_data: bool, log: DerivationLog) -> TokenizerSettings:
     if asked.tokenizer_type is None and asked.vocab_file and asked.merge_file:
         after = replace(asked, tokenizer_type="GPT2BPETokenizer")
-        return log.derived(asked, after, "what has --vocab-file and --merge-file")
+        return log.derived(asked, after, "--vocab-file and --merge-file are given")
     if asked.tokenizer_type is not None or not (mock_data or asked.vocab_size is not None):
         return asked
     formula = "synthetic samples, or ids of --vocab-size"
     found = log.derived(asked, replace(asked, tokenizer_type="NullTokenizer"), formula)
     if found.vocab_size is None:
         after = replace(found, vocab_size=50257)
-        found = log.derived(found, after, "that of GPT-2, as none is given")
+        found = log.derived(found, after, "size of GPT-2, as --vocab-size is not given")
     return found
 
 
@@ -410,7 +409,7 @@ def _layers(
     if asked.transformer_impl == "local":
         return asked
     if not machine.has_engine_layers:
-        return log.derived(asked, local, "there are no layers of Transformer Engine here")
+        return log.derived(asked, local, "Transformer Engine is not available")
     if multi_latent_attention:
         return log.derived(asked, local, "only local layers have latent attention")
     return asked

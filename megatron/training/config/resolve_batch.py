@@ -1,4 +1,4 @@
-"""What follows from batch sizes and the length of a run."""
+"""Derive batch sizes, the length of a run, and the lengths of schedules."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def batch_size_at(consumed_samples: int, ramp: Sequence[int] | None, full_size: 
     """Return the global batch size of the step that begins after `consumed_samples`.
 
     Args:
-        ramp: start size, increment, and the samples over which the size grows to `full_size` in
-            equal steps of samples; None means a constant batch.
+        ramp: start size, increment, and number of samples until `full_size`; each size lasts for
+            the same number of samples. None keeps the size constant.
     """
     if ramp is None:
         return full_size
@@ -62,7 +62,7 @@ def resolve_batch(
         found = log.derived(
             found,
             replace(found, global_batch_size=phases[-1][1]),
-            "the last of --step-batch-size-schedule",
+            "last size of --step-batch-size-schedule",
         )
     if found.global_batch_size is None and micro:
         found = log.derived(
@@ -106,7 +106,7 @@ def resolve_batch(
 
 
 def batch_size_phases(text: str | None, seq_length: int | None) -> Phases | None:
-    """Return the phases of --step-batch-size-schedule; None without it, or where it is wrong."""
+    """Return the phases of --step-batch-size-schedule; None if it is missing or invalid."""
     if text is None or not seq_length:
         return None
     try:
@@ -118,7 +118,7 @@ def batch_size_phases(text: str | None, seq_length: int | None) -> Phases | None
 def resolve_lengths(
     asked: ScheduleSettings, weight_decay_style: str, log: DerivationLog
 ) -> ScheduleSettings:
-    """Learning rate and weight decay count samples, so that a growing batch does not bend them."""
+    """Convert the lengths of schedules to samples, so that batch size ramps do not distort them."""
     size = asked.global_batch_size or 0
     if asked.is_sample_based:
         decay = asked.lr_decay_samples or asked.train_samples or 0

@@ -1,4 +1,4 @@
-"""The settings of a run, complete: what was asked for, and what was derived from it."""
+"""The complete settings of a run: given and derived values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron.training.config.transformer_settings import transformer_config
 
 @dataclass(frozen=True)
 class Derivation:
-    """One derived value and where it comes from."""
+    """One derived value and its formula."""
 
     name: str
     value: Any
     formula: str
     is_of_training: bool = False
-    """Whether it says how a model is trained or evaluated: nothing to whoever only uses one."""
+    """Whether the value concerns training or evaluation; programs that use a model omit it."""
 
     def __str__(self) -> str:
         return f"{self.name} = {getattr(self.value, 'name', self.value)}  ({self.formula})"
@@ -34,13 +34,13 @@ class Derivation:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What derived settings depend on beside the settings themselves."""
+    """Properties of rank and machine that affect derived settings."""
 
     rank: int = 0
     communication_backend: str = "gloo"
-    """Of torch.distributed, for the device of this process."""
+    """Backend of torch.distributed for the device of this process."""
     has_engine_layers: bool = False
-    """Whether Transformer Engine is installed, and the backend that builds layers of it."""
+    """Whether Transformer Engine and the backend that builds its layers are installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +52,21 @@ class Topology:
     data_parallel_size: int = 1
     """Replicas of the model."""
     total_model_size: int = 1
-    """Ranks of tensor and pipeline parallelism together; `model_parallel_size` is the same."""
+    """Tensor-parallel size * pipeline-parallel size, equal to `model_parallel_size`."""
     model_parallel_size: int = 1
     rank_order: str = "tp-cp-ep-dp-pp"
-    """Axes in the order in which ranks are numbered, the fastest first."""
+    """Axes of the rank grid; the first axis varies fastest from rank to rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun(RunConfig):
-    """The settings of a run, complete: the groups of `RunConfig`, with what was derived.
+    """The complete settings of a run: the groups of `RunConfig` with derived values.
 
     Attributes:
-        config: what was asked for, unchanged.
-        topology: the ranks.
-        derivations: what was derived, in order.
+        config: the given settings, unchanged.
+        derivations: the derived values, in the order of derivation.
         extra: arguments that a script added to the parser.
-        notes: lines on what the user's files ask for without an effect.
+        notes: log lines on settings in the user's files that have no effect.
     """
 
     config: RunConfig = field(default_factory=RunConfig)
@@ -78,7 +77,7 @@ class ResolvedRun(RunConfig):
 
     @functools.cached_property
     def values(self) -> Mapping[str, Any]:
-        """Every setting by its Megatron name: for `args`, for checkpoints and for messages."""
+        """Megatron's name -> value of every setting, for `args`, checkpoints and messages."""
         found = {**self.flat(), **dataclasses.asdict(self.topology)}
         for group in GROUP_CLASSES:
             settings = getattr(self, group)
@@ -92,10 +91,10 @@ class ResolvedRun(RunConfig):
 
     @functools.cached_property
     def transformer_config(self) -> TransformerConfig:
-        """The model's config, built once: for the rules, the layout, the model and its data.
+        """The model's config, built once.
 
         Raises:
-            ConfigError: with all problems of the model and its layout.
+            ConfigError: the model or its layout is invalid; the error lists all problems.
         """
         return transformer_config(
             self.model,
@@ -109,7 +108,7 @@ class ResolvedRun(RunConfig):
     def with_vocabulary(
         self, model: ModelSettings, tokenizer: TokenizerSettings, derived: Sequence[Derivation]
     ) -> ResolvedRun:
-        """Return a copy with the rows of the embedding, on which no other field depends."""
+        """Return a copy with another vocabulary size; no other field depends on it."""
         derivations = (*self.derivations, *derived)
         found = replace(self, model=model, tokenizer=tokenizer, derivations=derivations)
         if "transformer_config" in vars(self):
@@ -119,14 +118,14 @@ class ResolvedRun(RunConfig):
         return found
 
     def namespace(self) -> Args:
-        """Return all settings as Megatron's `args`. Changing it changes nothing in the run."""
+        """Return all settings as Megatron's `args`, a copy."""
         args = Args(**{**self.values, **self.extra})
         args.run = self
         args.remember(self)
         return args
 
     def overlaid(self, values: Mapping[str, Any]) -> ResolvedRun:
-        """Return a copy in which settings have the values of their Megatron names in `values`."""
+        """Return a copy with the settings in `values`, which maps Megatron's names to values."""
         changed: dict[str, Any] = {}
         for group in GROUP_CLASSES:
             settings = getattr(self, group)
@@ -143,24 +142,24 @@ class ResolvedRun(RunConfig):
 
 
 class Args(Namespace):
-    """Megatron's `args`, which also knows what the settings in it were derived from.
+    """Megatron's `args` with a reference to the run that it was made from.
 
-    So settings that were derived once can be told from those that the user gave, when a script
-    hands them back. Slots do not show up in `vars(args)`.
+    When a script returns its `args`, the run distinguishes derived settings from given ones. Slots
+    do not appear in `vars(args)`.
     """
 
     __slots__ = ("latest", "run")
 
     run: ResolvedRun
     latest: tuple[Mapping[str, Any], ResolvedRun]
-    """Values that a script's settings had when they were last resolved, and the result."""
+    """The last resolved settings, and the run that was resolved from them."""
 
     def remember(self, run: ResolvedRun) -> None:
-        """Keep `run` as what the present values stand for."""
+        """Store `run` with the present settings."""
         self.latest = (self._settings(), run)
 
     def unchanged_run(self) -> ResolvedRun | None:
-        """Return the run that was remembered, unless a setting was changed since."""
+        """Return the stored run, or None if a setting has changed since."""
         known = getattr(self, "latest", None)
         return known[1] if known is not None and known[0] == self._settings() else None
 
@@ -171,7 +170,7 @@ class Args(Namespace):
 _COUNTERS = ("iteration", "consumed_train_samples", "consumed_valid_samples",
              "skipped_train_samples", "num_floating_point_operations_so_far",
              "curr_iteration")  # fmt: skip
-"""What a script counts in its `args`: no settings."""
+"""Counters that a script keeps in its `args`; they are not settings."""
 
 
 if TYPE_CHECKING:
@@ -181,18 +180,18 @@ GroupT = TypeVar("GroupT", bound="DataclassInstance")
 
 
 class DerivationLog:
-    """What was derived so far, and whether it is of training."""
+    """The values derived so far; `is_of_training` marks the next ones."""
 
     def __init__(self) -> None:
         self.derivations: list[Derivation] = []
         self.is_of_training = False
 
     def note(self, name: str, value: Any, formula: str) -> None:
-        """Record a value of which nothing was known before."""
+        """Record a derived value."""
         self.derivations.append(Derivation(name, value, formula, self.is_of_training))
 
     def derived(self, before: GroupT, after: GroupT, formula: str) -> GroupT:
-        """Record the fields in which two states of a group differ; return the later one."""
+        """Record the fields that differ between two states of a group; return `after`."""
         for each in dataclasses.fields(before):
             value = getattr(after, each.name)
             if getattr(before, each.name) != value:
@@ -202,24 +201,24 @@ class DerivationLog:
 
 @dataclass(frozen=True)
 class Phase:
-    """A range of the samples that a whole run consumes."""
+    """A range of the run's samples."""
 
     begin: int
     end: int
 
 
 def transitions_of(run: ResolvedRun) -> list[int]:
-    """Return the iterations after which a phase ends.
+    """Return the last iteration of each phase but the last.
 
     Raises:
-        ValueError: the flag holds something else than numbers.
+        ValueError: --phase-transition-iterations contains words that are not numbers.
     """
     text = run.schedule.phase_transition_iterations
     return [int(word) for word in text.split(",")] if text else []
 
 
 def phase_of(run: ResolvedRun, consumed_samples: int) -> Phase:
-    """Return the phase in which the sample after `consumed_samples` is."""
+    """Return the phase that contains the sample after `consumed_samples`."""
     ends = [iteration * run.schedule.global_batch_size for iteration in transitions_of(run)]
     begin = max((end for end in ends if end <= consumed_samples), default=0)
     later = (end for end in ends if end > consumed_samples)
@@ -227,27 +226,27 @@ def phase_of(run: ResolvedRun, consumed_samples: int) -> Phase:
 
 
 def pad_vocabulary(size: int, *, multiple: int, tp: int) -> int:
-    """Return `size` rounded up so that each tensor-parallel rank owns equal, aligned rows."""
+    """Return `size` rounded up to a multiple of `multiple * tp`."""
     step = multiple * tp
     return -(-size // step) * step
 
 
 def resolve_vocabulary(run: ResolvedRun, tokenizer_size: int) -> ResolvedRun:
-    """Derive the embedding's rows: those of the model that is loaded, else from the tokenizer.
+    """Derive the vocabulary size from the loaded model, or else from the tokenizer.
 
     Args:
-        run: with --load-hf or --use-checkpoint-args, its `vocab_size` is the stored model's.
-        tokenizer_size: number of ids.
+        run: with --load-hf or --use-checkpoint-args, `vocab_size` is the stored model's size.
+        tokenizer_size: number of ids of the tokenizer.
     """
     size, formula = tokenizer_size, "the tokenizer's number of ids"
     asked = run.tokenizer
     rows = asked.vocab_size
     is_stored = run.checkpoint.load_hf is not None or run.checkpoint.use_checkpoint_args
     if is_stored and rows is not None and rows < size:
-        # Rows that the model has not would be further classes of its loss.
+        # Additional rows would be additional classes of the loss.
         formula = (
-            f"the model that is loaded; the tokenizer has {size} ids, of which those from {rows} on"
-            " stop the run"
+            f"size of the loaded model; the tokenizer has {size} ids, and an id >= {rows} stops the"
+            " run"
         )
         size = rows
     elif rows is not None and rows > size:

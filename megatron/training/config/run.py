@@ -35,9 +35,9 @@ class InertSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that was asked for, one group per subject. Nothing in it is derived.
+    """The given settings, one group per subject, without derived values.
 
-    Field names are unique over all groups, so `get_args()` can show them as one namespace.
+    Field names are unique over all groups, so `get_args()` can join them in one namespace.
     """
 
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -60,7 +60,7 @@ class RunConfig:
 
     @staticmethod
     def from_values(values: Mapping[str, object]) -> RunConfig:
-        """Build from a flat mapping of field names; what is left out has its default."""
+        """Build a config from field names and values; other fields have their default."""
         table = all_flags()
         groups: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
@@ -74,7 +74,7 @@ class RunConfig:
         )
 
     def value_of(self, name: str) -> Any:
-        """Return the value of one flag by its name, as the command line has it."""
+        """Return the value of a flag in the form of the command line."""
         spec = all_flags()[name]
         return spec.to_arg(getattr(getattr(self, spec.group), spec.field))
 
@@ -138,7 +138,7 @@ def opposites_by_spelling() -> dict[str, FlagSpec]:
     table: dict[str, FlagSpec] = {}
     for spec in all_flags().values():
         for spelling in spec.opposites:
-            assert spelling not in flags_by_spelling(), f"{spelling} means two things"
+            assert spelling not in flags_by_spelling(), f"{spelling} is ambiguous"
             assert spelling not in table, f"{spelling} belongs to two fields"
             table[spelling] = spec
     return table

@@ -1,4 +1,4 @@
-"""From settings to the config of the model."""
+"""Build the config of the model from settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ConfigT = TypeVar("ConfigT", bound=TransformerConfig)
 
 
 def activation_of(model: ModelSettings) -> tuple[Callable[..., Any], bool]:
-    """Return the MLP's nonlinearity and whether it gates."""
+    """Return the MLP's activation function and whether the MLP is gated."""
     from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
 
     if model.swiglu:
@@ -47,12 +47,12 @@ def transformer_config(
     precision: PrecisionSettings,
     extra: Mapping[str, Any],
 ) -> TransformerConfig:
-    """Build the model's config from the groups that it has fields of.
+    """Build the model's config from groups of settings.
 
     Args:
-        extra: arguments of a script, of which those with the name of a field count.
+        extra: arguments of a script; names that are not fields of the config are ignored.
     Raises:
-        ConfigError: with all problems of the model and its layout.
+        ConfigError: the model or its layout is invalid; the error lists all problems.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     found = {name: value for name, value in extra.items() if name in known}
@@ -69,7 +69,7 @@ def transformer_config(
 def _composed(
     found: dict[str, Any], model: ModelSettings, precision: PrecisionSettings
 ) -> dict[str, Any]:
-    """Add what follows from several settings."""
+    """Add the fields that depend on several settings."""
     if len(found.get("cp_comm_type", ())) == 1:
         found["cp_comm_type"] = found["cp_comm_type"][0]
     found["activation_func"], found["gated_linear_unit"] = activation_of(model)
@@ -80,17 +80,17 @@ def _composed(
         found["init_method"] = found["output_layer_init_method"] = nn.init.xavier_uniform_
     is_fp32 = found.get("params_dtype", torch.float32) == torch.float32
     if is_fp32 or precision.fp32_residual_connection:
-        found.pop("pipeline_dtype", None)  # the config knows it
+        found.pop("pipeline_dtype", None)  # the config derives it
     return found
 
 
 def transformer_config_from_args(
     args: Mapping[str, object], config_class: type[ConfigT] | None = None
 ) -> ConfigT:
-    """Build a config of `config_class` from settings by Megatron's names.
+    """Build a config of `config_class` from Megatron's names and values of settings.
 
     Args:
-        args: a missing one has the config's own default.
+        args: a missing setting has the config's default.
     """
     kind: Any = config_class or TransformerConfig
     found: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def transformer_config_from_args(
         if field.name not in _NOT_SETTINGS and args.get(setting) is not None:
             found[field.name] = args[setting]
     model, precision = from_args(ModelSettings, args), from_args(PrecisionSettings, args)
-    # Nothing reads these, and the run has said so: they are shown and not checked again.
+    # The run has already warned of inert fields, so they are set after the config's checks.
     unused = {row.name: found.pop(row.name) for row in inert_fields(kind) if row.name in found}
     config: ConfigT = kind(**_composed(found, model, precision))
     for name, value in unused.items():

@@ -1,1 +1,1 @@
-"""From a dataset to the batches of one data-parallel rank."""
+"""Build datasets, and the micro batches of a data-parallel rank."""

@@ -1,9 +1,8 @@
-"""A record of the samples that a run consumed, and its check.
+"""Record the samples that a run consumes, and check the record.
 
-Each replica appends a line for every micro batch of training: the number of its first sample,
-counted over the whole run, and a checksum of the tokens of each sample. After any resumes, with any
-layouts and any numbers of workers, one number must always have the same checksum, and no number may
-be missing.
+Each replica appends a line for every micro batch of training: the number of its first sample in the
+whole run, and a checksum of the tokens of each sample. After resumes with any layouts and numbers
+of workers, a number must always have the same checksum, and no number may be missing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def record_samples(
     """Append a line for a micro batch to the file of this replica.
 
     Args:
-        folder: must exist.
+        folder: an existing directory.
         first_sample: number of the first sample of the micro batch in the run.
     """
     sums = [zlib.crc32(sample.numpy().tobytes()) for sample in batch["tokens"].contiguous()]
@@ -39,25 +38,25 @@ class Audit:
     """The result of reading the records of a run."""
 
     num_samples: int
-    """Different samples that were consumed."""
+    """Number of different consumed samples."""
     num_repeated: int
-    """Times a sample was consumed again, with the same tokens: steps lost to a crash."""
+    """Number of repetitions of a sample with the same tokens, in steps repeated after a crash."""
     missing: list[tuple[int, int]]
-    """Ranges [first, last] below the largest number that were not consumed."""
+    """Ranges [first, last] of missing numbers below the largest number."""
     contradictions: list[int]
-    """Samples that had other tokens the second time."""
+    """Samples with different tokens in a repetition."""
 
 
 def read_audit(folder: str) -> Audit:
     """Read the records of all replicas.
 
     Raises:
-        DataError: there are none, or a line is no record (the last of a file may be cut off).
+        DataError: there is no record, or a line is invalid (the last line of a file may be cut).
     """
     paths = sorted(Path(folder).glob("dp*.jsonl"))
     if not paths:
         raise DataError(
-            f"{folder} holds no record of samples.",
+            f"{folder} contains no record of samples.",
             rule="a run with --data-audit-path writes one file for each replica",
             flags=["--data-audit-path"],
         )
@@ -86,7 +85,7 @@ def _records(path: Path) -> Iterator[tuple[int, list[int]]]:
         try:
             first, sums = json.loads(line)
         except ValueError:
-            # A killed process leaves half a line; its successor continues after it.
+            # A killed process may leave half a line; the next process appends to it.
             if at < len(lines) - 2 and not line.startswith("["):
                 raise DataError(f"{path}, line {at + 1}: not a record.") from None
             continue

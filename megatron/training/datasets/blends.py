@@ -1,4 +1,4 @@
-"""From the data flags to a dataset config."""
+"""Build a dataset config from the data flags."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _common_settings(run: ResolvedRun, tokenizer: TextTokenizer) -> dict[str, An
 
 
 def _fill_in_middle(data: DataSettings) -> dict[str, Any]:
-    """Return the settings of `GPTFIMDatasetConfig` alone; none without --fim-data."""
+    """Return the settings that only `GPTFIMDatasetConfig` has; {} without --fim-data."""
     if not data.fim_data:
         return {}
     return {
@@ -94,10 +94,7 @@ def _fill_in_middle(data: DataSettings) -> dict[str, Any]:
 
 
 def blends_of(data: DataSettings) -> dict[str, Any]:
-    """Return `blend`, `blend_per_split` and `split` for a dataset config.
-
-    All of them None but `split` means synthetic samples.
-    """
+    """Return `blend`, `blend_per_split` and `split` for a dataset config; `split` for mock data."""
     if data.mock_data:
         return {"split": data.split}
     if data.data_path:
@@ -111,7 +108,7 @@ def blends_of(data: DataSettings) -> dict[str, Any]:
 
 
 def _blend_in_file(path: str) -> Blend:
-    """Read a blend: the words of --data-path, or one of the JSON forms of `_blend_of`."""
+    """Read a blend: the words of --data-path, or JSON as in `_blend_of`."""
     flag, text = "--data-args-path", Path(path).read_text()
     if text.lstrip()[:1] in ("[", "{"):
         return _blend_of(read_json(path, object, flag), path, flag)
@@ -119,7 +116,7 @@ def _blend_in_file(path: str) -> Blend:
     if not blend or not blend[0]:
         raise DataError(
             f"{path} names no corpus.",
-            rule="it holds what --data-path would",
+            rule="it contains the words of --data-path",
             flags=[flag],
             fix="write prefixes, or weights and prefixes in turn",
         )
@@ -134,7 +131,7 @@ def _blends_in_file(path: str) -> list[Blend | None]:
     if not isinstance(found, dict) or not set(found) <= set(names) or not any(found.values()):
         keys = f"the keys {', '.join(map(repr, found))}" if isinstance(found, dict) else "no object"
         raise DataError(
-            f"{path} holds {keys}.",
+            f"{path} contains {keys}.",
             rule=f"an object with any of {', '.join(names)}, each a blend",
             flags=[flag],
             fix='for example {"train": ["0.3", "a", "0.7", "b"], "valid": ["c"]}',
@@ -143,10 +140,10 @@ def _blends_in_file(path: str) -> list[Blend | None]:
 
 
 def _blend_of(value: Any, path: str, flag: str) -> Blend:
-    """Turn JSON into a blend.
+    """Convert JSON to a blend.
 
     Args:
-        value: a list as --data-path has it (weights may be numbers), or {prefix: weight, ...}.
+        value: a list of the words of --data-path (weights may be numbers), or {prefix: weight}.
     """
     is_words = isinstance(value, list) and all(
         isinstance(word, str | int | float) and not isinstance(word, bool) for word in value

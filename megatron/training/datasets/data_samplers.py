@@ -1,7 +1,7 @@
-"""Which samples make up the next micro batch of a data-parallel rank.
+"""Choose the samples of the next micro batch of a data-parallel rank.
 
-The only state is the number of samples that all ranks together have consumed: a sampler made with
-that number continues exactly where the last one stopped, for any number of loader workers.
+The only state is the number of samples that all ranks together have consumed: a new sampler with
+this number continues exactly after the previous sampler, for any number of loader workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.foundation.errors import ConfigError, DataError
 
 
 class PretrainingSampler(ABC):
-    """Common part: sizes and their checks.
+    """Base class that checks sizes.
 
     `stride` is the number of samples in one micro batch of all ranks.
     """
@@ -33,7 +33,7 @@ class PretrainingSampler(ABC):
         if total_samples <= 0:
             raise DataError(
                 f"a dataset of {total_samples} samples.",
-                rule="there must be something to train on",
+                rule="a dataset has at least one sample",
                 flags=["--data-path", "--split"],
                 fix="give this split more documents or a shorter --seq-length",
             )
@@ -57,17 +57,17 @@ class PretrainingSampler(ABC):
 
 
 class MegatronPretrainingSampler(PretrainingSampler):
-    """`single`: samples in order; rank r takes the r-th slice for each micro batch of all ranks.
+    """`single`: samples in order; rank r takes the r-th slice of each micro batch of all ranks.
 
     Args:
-        total_samples: of the dataset.
-        consumed_samples: where to begin.
+        total_samples: samples of the dataset.
+        consumed_samples: samples of all ranks before the first micro batch.
         micro_batch_size: samples of one rank in one micro batch.
         data_parallel_rank: this rank.
-        data_parallel_size: ranks.
-        drop_last: leave out a last micro batch that is not full on all ranks; False fills it with
-            None, for which datasets return a sample without loss, so that all ranks take as many
-            steps.
+        data_parallel_size: number of ranks.
+        drop_last: leave out a last micro batch that is not full on all ranks. False fills it with
+            None, for which datasets return a sample without loss, so that all ranks have the same
+            number of steps.
     """
 
     def __init__(
@@ -92,12 +92,11 @@ class MegatronPretrainingSampler(PretrainingSampler):
                 f"{consumed_samples} samples were consumed of a dataset of {total_samples}.",
                 rule="a run in order ends with its dataset",
                 flags=["--train-iters", "--train-samples", "--dataloader-type"],
-                fix="build the dataset for the samples still to come, or use "
-                "--dataloader-type cyclic",
+                fix="build the dataset for the remaining samples, or use --dataloader-type cyclic",
             )
 
     def __len__(self) -> int:
-        """Return the micro batches that are left."""
+        """Return the number of remaining micro batches."""
         left = self.total_samples - self.consumed_samples
         return left // self.stride if self.drop_last else -(-left // self.stride)
 
@@ -111,11 +110,11 @@ class MegatronPretrainingSampler(PretrainingSampler):
 
 
 class CyclicSampler(PretrainingSampler):
-    """`cyclic`: every epoch reshuffles the whole dataset, without end.
+    """`cyclic`: infinitely many epochs, each with a new shuffle of the whole dataset.
 
-    The shuffle depends only on the number of the epoch, and micro batches continue from one epoch
-    into the next. So global batches hold the same samples for every number of replicas and every
-    micro batch size, and a run can resume with other numbers.
+    The shuffle depends only on the number of the epoch, and micro batches may continue in the next
+    epoch. So global batches contain the same samples for every number of replicas and every micro
+    batch size, and a run can resume with other sizes.
     """
 
     def __iter__(self) -> Iterator[list[int | None]]:
@@ -141,7 +140,7 @@ class MegatronPretrainingRandomSampler(PretrainingSampler):
     Args:
         dataset: not used; Megatron's signature has it.
         total_samples: samples of the dataset.
-        consumed_samples: where to begin, over all epochs.
+        consumed_samples: samples of all ranks and epochs before the first micro batch.
         micro_batch_size: samples of one rank in one micro batch.
         data_parallel_rank: this rank.
         data_parallel_size: number of ranks.
@@ -149,8 +148,8 @@ class MegatronPretrainingRandomSampler(PretrainingSampler):
             the part; False shuffles the dataset and gives each rank every `data_parallel_size`-th
             sample.
     Raises:
-        DataError: the dataset is smaller than one micro batch of all ranks, or the start is inside
-            one.
+        DataError: the dataset is smaller than one micro batch of all ranks, or `consumed_samples`
+            ends within one.
     """
 
     def __init__(

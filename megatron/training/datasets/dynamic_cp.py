@@ -1,9 +1,9 @@
 """Dynamic context parallelism: the number of ranks per packed sequence follows its length.
 
 The flag is `--hybrid-context-parallel`. A `Packing` packs the samples of one global batch into
-sequences. This is arithmetic on the lengths of the samples, the same on all ranks. As with other
-samplers the only state is the number of consumed samples, so a resumed run continues with the next
-sequence.
+sequences. It computes only with the lengths of the samples, with equal results on all ranks. As in
+other samplers, the only state is the number of consumed samples, so a resumed run continues with
+the next sequence.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _KEPT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DpCpRank:
-    """A rank among the ranks that share samples, and the limits of each.
+    """Position of this rank among the ranks that share samples, and limits of packing.
 
     Attributes:
-        rank, num_ranks: position in, and size of, the data- and context-parallel ranks together.
-        max_tokens: tokens of a sequence that one rank can hold.
+        rank, num_ranks: position in the data- and context-parallel ranks, and their number.
+        max_tokens: maximum number of tokens of a sequence per rank.
         divisor: the local sequence length is a multiple of it (of twice it if several ranks share
             the sequence).
         microbatch_multiple: the number of micro batches is a multiple of it.
@@ -49,13 +49,12 @@ class DpCpRank:
 
 
 class Packing:
-    """Packs the global batches of a dataset into sequences of even work per rank.
+    """Packs the global batches of a dataset into sequences with balanced work per rank.
 
     Args:
         dataset: has `num_tokens(number)` and `without_padding(number)`.
-        rank: see `DpCpRank`.
-        work_of: returns the work of a sample from its tokens.
-        batch_size: returns the size of the global batch that begins after so many samples.
+        work_of: number of tokens of a sample -> its work.
+        batch_size: consumed samples -> size of the next global batch.
         first_sample: number in the run of the first sample of the dataset.
     """
 
@@ -72,12 +71,12 @@ class Packing:
         self.work_of = work_of
         self.first_sample = first_sample
         self._batch_size = batch_size
-        # Workers prepare batches in advance, so the sampler is ahead of the step that is planned.
+        # Workers prepare batches in advance, so the sampler is ahead of the planned step.
         self.lengths = functools.lru_cache(maxsize=_KEPT)(self._lengths)
         self.batch = functools.lru_cache(maxsize=_KEPT)(self._batch)
 
     def numbers(self, consumed: int) -> range:
-        """Return the samples, by their number in the dataset, of the batch after `consumed`."""
+        """Return the numbers in the dataset of the samples in the batch after `consumed`."""
         begin = consumed - self.first_sample
         return range(begin, min(begin + self._batch_size(consumed), len(self.dataset)))
 
@@ -98,7 +97,7 @@ class Packing:
         return balance(self.lengths(consumed), ranks, max_tokens, self.work_of, multiple)
 
     def plan(self, consumed: int) -> BatchPlan:
-        """Return how the step after `consumed` samples cuts them."""
+        """Return the plan of the step after `consumed` samples."""
         return BatchPlan(
             num_microbatches=len(self.batch(consumed).microbatches),
             micro_batch_size=1,
@@ -109,7 +108,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedSequenceRequest:
-    """The next packed sequence of a rank: numbers of its samples, and how many ranks split it."""
+    """The next packed sequence of a rank: its samples' numbers, and how many ranks split it."""
 
     numbers: tuple[int, ...]
     num_ranks: int
@@ -121,8 +120,7 @@ class PackedSequenceSampler:
     """Yields the packed sequence of this rank for one micro batch after the other.
 
     Args:
-        packing: packing of the dataset.
-        consumed_samples: samples of the dataset before the first sequence: the end of a global
+        consumed_samples: samples of the dataset before the first sequence, the end of a global
             batch.
     """
 
@@ -143,7 +141,7 @@ class PackedSequenceSampler:
 
 
 class PackedSequences(Dataset[dict[str, Any]]):
-    """Makes the packed sequence of a `PackedSequenceRequest`."""
+    """A dataset that returns the packed sequence of a `PackedSequenceRequest`."""
 
     def __init__(self, packing: Packing) -> None:
         self.dataset = packing.dataset
@@ -153,12 +151,12 @@ class PackedSequences(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, request: PackedSequenceRequest) -> dict[str, Any]:
-        """Return the samples of a request back to back, padded so that its ranks can split them.
+        """Return the concatenated samples of a request, padded so that its ranks can split them.
 
         Returns:
-            the entries of the samples, [s]; document_starts, int32 [s], where the document of each
-            token begins; padding_mask, bool [s], True on padding; local_cp_size, how many ranks
-            split the sequence; the description of its samples that `share_microbatch` reads.
+            the entries of the samples, [s]; document_starts, int32 [s], first token of each token's
+            document; padding_mask, bool [s], True on padding; local_cp_size, number of ranks per
+            sequence; num_joined_samples and joined_samples, which `share_microbatch` reads.
         """
         samples = [self.dataset.without_padding(number) for number in request.numbers]
         length = self.rank.padded_length(sum(map(_length, samples)), request.num_ranks)
@@ -210,7 +208,7 @@ def _places(place: int, number: int, sample: dict[str, Any]) -> Tensor:
 
 
 def _document_starts(samples: Sequence[dict[str, Any]], length: int) -> Tensor:
-    """Return where the document of each token begins; the padding counts as one document."""
+    """Return the first token of each token's document; the padding counts as one document."""
     starts, before = torch.empty(length, dtype=torch.int32), 0
     for sample in samples:
         size = _length(sample)

@@ -1,4 +1,4 @@
-"""From the flags to datasets of images and texts."""
+"""Build datasets of images and texts from the flags."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NORMALISATION = {
     ),
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Mean and deviation of red, green and blue in the training of encoders (from CLIP, A.
-Radford et al., arXiv 2103.00020, and one half)."""
+"""Mean and deviation of red, green and blue: CLIP's values (A. Radford et al., arXiv 2103.00020),
+and 0.5."""
 
 
 def patch_shape(vision: VisionSettings) -> PatchShape:
-    """Return how images become patches."""
+    """Return the settings for cutting images into patches."""
     mean, std = _NORMALISATION[vision.vision_model_type]
     count = vision.num_channels
     return PatchShape(
@@ -51,9 +51,9 @@ def image_text_datasets(
     """Build the train, valid and test datasets.
 
     Args:
-        has_patches: this rank's chunk reads images.
+        has_patches: whether this rank's chunk reads images.
     Raises:
-        ConfigError, DataError: files cannot be read, or the flags do not name all that is needed.
+        ConfigError, DataError: files cannot be read, or flags are missing.
     """
     vision, model = run.vision, run.model
     assert vision.image_token_id is not None
@@ -92,10 +92,10 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
     split = data.split or ("1,1,1" if data.mock_data else None)
     if split is None:
         raise ConfigError(
-            "data is named for all parts together, but not how to divide it.",
-            rule="one file for train, valid and test needs the share of each",
+            "--data-path without --split.",
+            rule="--split sets the shares of train, valid and test",
             flags=["--split"],
-            fix="--split 99,1,0",
+            fix="add --split 99,1,0",
         )
     count = len(whole)
     return [
@@ -106,7 +106,7 @@ def _parts(run: ResolvedRun, tokenizer: TextTokenizer) -> list[tuple[ImageTexts,
 
 
 def _template(run: ResolvedRun) -> ChatTemplate | None:
-    """Return the chat template of the flag or of the tokenizer; None if there is none."""
+    """Return the chat template of the flag or of the tokenizer, or None."""
     path, model = run.tokenizer.chat_template, run.tokenizer.tokenizer_model
     if path is not None:
         return find_chat_template(path, model)

@@ -36,7 +36,7 @@ DatasetProvider = Callable[..., Any]
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples that the run needs of each split; None is the whole split once."""
+    """Number of samples that the run needs from each split; None is the whole split once."""
 
     train: int
     valid: int | None
@@ -47,7 +47,7 @@ class SampleCounts:
 
 
 def sample_counts(run: ResolvedRun, consumed_samples: int = 0) -> SampleCounts:
-    """Return how many samples training, all evaluations and the final test consume.
+    """Return the numbers of samples for training, all evaluations and the final test.
 
     Args:
         consumed_samples: selects the phase of the training data.
@@ -81,22 +81,22 @@ def build_data(
     """Build the datasets and open iterators at the consumed samples of the run.
 
     Args:
-        provider: `provider([train, valid, test])`, or with further arguments `vp_stage` and `run`,
-            returns three datasets. With the attribute `is_distributed = True` it is called on every
-            rank and decides which datasets to build there; otherwise only tensor-parallel rank 0
-            builds them, and the forward step must broadcast the batches.
+        provider: `provider([train, valid, test])`, optionally with the arguments `vp_stage` and
+            `run`, returns three datasets. With the attribute `is_distributed = True` all ranks call
+            it, and it chooses the datasets to build; otherwise only tensor-parallel rank 0 calls
+            it, and the forward step must broadcast the batches.
     Raises:
-        ConfigError: dynamic context parallelism, and not all ranks build the datasets.
+        ConfigError: not all ranks build the datasets with dynamic context parallelism.
     Communication:
-        an all-reduce of one number for the count of validation sets, for the length of each, and
-        for the length of the test set, over all processes.
+        over all processes, an all-reduce of one number for the count of validation sets, for the
+        length of each, and for the length of the test set.
     """
     num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
     per_chunk = [
         _chunk_data(run, provider, groups, state, chunk if num_chunks > 1 else None)
         for chunk in range(num_chunks)
     ]
-    # Only ranks that read data have the number of sets and their lengths.
+    # Only ranks with data have the number of sets and their lengths.
     num_sets = max_across_ranks(
         max(len(chunk.valid) for chunk in per_chunk), torch_collectives.world()
     )
@@ -121,7 +121,7 @@ def build_data(
 
 
 def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet:
-    """Join the iterators of one validation set that this rank's chunks read; there may be none."""
+    """Join the iterators of one validation set over this rank's chunks, which may read no data."""
     read: list[Any] = [each.data for each in found] or [None] * num_chunks
     name = next((each.name for each in found if each.name), "")
     packing = found[0].packing if found else None
@@ -130,7 +130,7 @@ def _set_of_chunks(found: list[ValidationSet], num_chunks: int) -> ValidationSet
 
 
 def _one_or_list(iterators: list[Any]) -> Any:
-    """Return one iterator for one chunk, and a list for several, as schedules take them."""
+    """Return the iterator of a single chunk, or the list for several, as schedules expect."""
     return iterators[0] if len(iterators) == 1 else iterators
 
 
@@ -160,7 +160,7 @@ def _chunk_data(
     if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
         raise ConfigError(
             f"the datasets provider returned {shown(datasets)}.",
-            rule="it returns three datasets, for training, validation and test; None is no dataset",
+            rule="it returns three datasets for training, validation and test, each may be None",
             fix="return train, valid, test",
         )
     train, valid, test = datasets
@@ -204,7 +204,7 @@ def describe_blend(dataset: Any, first_sample: int, audit_path: str | None) -> N
 
     Args:
         first_sample: number of the first sample of the dataset in the run.
-        audit_path: folder of the sample records, where the table is written too; None: nowhere.
+        audit_path: directory of the sample records; the table is also written to it, if given.
     """
     shares = shares_of(dataset)
     if len(shares) < 2:
@@ -260,7 +260,7 @@ def _packing(
 def _lengths_of_padded(
     run: ResolvedRun, dataset: Any, first_sample: int
 ) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return a function that returns the lengths of padded samples; None if none are padded."""
+    """Return (consumed samples, count) -> lengths of padded samples; None if samples are full."""
     if dataset is None or not run.data.sft or run.data.dataloader_type != "single":
         return None
 
@@ -274,13 +274,13 @@ def _lengths_of_padded(
 def _evaluation_packing(
     run: ResolvedRun, groups: ProcessGroupCollection, dataset: Any
 ) -> Packing | None:
-    """Return the packing of evaluation batches, which begin again at the end of the dataset."""
+    """Return the packing of evaluation batches, which repeat the dataset."""
     size = run.schedule.eval_batch[0]
     return _packing(run, groups, dataset, lambda _: size)
 
 
 def _batch_sizes(run: ResolvedRun) -> Callable[[int], int]:
-    """Return the size of the global batch after some consumed samples of the run."""
+    """Return a function: consumed samples of the run -> size of the next global batch."""
     schedule, replicas = run.schedule, run.topology.data_parallel_size
     sizes = build_num_microbatches_calculator(
         run.topology.rank, **schedule.calculator_settings(replicas, run.model.seq_length)
@@ -294,7 +294,7 @@ def _batch_sizes(run: ResolvedRun) -> Callable[[int], int]:
 
 
 def work_of_sample(run: ResolvedRun) -> Callable[[int], float]:
-    """Return a function that returns the FLOPs of a sample from its tokens."""
+    """Return a function: number of tokens of a sample -> its FLOPs."""
     size = ModelSize.from_settings(run)
 
     @functools.cache
@@ -317,9 +317,9 @@ def _open(
     """Return an iterator of micro batches that continues after `consumed_samples`.
 
     Args:
-        repeats: for evaluations: begin again at the end, because a resumed run may evaluate more
-            often, in micro batches of the evaluation's size.
-        packing: of dynamic context parallelism.
+        repeats: for evaluations: repeat the dataset, because a resumed run may evaluate more often,
+            and use the micro batch size of evaluations.
+        packing: packing of dynamic context parallelism.
         consumed_before: samples of earlier phases.
     """
     if dataset is None:
@@ -337,7 +337,7 @@ def _open(
         seed=run.schedule.seed,
         data_sharding=run.data.data_sharding,
         drop_last=not repeats,
-        # A dataset joins entries of different sizes, for example images.
+        # A dataset with entries of different sizes, for example images, has its own function.
         collate=getattr(dataset, "collate", collate_in_memory),
         packing=packing,
     )
@@ -365,15 +365,15 @@ def _micro_batches(
 ) -> Iterator[Any]:
     """Yield the micro batches of a loader; its worker processes start with the first one.
 
-    The time that each micro batch takes counts as waiting for data.
+    The time until each micro batch counts as waiting for data.
 
     Args:
-        repeats: begin again at the end.
+        repeats: restart at the end.
         record: called with each micro batch.
     """
     while True:
-        # Workers are forked with this process' garbage. Collecting it there would destroy objects
-        # (process groups, other loaders) whose threads exist only here, which can crash a worker.
+        # Workers are forked with this process's garbage. Collecting it in a worker would destroy
+        # objects (process groups, other loaders) without their threads, which can crash the worker.
         if loader.num_workers:
             gc.collect()
         batches = iter(loader)
@@ -391,5 +391,5 @@ def _micro_batches(
                 batches.close()
         if not repeats:
             return
-        # All passes but the first are whole.
+        # Later passes begin at the first sample.
         loader.batch_sampler.consumed_samples = 0

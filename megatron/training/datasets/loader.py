@@ -1,7 +1,7 @@
 """The loader of one data-parallel rank.
 
-Batches come in the sampler's order with any number of workers; making and using a loader leaves
-the global random state alone; an error in a worker reads as it would without workers.
+Batches are in the sampler's order with any number of workers. A loader does not change the global
+random state. An error in a worker is raised as without workers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DATALOADER_TYPES = ("single", "cyclic", "cyclic-megatron", "external")
 
 
 def collate_in_memory(samples: Sequence[object]) -> Any:
-    """Join samples as torch's `default_collate` does, in a worker too without shared memory.
+    """Stack samples like torch's `default_collate`, but without shared memory in workers.
 
     Each [...] of the samples becomes [b, ...].
     """
@@ -74,26 +74,27 @@ def build_pretraining_data_loader(
     """Make the loader of this rank's micro batches.
 
     Args:
-        dataset: a map from sample number to sample; None gives None (a rank without data).
-        consumed_samples: samples consumed by all ranks: the first batch is the one after them.
-        micro_batch_size: samples in each batch.
+        dataset: sample number -> sample; None on a rank without data, which returns None.
+        consumed_samples: samples of all ranks before the first batch.
+        micro_batch_size: samples of each batch.
         dp_rank: rank in the data-parallel group.
-        dp_size: its size.
-        dataloader_type: `single` in order, `cyclic` in reshuffled epochs without end,
+        dp_size: size of the data-parallel group.
+        dataloader_type: `single` in order; `cyclic` in infinitely many shuffled epochs;
             `cyclic-megatron` in the epochs of Megatron-LM, whose order depends on `dp_size` and
-            `micro_batch_size`, `external` if `dataset` is a loader already.
-        num_workers: processes that make samples; 0 makes them here. Not seen in the order.
-        seed: of the workers' own random state.
+            `micro_batch_size`; `external` if `dataset` is a loader.
+        num_workers: processes that load samples; 0 loads them in this process. The order does not
+            depend on it.
+        seed: seed of the workers' random state.
         data_sharding: see `MegatronPretrainingRandomSampler`.
         drop_last: see `MegatronPretrainingSampler`.
-        collate: joins the samples of a batch.
-        packing: packs global batches of `dataset` into sequences that several ranks split; then
-            the sizes above and the type are not used, and samples are taken in order.
+        collate: stacks the samples of a batch.
+        packing: packs global batches of `dataset` into sequences that several ranks split. The
+            other sizes and the type are then unused, and samples are taken in order.
     Returns:
         a torch `DataLoader`, or `dataset` itself if `external`.
     Raises:
         ConfigError: an unknown type.
-        DataError: nothing left to consume.
+        DataError: no samples are left.
     """
     if dataset is None or dataloader_type == "external":
         return dataset
@@ -130,11 +131,10 @@ def build_pretraining_data_loader(
 
 
 class PretrainingDataLoader(DataLoader[Any]):
-    """A `DataLoader` that raises a worker's error as it was, and names a dead worker.
+    """A `DataLoader` that raises a worker's original error, and names a dead worker.
 
-    Its workers live as long as the loader, even if their process group gets a signal: they are
-    needed to finish the current step. If a worker dies, the next batch fails, and no other work of
-    the process.
+    Its workers run until the loader is closed, even if their process group receives a signal: they
+    are needed to finish the current step. If a worker dies, only the next batch fails.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -174,7 +174,7 @@ def _begin_work(_number: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    # A server that forks ends with the training process, and torch's worker sees that it has.
+    # A fork server ends with the training process, and torch's worker detects that.
     if multiprocessing.get_start_method() != "forkserver":
         die_with_parent(parent.pid)
     ignore_stop_signals_except_from(parent.pid)
@@ -183,8 +183,8 @@ def _begin_work(_number: int) -> None:
 class _ChildEnds:
     """Wraps torch's handler of SIGCHLD, which raises if a worker has died.
 
-    Without this wrapper it would raise anywhere: in a save, in a step, in `__del__`. The wrapper
-    calls it only while the process waits for a batch.
+    Without this wrapper the handler would raise anywhere: in a save, in a step, in `__del__`. The
+    wrapper calls it only while the process waits for a batch.
     """
 
     def __init__(self, handler: Callable[..., Any]) -> None:
@@ -212,7 +212,7 @@ class _ChildEnds:
 
 
 def _guard_of_child_ends() -> _ChildEnds:
-    """Return the wrapper of torch's handler; without a handler, one that does nothing."""
+    """Return the wrapper of torch's handler, or of a handler without effect."""
     handler = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _ChildEnds):
         return handler
@@ -226,7 +226,7 @@ def _guard_of_child_ends() -> _ChildEnds:
 
 
 class _MicroBatches(Dataset[Any]):
-    """Make micro batches; return an error as an item: torch would put its text into a traceback."""
+    """Loads micro batches; returns errors as items, as torch would turn them into tracebacks."""
 
     def __init__(self, dataset: Any, collate: Callable[..., object]) -> None:
         self.dataset = dataset
@@ -251,8 +251,8 @@ def _unchanged(batch: Any) -> Any:
 class _FromWorker:
     """A batch or an error, sent by a worker. Tensors become arrays, which are sent through a pipe.
 
-    torch would send each tensor as a file of /dev/shm. A worker that is killed between making
-    and unlinking it leaves it there, and in containers /dev/shm often has 64 MB.
+    torch would send each tensor as a file in /dev/shm. A worker that is killed before it unlinks
+    the file leaves it there, and in containers /dev/shm often has only 64 MB.
     """
 
     def __init__(self, batch: Any = None, error: MegatronError | None = None) -> None:
@@ -269,7 +269,7 @@ class _FromWorker:
 
 
 def _as_array(leaf: Any) -> Any:
-    # numpy has no bfloat16; torch sends such a tensor in its own way.
+    # numpy has no bfloat16; torch sends such tensors.
     is_plain = isinstance(leaf, Tensor) and leaf.dtype in _NUMPY_DTYPES
     return _Array(leaf.numpy()) if is_plain else leaf
 
@@ -279,7 +279,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 class _Array:
-    """An array that was a tensor; arrays that were arrays stay so."""
+    """An array to convert back to a tensor, unlike other arrays in a batch."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -292,7 +292,7 @@ _NUMPY_DTYPES = frozenset(
 
 
 def _map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return dicts, lists and tuples, nested as they are, with changed leaves."""
+    """Apply `change` to the leaves of nested dicts, lists and tuples."""
     if isinstance(tree, dict):
         return {key: _map_leaves(change, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
@@ -304,7 +304,7 @@ def _worker_death(
     error: Exception, workers: Sequence[Any], killed_before: int | None
 ) -> WorkerLostError | None:
     """Return an error that names the dead worker and its signal; None if no worker died."""
-    # A batch is fetched from the worker that made it; it may have died after announcing the batch.
+    # A batch is fetched from its worker, which may have died after announcing the batch.
     is_fetch = not isinstance(error, RuntimeError)
     if is_fetch and not (workers and wait([each.sentinel for each in workers], timeout=1.0)):
         return None
@@ -320,8 +320,8 @@ def _worker_death(
         )
     return WorkerLostError(
         f"a loader worker process died: {', '.join(ends) or str(error) or type(error).__name__}.",
-        rule="samples are made in --num-workers processes beside the training process",
+        rule="--num-workers processes load samples for the training process",
         flags=["--num-workers"],
-        fix="look for a lack of memory; --num-workers 0 makes samples in the "
-        "training process. Resuming continues with the same samples",
+        fix="check the free memory; --num-workers 0 loads samples in the training process. A"
+        " resumed run continues with the same samples",
     )

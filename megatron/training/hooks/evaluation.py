@@ -1,4 +1,4 @@
-"""Evaluate now and then and at the end, and report."""
+"""Evaluate at intervals and at the end of training, and report the losses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class Evaluate(Hook):
-    """Evaluates on the validation set every `interval` steps, and on both sets at the end.
+    """Evaluates on the validation set at every interval, and on validation and test set at the end.
 
-    A signal to leave does not wait for the end of an evaluation, which may take much longer than a
-    step: its samples count as evaluated, as those of the next one must not depend on signals.
+    An evaluation may take much longer than a step, so an exit signal interrupts it. Its remaining
+    samples still count as evaluated, so that the samples of later evaluations do not depend on
+    signals.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Evaluate(Hook):
         self.at_begin_and_end: Callable[[], object] = lambda: None
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Evaluate when it is time."""
+        """Evaluate if the interval ends."""
         schedule = self.context.run.schedule
         interval, first = schedule.eval_interval, schedule.start_eval_at_iter or 0
         if interval is None or state.iteration % interval or state.iteration < first:
@@ -50,7 +51,7 @@ class Evaluate(Hook):
         return self._validate(state, f"iteration {state.iteration}")
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Evaluate the finished model; a run that leaves early will come back."""
+        """Evaluate the finished model; a run that stops early will be resumed."""
         if stop is not StopReason.FINISHED:
             return state
         state = self._validate(state, f"iteration {state.iteration} on validation set")
@@ -76,12 +77,12 @@ class Evaluate(Hook):
             self._report(
                 each.data, rows, state, of_set, kind=kind, packing=each.packing, consumed=consumed
             )
-            # All sets advance together: the position in each is this one number.
+            # All validation sets share one counter, which is the position in each of them.
             num_samples = max(num_samples, rows * self.plan.row_size)
         return state.evaluated(num_samples) if num_samples else state
 
     def _num_rows(self, available: int) -> int:
-        """Return the micro batches of one evaluation; 0 if there are no data."""
+        """Return the number of micro batches of one evaluation, 0 without data."""
         if self.context.run.schedule.full_validation:
             return available
         return self.context.run.schedule.eval_iters * self.plan.num_microbatches if available else 0
@@ -96,7 +97,7 @@ class Evaluate(Hook):
         packing: Packing | None = None,
         consumed: int = 0,
     ) -> None:
-        """Evaluate on `data`, print the result and send it to the scalars."""
+        """Evaluate on `data`, print the losses and write them as scalars."""
         if num_rows == 0:
             return
         self.at_begin_and_end()
@@ -114,7 +115,7 @@ class Evaluate(Hook):
         self.at_begin_and_end()
         if found is None:
             if is_last_rank():
-                self.write(f" the evaluation at {where} is left out: a signal")
+                self.write(f" the evaluation at {where} is skipped because of an exit signal")
         elif is_last_rank():
             self.write(validation_lines(where, found.losses))
             self.scalars.write_evaluation(kind, dict(found.losses), state.iteration)

@@ -1,4 +1,4 @@
-"""The log line of the run, in Megatron's form."""
+"""The log line of the run, in Megatron's format."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import StepResult, StopReason, TakenStep, TrainState
 
 _SLOW_LINES = 2
-"""Log lines in a row after which slow steps are no accident."""
+"""Number of consecutive slow log lines before the warning, so that one outlier causes none."""
 
 
 class IntervalMeans:
-    """Steps since the last log line, whose figures are asked for when it is written."""
+    """Accumulates the steps since the last log line; results are read when the line is written."""
 
     def __init__(self) -> None:
         self._steps: list[TakenStep] = []
@@ -48,21 +48,20 @@ class IntervalMeans:
 
     @property
     def num_steps(self) -> int:
-        """All of them."""
         return len(self._steps)
 
     @property
     def num_skipped(self) -> int:
-        """Steps that did not change the weights."""
+        """Number of steps that did not change the weights."""
         return sum(step.read().was_skipped for step in self._steps)
 
     @property
     def num_nan(self) -> int:
-        """Steps with a loss that was not finite."""
+        """Number of steps with a loss that was not finite."""
         return sum(step.read().was_nan for step in self._steps)
 
     def mean_losses(self) -> dict[str, float]:
-        """Return name -> mean over the steps that trained: not skipped, and with finite losses."""
+        """Return name -> mean over the steps with finite losses that were not skipped."""
         sums: dict[str, float] = {}
         trained = [
             s for s in (step.read() for step in self._steps) if not (s.was_skipped or s.was_nan)
@@ -74,10 +73,11 @@ class IntervalMeans:
 
 
 class SyncStepResults(Hook):
-    """Reads steps before anything is logged, evaluated or saved: a bad one ends the run there.
+    """Reads results of steps before they are logged, evaluated or saved, so that an error ends the
+    run first.
 
     Args:
-        intervals: steps between what needs their figures.
+        intervals: intervals of logging, evaluation and saving, in steps.
     """
 
     def __init__(self, intervals: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class SyncStepResults(Hook):
         self._unread: list[TakenStep] = []
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Read all steps since the last time when one of the intervals ends."""
+        """Read all unread steps if one of the intervals ends."""
         if not result.is_read:
             self._unread.append(result)
         if any(state.iteration % every == 0 for every in self.intervals):
@@ -93,7 +93,7 @@ class SyncStepResults(Hook):
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Read the rest."""
+        """Read all unread steps."""
         self._read()
         return state
 
@@ -103,7 +103,7 @@ class SyncStepResults(Hook):
 
 
 def reading_intervals(run: ResolvedRun) -> list[int]:
-    """Return after how many steps each part of the run needs the figures of steps."""
+    """Return the intervals of all parts of the run that need the results of steps."""
     every_step = run.schedule.check_for_spiky_loss or run.logging.log_straggler
     found = [
         1 if every_step else 0,
@@ -118,10 +118,10 @@ def reading_intervals(run: ResolvedRun) -> list[int]:
 
 
 class LogLine(Hook):
-    """Prints a line every `--log-interval` steps on the last rank, where the loss is known.
+    """Prints a line every `--log-interval` steps on the last rank, which computes the loss.
 
-    Times are those of steps alone: evaluations and checkpoints between them do not count, but in
-    what `times` says the time went into.
+    The time per step excludes evaluations and checkpoints between steps; the shares of time from
+    `times` include them.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LogLine(Hook):
         self._peak: float | None = None
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Find the peak rate of the device, if throughput is to be shown; say what is expected."""
+        """Print the predicted time of a step, and find the peak rate for --log-throughput."""
         if self.prediction is not None:
             self.write(f" > predicted: {self.prediction}")
         if self.context.run.logging.log_throughput and is_last_rank():
@@ -158,12 +158,12 @@ class LogLine(Hook):
         self._started_at = time.perf_counter()
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Stop the clock, and write a line when it is time."""
+        """Stop the clock, and write a line if the interval ends."""
         self._means.add(result, time.perf_counter() - self._started_at)
         self._last = result
         read = result.read() if result.is_read else None
         if read is not None and read.skip_reason is not None and is_last_rank():
-            # Not averaged away: the first parameter to overflow is what one wants to know.
+            # Averages would hide which parameter overflowed first.
             self.write(f" iteration {state.iteration:8d} | step skipped: {read.skip_reason}"
                        f" | next loss scale: {read.loss_scale:.1f} |")  # fmt: skip
         if state.iteration % self.interval == 0:
@@ -171,7 +171,7 @@ class LogLine(Hook):
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Write a line if the run was too short for any, and say why the loop ended."""
+        """Write a line if there was none yet, and the reason why the loop ended."""
         if self._last is not None and not self._has_reported_memory:
             self._report(state, self._last)
         print_rank_0(
@@ -211,11 +211,11 @@ class LogLine(Hook):
         self._means = IntervalMeans()
 
     def _judge(self, state: TrainState) -> None:
-        """Say once that steps are slower than predicted, after two such lines in a row."""
+        """Warn once if steps are slower than predicted in `_SLOW_LINES` consecutive lines."""
         if self.prediction is None or self._num_slow >= _SLOW_LINES:
             return
         unusual = self.prediction.judge(self._means.seconds / self._means.num_steps)
-        # The first line has the steps that allocate and compile.
+        # The steps of the first line allocate and compile.
         is_first = not self._has_reported_memory
         self._num_slow = self._num_slow + 1 if unusual and not is_first else 0
         if self._num_slow == _SLOW_LINES:
@@ -254,10 +254,10 @@ class LogLine(Hook):
 
 
 class LinesForFirstRank(Hook):
-    """Prints on rank 0 what the last rank, which knows the losses, has to say.
+    """Prints on rank 0 the lines of the last rank, which computes the losses.
 
     Args:
-        intervals: steps after which there may be lines.
+        intervals: intervals of the log lines of the last rank, in steps.
     """
 
     def __init__(self, intervals: Sequence[int | None]) -> None:
@@ -265,17 +265,17 @@ class LinesForFirstRank(Hook):
         self._lines: list[str] = []
 
     def write(self, text: str) -> None:
-        """Keep a line until all ranks meet."""
+        """Keep a line until the next gather of all ranks."""
         self._lines.append(text)
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Meet where lines are due."""
+        """Gather lines if one of the intervals ends."""
         if any(state.iteration % interval == 0 for interval in self.intervals):
             self._pass_on()
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Pass on the last evaluations."""
+        """Gather the lines of the last evaluations."""
         self._pass_on()
         return state
 
@@ -286,7 +286,7 @@ class LinesForFirstRank(Hook):
             print(line, flush=True)
 
     def close(self) -> None:
-        """Print here what is left when training has failed."""
+        """Print the remaining lines on this rank if training has failed."""
         for line in self._lines:
             print(line, flush=True)
         self._lines = []

@@ -1,4 +1,4 @@
-"""Where scalars are watched: MLflow, an OpenTelemetry collector, a Prometheus endpoint."""
+"""Export of scalars to MLflow, an OpenTelemetry collector and Prometheus."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.training.launch.printing import is_last_rank
 PREFIX = "lattice"
 _NO_LETTERS = re.compile(r"[^a-zA-Z0-9]+")
 _MOST_LETTERS = 500
-"""Of a parameter at MLflow."""
+"""MLflow's limit for the value of a parameter, in characters."""
 
 
 def metric_name(name: str) -> str:
-    """Return the name of a scalar in letters, digits and underscores."""
+    """Return a scalar's name with other characters than letters and digits replaced by `_`."""
     return _NO_LETTERS.sub("_", name).strip("_")
 
 
 class MlflowSink:
-    """Scalars of an open MLflow run.
+    """Logs scalars to an open MLflow run.
 
     Args:
         mlflow: the module.
@@ -36,16 +36,16 @@ class MlflowSink:
         self.mlflow = mlflow
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Log all scalars at this step; a thread sends them."""
+        """Log all scalars of this step; a thread sends them."""
         self.mlflow.log_metrics(scalars, step=step, synchronous=False)
 
     def close(self) -> None:
-        """Send what is held back, and end the run."""
+        """Send buffered scalars, and end the run."""
         self.mlflow.end_run()
 
 
 class OpenTelemetrySink:
-    """Scalars as gauges of a meter.
+    """Exports scalars as gauges of a meter.
 
     Args:
         provider: a `MeterProvider` of the SDK.
@@ -57,22 +57,22 @@ class OpenTelemetrySink:
         self._gauges: dict[str, Any] = {}
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Set the gauges, which are exported now and then."""
+        """Set the gauges; the provider exports them periodically."""
         for name, value in {**scalars, "iteration": step}.items():
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(f"{PREFIX}.{metric_name(name)}")
             self._gauges[name].set(value)
 
     def close(self) -> None:
-        """Export what is held back."""
+        """Export buffered values."""
         self.provider.shutdown()
 
 
 class PrometheusSink:
-    """The newest scalars as gauges in the text form of Prometheus, at an address of this machine.
+    """Serves the newest scalars as gauges in Prometheus' text format.
 
     Raises:
-        OSError: somebody else listens there.
+        OSError: the address is in use or does not exist.
     """
 
     def __init__(self, *, host: str, port: int) -> None:
@@ -80,15 +80,14 @@ class PrometheusSink:
         self._lock = threading.Lock()
         self._endpoint = HttpEndpoint(self.text, port=port, host=host)
         self.port = self._endpoint.port
-        """Where it listens."""
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Keep the scalars until newer ones come."""
+        """Store the scalars until newer ones replace them."""
         with self._lock:
             self._newest |= {**scalars, "iteration": step}
 
     def text(self) -> str:
-        """Return all gauges."""
+        """Return all gauges in Prometheus' text format."""
         with self._lock:
             newest = dict(self._newest)
         lines = []
@@ -98,12 +97,12 @@ class PrometheusSink:
         return "".join(f"{line}\n" for line in lines)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the endpoint."""
         self._endpoint.close()
 
 
 def monitoring_sinks(run: ResolvedRun) -> list[ScalarSink]:
-    """Open what the settings ask for on the last rank, which knows the losses; none elsewhere."""
+    """Open the sinks of the settings on the last rank, which computes the losses."""
     sinks: list[ScalarSink] = []
     if not is_last_rank():
         return sinks
@@ -117,10 +116,10 @@ def monitoring_sinks(run: ResolvedRun) -> list[ScalarSink]:
             sinks.append(PrometheusSink(host=host, port=port))
         except OSError as error:
             raise ConfigError(
-                f"--prometheus-port {port}: nobody can be served at {host}: {error}",
-                rule="the last rank of a run listens there",
+                f"--prometheus-port {port}: the last rank cannot listen at {host}: {error}",
+                rule="the last rank of a run serves the scalars at this address",
                 flags=["--prometheus-port", "--prometheus-host"],
-                fix="choose a port that is free, and an address of the last rank's machine",
+                fix="choose a free port, and an address of the last rank's machine",
             ) from error
     return sinks
 
@@ -139,16 +138,17 @@ def _open_mlflow(run: ResolvedRun) -> Any:
         mlflow.log_params(settings, synchronous=False)
     except mlflow.MlflowException as error:
         raise ConfigError(
-            f"MLflow opens no run: {error}",
+            f"MLflow cannot open a run: {error}",
             rule="--mlflow-tracking-uri, or MLFLOW_TRACKING_URI, is the address of a server",
             flags=["--mlflow-tracking-uri", "--mlflow-experiment"],
-            fix="give an address that answers, such as http://127.0.0.1:5000 of `mlflow server`",
+            fix="give the address of a running server, such as http://127.0.0.1:5000 of `mlflow"
+            " server`",
         ) from error
     return mlflow
 
 
 def _open_telemetry(service_name: str | None) -> Any:
-    """Return a provider that exports by OTLP, to where OTEL_EXPORTER_OTLP_ENDPOINT says."""
+    """Return a provider that exports by OTLP to the variable OTEL_EXPORTER_OTLP_ENDPOINT."""
     metrics, export, exporter, resources = (
         optional_imports.require(f"opentelemetry.{name}", purpose="--otel-enabled")
         for name in (

@@ -14,13 +14,13 @@ from megatron.training.run.state import TakenStep, TrainState
 
 
 class CollectGarbage(Hook):
-    """Collect at the same step on all ranks.
+    """Collects garbage at the same step on all ranks.
 
-    Left to itself, Python collects at different moments on different ranks, and each collection
-    stalls all of them.
+    Python's automatic collection runs at different times on different ranks, and each run stalls
+    all ranks.
 
     Args:
-        interval: steps between collections; 0 collects never.
+        interval: steps between collections; 0 disables them.
         around_evaluation: collect before and after an evaluation as well.
     """
 
@@ -35,13 +35,13 @@ class CollectGarbage(Hook):
         return state
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Collect when it is time."""
+        """Collect if the interval ends."""
         if self.interval and state.iteration % self.interval == 0:
             gc.collect()
         return state
 
     def collect_around_evaluation(self) -> None:
-        """Collect where an evaluation begins or ends."""
+        """Collect before or after an evaluation, if this is switched on."""
         if self.around_evaluation:
             gc.collect()
 
@@ -51,7 +51,7 @@ class CollectGarbage(Hook):
 
 
 class Profile(Hook):
-    """Records steps [first, last): a Chrome trace by torch.profiler, or a range for nsys."""
+    """Records steps [first, last) as a Chrome trace of torch.profiler or as a range for nsys."""
 
     def __init__(
         self, first: int, last: int, directory: str, rank: int, *, use_torch: bool
@@ -63,7 +63,7 @@ class Profile(Hook):
         self._step: Any = None
 
     def before_step(self, state: TrainState) -> None:
-        """Start before the first recorded step; mark each of them."""
+        """Start the profiler before the first recorded step, and mark each recorded step."""
         if state.iteration + 1 == self.first and self._profiler is None:
             self._start()
         if self._profiler is not None:
@@ -81,14 +81,14 @@ class Profile(Hook):
         self._profiler.__enter__()
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """End the mark of the step; stop after the last recorded one."""
+        """End the mark of the step; stop the profiler after the last recorded step."""
         self._end_step()
         if state.iteration + 1 == self.last:
             self._stop()
         return state
 
     def after_roll_back(self, state: TrainState) -> None:
-        """End the mark of the step that was left."""
+        """End the mark of the step that was rolled back."""
         self._end_step()
 
     def _end_step(self) -> None:
@@ -112,7 +112,7 @@ class Profile(Hook):
             device.stop_profiler_range()
 
     def close(self) -> None:
-        """Write what was recorded, also if training ended early."""
+        """Write the trace if training ended before the last recorded step."""
         if self._profiler is not None:
             self._stop()
 

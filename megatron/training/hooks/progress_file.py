@@ -14,7 +14,7 @@ from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class PublishCounters(Hook):
-    """Writes the counters to Megatron's `args` and the run status; the loop does not read these."""
+    """Writes the counters to Megatron's `args` and the run status. The loop does not read them."""
 
     def __init__(self, status: RunStatus) -> None:
         self.status = status
@@ -27,7 +27,7 @@ class PublishCounters(Hook):
         return state
 
     def before_step(self, state: TrainState) -> None:
-        """Name the step that runs now."""
+        """Publish the number of the running step."""
         self.status.iteration = state.iteration + 1
         global_vars.get_args().curr_iteration = state.iteration
 
@@ -60,13 +60,13 @@ class ProgressFile(Hook):
         self._flops_at_start = 0.0
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Append the first iteration."""
+        """Append a line with the first iteration."""
         self._flops_at_start = state.flops_so_far
         self._append(state, "starting job")
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Append the last iteration, and the cost of the run."""
+        """Append a line with the last iteration and the cost of the run."""
         seconds = time.perf_counter() - self._started_at
         done = state.flops_so_far - self._flops_at_start
         rate = done / (seconds * self.world_size) / 1e12

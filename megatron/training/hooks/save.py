@@ -17,12 +17,12 @@ from megatron.training.run.state import RanksChange, StopReason, TakenStep, Trai
 
 
 class SaveCheckpoints(Hook):
-    """Saves every `interval` steps, and whatever the last save does not hold when the loop ends;
-    every `non_persistent_interval` steps in between, a non-persistent checkpoint.
+    """Saves a checkpoint every `interval` steps and at the end, and a non-persistent checkpoint
+    every `non_persistent_interval` steps in between.
 
-    An asynchronous save is committed at the step after its bytes are written; the end of the run
-    waits for it. Of `allowed_failures` saves in a row it is only told that they failed: earlier
-    checkpoints are intact, and the next interval tries again. The one at the end must succeed.
+    An asynchronous save is committed at the first step after its bytes are written, or at the end
+    of the run. Up to `allowed_failures` consecutive saves may fail with a warning: earlier
+    checkpoints are intact, and the next interval saves again. The save at the end must succeed.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class SaveCheckpoints(Hook):
         self._has_ended = False
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Claim the directory, so that a second run in it ends at once."""
+        """Lock the save directory, so that a second run in it fails at once."""
         self.checkpointer.claim()
         self._began_at = self._last_saved = state.iteration
         return state
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Commit what the background has written, and save when it is time."""
+        """Commit a finished asynchronous save, and save if an interval ends."""
         self._attempt("committing a checkpoint", self.checkpointer.after_step)
         if self._last_saved is not None and not self.checkpointer.has_save_in_flight:
             self.status.last_good_checkpoint = self._last_saved or None
@@ -65,7 +65,7 @@ class SaveCheckpoints(Hook):
         return state
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Save the end of the run, for whatever reason it ended."""
+        """Save the last step, whatever the stop reason."""
         self._finish_earlier()
         with self.status.doing("saving a checkpoint"):
             if state.iteration != self._last_saved:
@@ -75,12 +75,12 @@ class SaveCheckpoints(Hook):
         return state
 
     def _finish_earlier(self) -> None:
-        """Commit what is in flight, so that its failure is not taken for that of the next save."""
+        """Commit an asynchronous save, so that its failure does not count for the next save."""
         if self.checkpointer.has_save_in_flight:
             self._attempt("committing a checkpoint", self.checkpointer.finish)
 
     def _attempt(self, doing: str, function: Callable[[], None]) -> None:
-        """Call a collective of the checkpointer, whose errors all ranks raise."""
+        """Call a collective of the checkpointer; all ranks raise its errors or count a failure."""
         outer, committed = self.status.activity, self.checkpointer.last_committed
         try:
             with self.status.doing(doing):
@@ -107,21 +107,22 @@ class SaveCheckpoints(Hook):
             self.status.last_good_checkpoint = state.iteration
 
     def close(self) -> None:
-        """Unlock the directory.
+        """Unlock the save directory, unless training has failed.
 
-        After a failure nothing is done: an unfinished save would wait for ranks that have left,
-        and the lock of a process that is gone is taken over by the next run.
+        After a failure, an unfinished save would wait for ranks that have ended. The next run takes
+        over the lock of a process that has ended.
         """
         if self._has_ended:
             self.checkpointer.close()
 
 
 class CopyState(Hook):
-    """Copies the state to the memory of the ranks every `interval` steps, so that those that live
-    go on after one was lost; and leaves the loop after a step when others wait to join.
+    """Copies the state to the memory of the ranks every `interval` steps, so that the remaining
+    ranks can continue after a rank is lost; ends the loop if new ranks wait to join.
 
     Args:
-        waits_to_grow: whether others wait, as far as this rank has heard; None where all are there.
+        waits_to_grow: returns whether this rank has news of waiting ranks; None if no rank is
+            missing.
     """
 
     def __init__(
@@ -135,16 +136,16 @@ class CopyState(Hook):
         self.waits_to_grow = waits_to_grow
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Copy what was loaded: who has joined has no copy yet."""
+        """Copy the loaded state, because new ranks have no copy yet."""
         if state.iteration:
             self.memory.save(state)
         return state
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Copy, and leave if any rank has heard that others wait.
+        """Copy the state if the interval ends or new ranks wait.
 
         Raises:
-            RanksChange: on all ranks.
+            RanksChange: on all ranks, if any rank has news of waiting ranks.
         """
         is_left = self.waits_to_grow is not None and any_across_ranks(
             self.waits_to_grow(), torch_collectives.world()
@@ -158,7 +159,7 @@ class CopyState(Hook):
 
 
 class Export(Hook):
-    """Writes the last checkpoint in another program's form once all steps are done."""
+    """Writes the last checkpoint in another program's format after the last step."""
 
     def __init__(self, write: Callable[[Path], None], directory: str, status: RunStatus) -> None:
         self.write = write
@@ -166,7 +167,7 @@ class Export(Hook):
         self.status = status
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Export the checkpoint that was saved last."""
+        """Export the last checkpoint."""
         if stop is StopReason.FINISHED:
             with self.status.doing("exporting the model"):
                 self.write(self.directory)

@@ -1,4 +1,4 @@
-"""Numbers of every step for machines: TensorBoard, Weights & Biases, a JSON-lines file."""
+"""Scalars of every step for TensorBoard, Weights & Biases and a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from megatron.training.run.state import StepResult, StopReason, TakenStep, Train
 
 
 class ScalarSink(Protocol):
-    """Takes named numbers of one step."""
+    """Destination of scalars."""
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Take the numbers of a step."""
+        """Write the scalars of a step."""
 
     def close(self) -> None:
-        """Write out what is held back."""
+        """Flush buffered scalars."""
 
 
 class ScalarWriter(Protocol):
-    """What is used of a `SummaryWriter`."""
+    """The used methods of a `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Add a number of a step."""
+        """Add a scalar of a step."""
 
     def close(self) -> object:
         """Flush and close the event file."""
 
 
 class WandbRun(Protocol):
-    """What is used of an open run of Weights & Biases."""
+    """The used methods of an open run of Weights & Biases."""
 
     def log(self, data: dict[str, float], step: int) -> object:
-        """Add the numbers of a step."""
+        """Add the scalars of a step."""
 
     def finish(self) -> object:
-        """Upload what is held back."""
+        """Upload buffered scalars."""
 
 
 class TensorBoardSink:
-    """Scalars of a `SummaryWriter`."""
+    """Writes scalars to a `SummaryWriter`."""
 
     def __init__(self, writer: ScalarWriter) -> None:
         self.writer = writer
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Add each scalar at this step."""
+        """Add each scalar of this step."""
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, step)
 
@@ -68,13 +68,13 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Scalars of an open Weights & Biases run."""
+    """Logs scalars to an open run of Weights & Biases."""
 
     def __init__(self, wandb: WandbRun) -> None:
         self.wandb = wandb
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Log all scalars at this step."""
+        """Log all scalars of this step."""
         self.wandb.log(scalars, step)
 
     def close(self) -> None:
@@ -83,8 +83,10 @@ class WandbSink:
 
 
 class JsonLinesSink:
-    """One JSON object a step, appended, with the time of writing (`time`, seconds since 1970);
-    numbers have all their digits, so runs can be compared to the bit."""
+    """Appends one JSON object per step, with the time of writing (`time`, seconds since 1970).
+
+    Numbers have all their digits, so runs can be compared to the bit.
+    """
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ class JsonLinesSink:
         self._file.flush()
 
     def write_by_rank(self, seconds: Mapping[str, Sequence[float]], step: int) -> None:
-        """Append one line with a list of one number per rank under each name."""
+        """Append one line with name -> list of one number per rank."""
         self._file.write(json.dumps({"iteration": step, **seconds}) + "\n")
         self._file.flush()
 
@@ -107,9 +109,9 @@ class JsonLinesSink:
 
 
 class Scalars(Hook):
-    """Sends the numbers of a step to all sinks; they exist on the last rank only.
+    """Writes the scalars of a step to all sinks, which exist on the last rank only.
 
-    Names are those that Megatron uses in TensorBoard, so dashboards carry over.
+    Scalars have Megatron's names, so TensorBoard dashboards carry over.
     """
 
     def __init__(
@@ -131,13 +133,13 @@ class Scalars(Hook):
         self._started_at = time.perf_counter()
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Send the numbers of this step, if it is one of every `interval`."""
+        """Write the scalars of this step if the interval ends."""
         seconds = time.perf_counter() - self._started_at
         if state.iteration % self.interval:
             return state
         run = self.context.run
         if run.logging.log_timers_to_tensorboard:
-            # A collective: all ranks come here.
+            # A collective, so ranks without sinks call it too.
             names = union_across_ranks(self.context.timers.names, torch_collectives.world())
             timers = self.context.timers.seconds_of_all_ranks(names, reset=False)
         loads = (
@@ -188,18 +190,18 @@ class Scalars(Hook):
         return scalars
 
     def write(self, scalars: dict[str, float], step: int) -> None:
-        """Send numbers that do not come from a step, such as those of an evaluation."""
+        """Write scalars from other sources than a step, such as an evaluation."""
         for sink in self.sinks:
             sink.write(scalars, step)
 
     def write_by_rank(self, seconds: Mapping[str, Sequence[float]], step: int) -> None:
-        """Send numbers of all ranks to the file that takes them, --metrics-jsonl."""
+        """Write name -> list of one number per rank to the file of --metrics-jsonl."""
         for sink in self.sinks:
             if isinstance(sink, JsonLinesSink):
                 sink.write_by_rank(seconds, step)
 
     def write_evaluation(self, kind: str, losses: dict[str, float], step: int) -> None:
-        """Send the losses of an evaluation, under Megatron's names."""
+        """Write the losses of an evaluation under Megatron's names."""
         scalars = {f"{name} {kind}": value for name, value in losses.items()}
         if self.context.run.logging.log_validation_ppl_to_tensorboard:
             scalars |= {f"{name} {kind} ppl": perplexity(v) for name, v in losses.items()}
@@ -212,7 +214,7 @@ class Scalars(Hook):
 
 
 class ProgressBar(Hook):
-    """A bar on the terminal of the last rank, above which log lines scroll."""
+    """A progress bar on the terminal of the last rank, below the log lines."""
 
     def __init__(self, tqdm: Any, train_iters: int) -> None:
         self._tqdm = tqdm
@@ -220,14 +222,14 @@ class ProgressBar(Hook):
         self._bar: Any = None
 
     def before_training(self, state: TrainState) -> TrainState:
-        """Draw the bar where the run stands."""
+        """Draw the bar at the current iteration."""
         self._bar = self._tqdm(
             total=self._total, initial=state.iteration, unit="step", dynamic_ncols=True
         )
         return state
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """Move the bar, and show the losses."""
+        """Advance the bar, and show the losses."""
         self._bar.update(1)
         if result.is_read and (losses := result.read().losses):
             self._bar.set_postfix(
@@ -248,12 +250,12 @@ class ProgressBar(Hook):
             self._tqdm.write(text)
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:
-        """Leave the bar as it is."""
+        """Stop updating the bar."""
         self.close()
         return state
 
     def close(self) -> None:
-        """Leave the bar as it is, also after a failure."""
+        """Stop updating the bar, also after a failure."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -262,7 +264,7 @@ class ProgressBar(Hook):
 def local_sinks(
     tensorboard: ScalarWriter | None, wandb: WandbRun | None, jsonl_path: str | None
 ) -> list[ScalarSink]:
-    """Return the sinks of this rank: all on the last, none elsewhere."""
+    """Return the sinks of this rank: all on the last rank, none on the others."""
     sinks: list[ScalarSink] = []
     if tensorboard is not None:
         sinks.append(TensorBoardSink(tensorboard))

@@ -1,4 +1,4 @@
-"""The hooks of a run, chosen by its settings, in the order in which they are called."""
+"""Choose the hooks of a run by its settings, in calling order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from megatron.training.run.context import BatchPlan, TrainingContext
 
 
 class StandardHooks(Hooks):
-    """All hooks; the evaluation is known by name, as a run with --skip-train needs it alone."""
+    """All hooks, with a reference to the evaluation, the only hook of a run with --skip-train."""
 
     def __init__(self, hooks: list[Hook], evaluate: Evaluate) -> None:
         super().__init__(hooks)
@@ -68,10 +68,10 @@ def standard_hooks(
     prediction: StepPrediction | None = None,
     waits_to_grow: Callable[[], bool] | None = None,
 ) -> StandardHooks:
-    """Return the hooks that the settings of the run ask for.
+    """Return the hooks for the settings of the run.
 
-    A step is first counted, then logged, then judged (evaluation), then saved; reasons to stop are
-    asked before the next step.
+    A step is first counted, then logged, then evaluated, then saved; stop conditions are checked
+    before the next step.
     """
     run = context.run
     bar = _progress_bar(run.logging.progress_bar, run.schedule.train_iters)
@@ -152,13 +152,13 @@ def standard_hooks(
         hooks.append(PhaseEnd(transitions))
     if run.schedule.exit_interval is not None:
         hooks.append(ExitInterval(run.schedule.exit_interval))
-    if relay is not None:  # last: it passes on what the others have written
+    if relay is not None:  # last, because it prints the lines of the other hooks
         hooks.append(relay)
     return StandardHooks(hooks, evaluate)
 
 
 def _guards(context: TrainingContext, write: Callable[[str], None]) -> list[Hook]:
-    """Return the hooks that judge steps before the update, and make the step call them."""
+    """Return the hooks that check losses and gradients before the update."""
     run, optimizer = context.run, context.optimizer
     judges_losses = run.schedule.check_for_spiky_loss and run.schedule.on_spike != "warn"
     if optimizer is None or not (judges_losses or run.ddp.check_for_large_grads):
@@ -172,14 +172,14 @@ def _guards(context: TrainingContext, write: Callable[[str], None]) -> list[Hook
 
 
 def local_save_directory(run: ResolvedRun) -> str | None:
-    """Return --save where files can be beside checkpoints: not in an object store."""
+    """Return --save if it is a local directory, None for an object store."""
     return (
         None if run.checkpoint.save is None or is_url(run.checkpoint.save) else run.checkpoint.save
     )
 
 
 def evaluation_plan(context: TrainingContext) -> BatchPlan:
-    """Evaluate on full batches, also while the training batch still grows."""
+    """Return the batch sizes of an evaluation, which are constant during a batch size ramp."""
     samples, micro = context.run.schedule.eval_batch
     return BatchPlan(
         num_microbatches=samples // (micro * context.run.topology.data_parallel_size),
@@ -189,7 +189,7 @@ def evaluation_plan(context: TrainingContext) -> BatchPlan:
 
 
 def _progress_bar(is_wanted: bool, train_iters: int) -> ProgressBar | None:
-    """Return a bar where a person watches: standard error of the last rank is a terminal."""
+    """Return a progress bar if standard error of the last rank is a terminal."""
     if not (is_wanted and is_last_rank() and sys.stderr.isatty() and optional_imports.has("tqdm")):
         return None
     return ProgressBar(

@@ -1,4 +1,4 @@
-"""What ends a run: its budget, an interval, a duration, a signal."""
+"""Stop conditions: number of steps, interval, phase of the data, duration, signal."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class StepBudget(Hook):
-    """Stop when all steps are done."""
+    """Stops after the last step."""
 
     def __init__(self, train_iters: int) -> None:
         self.train_iters = train_iters
 
     def should_stop(self, state: TrainState) -> StopReason | None:
-        """Return FINISHED at the last step; a run that resumes there has nothing to do."""
+        """Return FINISHED at the last step, also if a run resumes there."""
         return StopReason.FINISHED if state.iteration >= self.train_iters else None
 
 
 class ExitInterval(Hook):
-    """Leave after a step that the interval divides (not before the first step of a resume)."""
+    """Stops after a step that is a multiple of the interval, but not before a first step."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -46,7 +46,7 @@ class ExitInterval(Hook):
 
 
 class PhaseEnd(Hook):
-    """Leave at the end of a phase of the data (not before the first step of the next one)."""
+    """Stops at the end of a phase of the data, but not before the first step of the next phase."""
 
     def __init__(self, transitions: Collection[int]) -> None:
         self._transitions = frozenset(transitions)
@@ -68,14 +68,14 @@ class PhaseEnd(Hook):
 
 
 class ExitDuration(Hook):
-    """Leave when the run has lasted long enough. All ranks ask the slowest clock."""
+    """Stops after a duration. All ranks stop once the time has passed on any rank."""
 
     def __init__(self, minutes: float) -> None:
-        # The monotonic clock: setting the wall clock must not end a run.
+        # Monotonic, because setting the wall clock must not end a run.
         self._deadline = time.monotonic() + 60.0 * minutes
 
     def should_stop(self, state: TrainState) -> StopReason | None:
-        """Return EXIT_DURATION on all ranks once it has passed on any."""
+        """Return EXIT_DURATION on all ranks once the time has passed on any rank."""
         return (
             StopReason.EXIT_DURATION
             if any_across_ranks(time.monotonic() > self._deadline, torch_collectives.world())
@@ -84,13 +84,13 @@ class ExitDuration(Hook):
 
 
 class ExitOnSignal(Hook):
-    """Finish the step, save and leave when any rank was told to."""
+    """Stops after the current step if any rank has received the signal."""
 
     def __init__(self, flag: SignalFlag) -> None:
         self._flag = flag
 
     def should_stop(self, state: TrainState) -> StopReason | None:
-        """Return EXIT_SIGNAL on all ranks once any of them was signalled."""
+        """Return EXIT_SIGNAL on all ranks once any rank has received the signal."""
         return (
             StopReason.EXIT_SIGNAL
             if any_across_ranks(self._flag.is_set, torch_collectives.world())
@@ -98,5 +98,5 @@ class ExitOnSignal(Hook):
         )
 
     def close(self) -> None:
-        """Give the signal back its former meaning."""
+        """Restore the previous signal handlers."""
         self._flag.restore()

@@ -1,4 +1,4 @@
-"""Where the time of all ranks goes, measured in every step and put together at each log line."""
+"""Shares of time of all ranks, measured in every step and averaged at each log line."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from megatron.training.run.state import StopReason, TakenStep, TrainState
 
 
 class MeasureTimes(Hook):
-    """Keeps the shares of compute, communication, bubble, data, checkpoints and evaluations.
-
-    They are those of the time since the last log line, and means over all ranks.
+    """Measures the shares of compute, communication, bubble, data, checkpoints and evaluations in
+    the time since the last log line, as means over all ranks.
 
     Communication:
         an all-reduce of a few numbers over all processes at every log line.
@@ -28,9 +27,10 @@ class MeasureTimes(Hook):
     def __init__(self, context: TrainingContext) -> None:
         self.interval = context.run.logging.log_interval
         self.shares: dict[str, float] = {}
-        """Of the last interval: part -> share. Empty before its end; a new object after it."""
+        """Part -> share in the last interval. Empty before the first interval ends; every interval
+        makes a new dict."""
         self.last: StepTimes | None = None
-        """Of this rank's last step."""
+        """Times of this rank's last step."""
         self._clock = StepClock(PROGRESS.waits, context.groups.ranks.get("pp", ()))
         self._sums = IntervalTimes(PROGRESS.waits)
 
@@ -44,7 +44,7 @@ class MeasureTimes(Hook):
         self._clock.start()
 
     def after_step(self, state: TrainState, result: TakenStep) -> TrainState:
-        """End the step, and the interval where a log line is due."""
+        """End the step, and the interval if a log line follows."""
         self.last = self._clock.stop()
         self._sums.add(self.last)
         if state.iteration % self.interval == 0:
@@ -52,7 +52,7 @@ class MeasureTimes(Hook):
         return state
 
     def after_roll_back(self, state: TrainState) -> None:
-        """End the step that was left; going back counts as other time."""
+        """End the step that was rolled back; the rollback itself counts as other time."""
         self._sums.add(self._clock.stop())
 
     def after_training(self, state: TrainState, stop: StopReason) -> TrainState:

@@ -1,1 +1,1 @@
-"""Where a process is in the job, what it prints, and the addresses that ranks listen on."""
+"""Rank of a process in the job, printing by rank, and the addresses of ranks."""

@@ -1,4 +1,4 @@
-"""The address that each rank announces to the others, looked at before they try to connect."""
+"""Check the address that each rank announces to the other ranks before they connect."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Announced:
-    """What gloo tells the other ranks to connect to."""
+    """The address that gloo announces to the other ranks."""
 
     host: str
     network: str
-    """Tells networks apart that do not share their loopback: machines, and containers on one."""
+    """Identifies a machine or container: only its own processes share its loopback address."""
     address: str
     interfaces: tuple[str, ...]
-    """Those that could be named instead."""
+    """Interfaces that could be used instead."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only the own machine, or container, reaches it."""
+        """Whether the address is only reachable from its own machine or container."""
         return ipaddress.ip_address(self.address).is_loopback
 
     @classmethod
     def by_this_process(cls) -> Announced:
-        """Follow gloo's rule: a named interface, or else what the host's name means."""
+        """Return the address by gloo's rule: a named interface, or else the host's name."""
         name = os.environ.get(VARIABLE, "").split(",")[0]
-        address = "127.0.0.1"  # what gloo falls back to
+        address = "127.0.0.1"  # gloo's default
         with contextlib.suppress(OSError):
             address = address_of(name) if name else socket.gethostbyname(socket.gethostname())
         network = ""
@@ -53,7 +53,7 @@ def address_of(interface: str) -> str:
     """Return the IPv4 address of an interface.
 
     Raises:
-        OSError: there is no such interface, or it has none.
+        OSError: there is no such interface, or it has no IPv4 address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         get_address = 0x8915  # SIOCGIFADDR
@@ -62,7 +62,7 @@ def address_of(interface: str) -> str:
 
 
 def other_interfaces() -> list[str]:
-    """Return the interfaces with an address that other machines may reach."""
+    """Return the interfaces whose address is not a loopback address."""
     found = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def other_interfaces() -> list[str]:
 
 
 def problem_with(announced: Sequence[Announced]) -> str | None:
-    """Return what is wrong with the addresses of all ranks, in their order."""
+    """Return the problem with the addresses of all ranks, given in the order of ranks, or None."""
     if len({one.network for one in announced}) == 1:
         return None
     wrong = {
@@ -85,18 +85,18 @@ def problem_with(announced: Sequence[Announced]) -> str | None:
     interfaces = sorted({name for one in announced if one.is_loopback for name in one.interfaces})
     could_be = f"; there is {', '.join(interfaces)}" if interfaces else ""
     return (
-        "ranks of several machines announce an address that only their own machine reaches: "
+        "ranks of several machines announce an address that other machines cannot reach: "
         f"{', '.join(reversed(wrong.values()))}{could_be}."
     )
 
 
 def check_addresses(store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise on all ranks if gloo could not connect them.
+    """Raise on all ranks if gloo cannot connect them.
 
     Raises:
-        TopologyError: ranks sit on several machines, and one announces its loopback address.
+        TopologyError: ranks are on several machines, and one announces its loopback address.
     Communication:
-        one value per rank and one answer through `store`.
+        one value per rank and one result through `store`.
     """
     if world_size == 1:
         return
@@ -111,7 +111,7 @@ def check_addresses(store: Any, rank: int, world_size: int, timeout: timedelta) 
     if problem:
         raise TopologyError(
             problem,
-            rule=f"gloo listens where the host's name points to, or at the interface of {VARIABLE}",
-            fix=f"export {VARIABLE} on every machine, naming the interface that leads to the others"
-            " (`python tools/doctor.py` lists them)",
+            rule=f"gloo listens at the address of the host's name or of the interface {VARIABLE}",
+            fix=f"export {VARIABLE} on every machine, with the interface that reaches the other"
+            " machines (`python tools/doctor.py` lists interfaces)",
         )

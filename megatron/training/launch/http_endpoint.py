@@ -1,4 +1,4 @@
-"""A small HTTP endpoint beside training: each GET of any path gets the text of one function."""
+"""A small HTTP server in a thread: a GET of any path returns the text of one function."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class HttpEndpoint:
-    """Answers in a thread until it is closed.
+    """Serves requests in a thread until it is closed.
 
     Args:
-        answer: called in that thread for each request; returns plain text.
-        host: address to listen at; everybody who reaches it may ask.
+        answer: called in the thread for each request; returns plain text.
+        host: address to listen at; there is no authentication.
     Raises:
-        OSError: somebody else listens there.
+        OSError: the address is in use or does not exist.
     """
 
     def __init__(self, answer: Callable[[], str], *, port: int, host: str = LOOPBACK) -> None:
@@ -39,14 +39,13 @@ class HttpEndpoint:
         self._server = ThreadingHTTPServer((host, port), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        """Where it listens."""
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="http endpoint", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the server and its thread."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

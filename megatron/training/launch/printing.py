@@ -1,4 +1,4 @@
-"""Printing from one of many processes."""
+"""Print on one rank."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def _rank_and_size() -> tuple[int, int]:
 
 
 def is_rank_0() -> bool:
-    """Return whether this is global rank 0; also before torch.distributed is up."""
+    """Return whether this is global rank 0; works before torch.distributed is initialized."""
     return _rank_and_size()[0] == 0
 
 
 def is_last_rank() -> bool:
     """Return whether this is the highest global rank.
 
-    It is on the last stage of the last replica in every rank order, so it knows the loss.
+    In every rank order it is on the last stage of the last replica, which computes the loss.
     """
     rank, size = _rank_and_size()
     return rank == size - 1
@@ -35,6 +35,6 @@ def print_rank_0(message: object) -> None:
 
 
 def print_rank_last(message: object) -> None:
-    """Print on the highest global rank, which knows the loss."""
+    """Print on the highest global rank, which computes the loss."""
     if is_last_rank():
         print(message, flush=True)

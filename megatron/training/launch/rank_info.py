@@ -1,4 +1,4 @@
-"""Where this process is in the job: from the launcher's environment, before any connection."""
+"""Read this process's rank from the launcher's environment, before any connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankInfo:
     is_launched: bool
     """Whether a launcher such as torchrun started this process."""
     local_world_size: int = 1
-    """Ranks on this node, as far as the launcher says."""
+    """Ranks on this node; 1 if the launcher does not set it."""
 
 
 def read_rank_info() -> RankInfo:
@@ -43,7 +43,7 @@ def read_rank_info() -> RankInfo:
 
 
 def read_machine() -> Machine:
-    """Return what derived settings depend on: the rank, and what this process can compute with."""
+    """Return the properties of rank and machine that affect derived settings."""
     has_engine_layers = (
         device.device_type() == "cuda"
         and optional_imports.has("transformer_engine")
@@ -58,7 +58,7 @@ def read_machine() -> Machine:
 
 
 def is_on_several_machines() -> bool:
-    """Return whether torchrun started fewer processes here than the job has."""
+    """Return whether torchrun started fewer processes on this machine than the job has."""
     env = os.environ
     return int(env.get("LOCAL_WORLD_SIZE", "1")) < int(env.get("WORLD_SIZE", "1")) and (
         "LOCAL_WORLD_SIZE" in env
@@ -66,25 +66,25 @@ def is_on_several_machines() -> bool:
 
 
 def launcher_process() -> int | None:
-    """Return the process id of the torchrun that started this rank; None without one."""
+    """Return the process id of the torchrun that started this rank, or None."""
     process = _first_ancestor_without_the_mark_of_this_rank()
     return process if process is not None and (process > 1 or _is_python(process)) else None
 
 
 def has_lost_its_launcher() -> bool:
-    """Return whether the torchrun that started this rank had ended before it could be watched.
+    """Return whether the torchrun that started this rank has already ended.
 
-    An orphan is given to process 1. In a container that may be torchrun itself.
+    The parent of an orphan is process 1, which may be torchrun itself in a container.
     """
     process = _first_ancestor_without_the_mark_of_this_rank()
     return process == 1 and not _is_python(process)
 
 
 def _first_ancestor_without_the_mark_of_this_rank() -> int | None:
-    """Return the first ancestor that was not given this rank's error file; None if torchrun gave
-    none, or if that cannot be found out.
+    """Return the first ancestor without this rank's error file in its environment; None if torchrun
+    set no error file, or if the environment of an ancestor is not readable.
 
-    There may be a shell or a profiler in between, which does not end when torchrun is killed.
+    A shell or a profiler between torchrun and this process does not end if torchrun is killed.
     """
     mark = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not mark or not Path("/proc/self/stat").exists():
@@ -94,13 +94,13 @@ def _first_ancestor_without_the_mark_of_this_rank() -> int | None:
     try:
         while process > 1 and wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
             process = stat_of(process).parent
-    except OSError:  # not ours to look into
+    except OSError:  # a process of another user
         return None
     return process
 
 
 def _is_python(process: int) -> bool:
-    """Return whether a process runs Python, or may do so."""
+    """Return whether a process runs Python, True if that is unknown."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -111,11 +111,11 @@ def _is_python(process: int) -> bool:
 def connect_store(info: RankInfo, timeout: timedelta) -> Any:
     """Return the key-value store that all ranks of the job share, before any process group.
 
-    Ranks meet in it to compare their settings, and after a failure to decide who reports it. It
-    holds nothing of an earlier attempt of a job that torchrun starts again.
+    Ranks use it to compare their settings, and after a failure to choose the rank that reports it.
+    It contains no keys of earlier attempts if torchrun restarts the job.
 
     Raises:
-        TopologyError: it cannot be reached, or ranks are missing.
+        TopologyError: the store is not reachable, or ranks are missing.
     """
     if not info.is_launched or info.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]

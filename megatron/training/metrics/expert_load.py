@@ -1,4 +1,4 @@
-"""How evenly tokens are routed to experts: a line in the log, and numbers for dashboards."""
+"""Balance of the tokens routed to experts, as log lines and scalars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.load_balancing import AUX_LOSS_NAMES, LoadSum
 from megatron.core.transport.object_collectives import all_gather_object
 
 Loads = list[tuple[LoadSummary, dict[str, float]]]
-"""For each layer with experts, in order: its load in the last step, and its balance losses."""
+"""(load in the last step, balance losses) of each layer with experts, in order."""
 
 
 def collect_loads(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> Loads:
@@ -29,27 +29,27 @@ def collect_loads(model: Sequence[nn.Module], groups: ProcessGroupCollection) ->
 
 
 def first_bad_router(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> str:
-    """Return a sentence on the first layer whose router met what is not finite; "" if none did.
+    """Return a sentence about the first layer with router logits that are not finite, or "".
 
-    Communication: as `collect_loads`.
+    Communication: see `collect_loads`.
     """
     own = [r.load.layer_number for r in routers_of(model) if not r.load.step_is_finite]
     bad = _over_stages(own, groups)
     if not bad:
         return ""
     return (
-        f" The router of layer {min(bad)} is the first whose logits were not finite: look at its"
-        " weight, and at what comes before it."
+        f" The router of layer {min(bad)} is the first with logits that are not finite: inspect its"
+        " weight and the layers before it."
     )
 
 
 def _over_stages(own: list[Any], groups: ProcessGroupCollection) -> list[Any]:
-    """Return the lists of all pipeline stages, joined."""
+    """Concatenate the lists of all pipeline stages."""
     return [entry for entries in all_gather_object(own, groups.pp) for entry in entries]
 
 
 def balance_losses(loads: Loads) -> dict[str, float]:
-    """Return the balance losses as means over layers, without coefficients."""
+    """Return name -> mean of a balance loss over layers, without its coefficient."""
     sums: dict[str, list[float]] = {}
     for _, losses in loads:
         for name, value in losses.items():
@@ -58,7 +58,7 @@ def balance_losses(loads: Loads) -> dict[str, float]:
 
 
 def load_scalars(loads: Loads) -> dict[str, float]:
-    """Return numbers by layer, for dashboards."""
+    """Return the scalars of all layers."""
     scalars = balance_losses(loads)
     for load, losses in loads:
         name = f"experts/layer {load.layer_number}"
@@ -71,7 +71,7 @@ def load_scalars(loads: Loads) -> dict[str, float]:
 
 
 def load_line(iteration: int, loads: Loads) -> str:
-    """Return the loads of the last step in one line: multiples of the even share."""
+    """Return one line with the loads of the last step, as multiples of the even share."""
     layers = []
     for load, _ in loads:
         figures = load.lowest, load.median, load.p90, load.highest

@@ -1,15 +1,15 @@
-"""Floating point operations of a training step: the one count of the whole project.
+"""Floating point operations of a training step, counted in one way in the whole project.
 
-A matrix element counts 6 operations a token (a product is 2, and backward has two products), and
-nothing counts twice that is recomputed, so the count is a property of the model. Of the attention
-scores those count that the mask leaves, which is what flash kernels compute: half of the square
-under a causal mask, fewer with a sliding window or with chosen keys, all in an encoder. The logged
-line names this convention: causal. Some publications count the full square ("PaLM", appendix B,
-arXiv 2204.02311), which prints up to twice the TFLOP/s for the same speed.
+A matrix element counts 6 operations per token: 2 for a product, and backward has two products.
+Recomputation is not counted, so the count is a property of the model. Attention counts the scores
+that the mask permits, as flash kernels compute them: half of the square under a causal mask, fewer
+with a sliding window or sparse attention, all scores in an encoder. The log line names this
+convention "causal". Some publications count the full square ("PaLM", appendix B, arXiv 2204.02311),
+which gives up to twice the TFLOP/s for the same speed.
 
-Norms, activations, softmax and the embedding lookup are not counted. Of the routed experts those
-count that a token is routed to, as if none were ever full. Each packed sequence counts by its own
-length; documents in one row that the mask separates count as one sequence.
+Norms, activations, softmax and the embedding lookup are not counted. Experts count by the number of
+experts that a token is routed to, without capacity limits. Each packed sequence counts by its own
+length; documents of a sample that the mask separates count as one sequence.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron.training.metrics.model_size import ModelSize
 
 
 def mean_keys(seq_length: int, window: int | None = None) -> float:
-    """Return how many keys one query sees on average under a causal mask.
+    """Return the average number of keys per query under a causal mask.
 
     Args:
-        window: keys to the left that a query sees besides itself; None is all.
+        window: keys to the left of a query that it attends to; None is all keys.
     """
     if window is None or window >= seq_length - 1:
         return seq_length / 2
-    # Query i sees min(i, window) earlier keys; the diagonal is left out as in the half above.
+    # Query i attends to min(i, window) earlier keys; the diagonal is omitted as in s/2 above.
     seen = window * (window + 1) / 2 + window * (seq_length - window - 1)
     return (seen + seq_length / 2) / seq_length
 

@@ -1,4 +1,4 @@
-"""The loss of the indexers of sparse attention, as the log and dashboards show it."""
+"""The loss of the indexers of sparse attention, for log line and scalars."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def indexer_loss(context: TrainingContext) -> dict[str, float]:
-    """Return the loss of the last step, the mean over layers, without its coefficient.
+    """Return the loss of the last step as a mean over layers, without its coefficient.
 
-    Communication: with pipeline stages, one all-gather of small Python objects over `pp`, where
-    indexers learn.
+    Communication: with pipeline stages, one all-gather of small Python objects over `pp`, if
+    indexers are trained.
     """
     if not context.run.model.trains_indexer:
         return {}

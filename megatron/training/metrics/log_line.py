@@ -1,7 +1,7 @@
-"""The lines of a training log, in Megatron's form, so that existing parsers read them.
+"""The lines of a training log in Megatron's format, so that existing parsers can read them.
 
-What Megatron does not print (tokens per second, share of the peak, time left, what the time went
-into) follows its own fields on the same line, in the same `name: value |` form.
+Fields that Megatron does not print (tokens per second, share of the peak, remaining time, shares of
+time) follow Megatron's fields on the same line, in the same format `name: value |`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.training.metrics.prediction import StepPrediction
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLine:
-    """The contents of one line: means over the steps since the last one."""
+    """The contents of a log line: means over the steps since the last line."""
 
     iteration: int
     train_iters: int
@@ -34,18 +34,17 @@ class TrainingLine:
     num_skipped: int = 0
     num_nan: int = 0
     tflops_per_device: float | None = None
-    """Of the operations that `metrics.flops` counts."""
+    """Rate of the operations that `metrics.flops` counts."""
     tokens_per_second_per_device: float | None = None
     mfu: float | None = None
-    """Share of the peak."""
+    """Share of the device's peak."""
     time_shares: Mapping[str, float] = field(default_factory=dict)
-    """What the time since the last line went into, on the mean of all ranks."""
+    """Part of `time_account.PARTS` -> share of the time since the last line, mean of all ranks."""
     prediction: StepPrediction | None = None
-    """What the planner had said of a step."""
 
 
 def training_line(line: TrainingLine, now: datetime | None = None) -> str:
-    """Format one line; begins with a space, as Megatron's does."""
+    """Format a line; like Megatron's lines it begins with a space."""
     stamp = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     cells = [
         f" [{stamp}] iteration {line.iteration:8d}/{line.train_iters:8d}",
@@ -85,12 +84,12 @@ def training_line(line: TrainingLine, now: datetime | None = None) -> str:
 
 
 def _rate(tflops: float) -> str:
-    """One decimal, as Megatron prints, and more where that would show 0.0."""
+    """Format a rate with one decimal, as Megatron does, or with four if it is small."""
     return f"{tflops:.1f}" if tflops >= 1.0 else f"{tflops:.4f}"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as 1d 02:03:04, without the days if there are none."""
+    """Format seconds as 1d 02:03:04, or 02:03:04 below a day."""
     full = round(seconds)
     days, rest = divmod(full, 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
@@ -111,5 +110,5 @@ def validation_lines(where: str, losses: Mapping[str, float]) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); a hopeless loss counts as 20."""
+    """Return exp(loss), with losses above 20 counted as 20, as in Megatron."""
     return math.exp(min(20.0, loss))

@@ -1,4 +1,4 @@
-"""Counts the bytes of storages that are alive, by what they are for, operation by operation."""
+"""Count the bytes of live storages by kind, after every operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.training.setup.fake_device import device_of
 
 
 class Kind(Enum):
-    """What memory is for."""
+    """Use of memory."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -40,17 +40,17 @@ class _Alive:
 
 @dataclass
 class Peak:
-    """The most bytes at a time since the last `restart`, and what they were for."""
+    """The maximum number of bytes since the last `restart`, by kind."""
 
     num_bytes: int = 0
     kinds: dict[Kind, int] = field(default_factory=dict)
     during: str = ""
-    """The operation that asked for the last of them."""
+    """The operation that allocated the last bytes."""
     layer: str = ""
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """A dispatch mode under which every new storage is counted until it is freed."""
+    """A dispatch mode that counts every new storage until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,18 +58,18 @@ class MemoryTimeline(TorchDispatchMode):
         self.kinds: Counter[Kind] = Counter()
         self.layers: Counter[tuple[Kind, str]] = Counter()
         self.new_kind = Kind.TEMPORARY
-        """What storages are for that are made now."""
+        """Kind of new storages."""
         self.layer = ""
-        """Where in the model they are made."""
+        """Layer that allocates new storages."""
         self.ignored_device = ""
-        """A type of devices whose memory is not counted."""
+        """Type of devices whose memory is not counted."""
         self.peak = Peak()
         self._alive: dict[int, _Alive] = {}
         self._resize: Callable[..., Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in here: the compiler need not be switched off for each operation."""
+        """Return False, because disabling the compiler for every operation takes time."""
         return False
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class MemoryTimeline(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operation and count what it has made."""
+        """Run the operation and count its new storages."""
         if func is torch.ops.prim.device.default:
             return device_of(args[0])
         result = func(*args, **(kwargs or {}))
@@ -146,13 +146,13 @@ class MemoryTimeline(TorchDispatchMode):
             self._add(known, known.num_bytes)
 
     def classify(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Say what the storages of tensors are for."""
+        """Set the kind of the storages of tensors."""
         for tensor in filter(self._counts, tensors):
             self._take(tensor.untyped_storage(), "given")
             self._reclassify(tensor, None, kind)
 
     def reclassify_all(self, old: Kind, new: Kind) -> None:
-        """Say that all storages of one kind are of another one now."""
+        """Change the kind of all storages of one kind."""
         for known in self._alive.values():
             if known.kind is old:
                 self._add(known, -known.num_bytes)
@@ -160,16 +160,16 @@ class MemoryTimeline(TorchDispatchMode):
                 self._add(known, known.num_bytes)
 
     def of_kind(self, kind: Kind) -> Counter[str]:
-        """Return the bytes of one kind by the layer that made them."""
+        """Return layer -> bytes of one kind that the layer allocated."""
         return Counter({layer: n for (each, layer), n in self.layers.items() if each is kind and n})
 
     def restart(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the search for the peak."""
         self.peak = Peak(self.num_bytes, dict(self.kinds), "at its start", "")
 
     @contextmanager
     def making(self, kind: Kind) -> Iterator[None]:
-        """Inside, new storages are of this kind."""
+        """Set the kind of new storages in this block."""
         before, self.new_kind = self.new_kind, kind
         try:
             yield

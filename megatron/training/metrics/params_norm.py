@@ -1,4 +1,4 @@
-"""The L2 norm of all weights of the model, each counted once in any layout."""
+"""The L2 norm of all weights of the model; each weight counts once in any layout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.core.transport.object_collectives import sum_across_ranks
 
 
 def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
-    """Return the norm over all ranks of one replica. Rows that pad the vocabulary do not count.
+    """Return the norm over all ranks of one replica, without padding rows of the vocabulary.
 
     Communication:
-        for dense parameters and for experts one all-reduce over the model-parallel ranks that hold
-        them; where parameters are sharded, one over their shards before. What is left of an
-        overlapped gather of updated parameters is waited for first.
+        waits for an overlapped gather of updated parameters. Then one all-reduce over the
+        model-parallel ranks for dense parameters and one for experts; sharded parameters need an
+        additional all-reduce over their shards.
     """
     total = 0.0
     for is_expert, across in ((False, groups.mp), (True, groups.tp_ep_pp)):
@@ -31,10 +31,10 @@ def params_norm(model: Sequence[nn.Module], groups: ProcessGroupCollection) -> f
 
 
 def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bool) -> float:
-    """Return the sum of squares of the dense or of the experts' parameters of a chunk."""
+    """Return the sum of squares of a chunk's dense or expert parameters."""
     wrapper = chunk if isinstance(chunk, DistributedDataParallel) else None
     if wrapper is not None:
-        wrapper.finish_param_sync()  # an overlapped gather would come with the next forward pass
+        wrapper.finish_param_sync()  # an overlapped gather would end in the next forward pass
     are_sharded = set() if wrapper is None else set(wrapper.sharded_values())
     full = sharded = 0.0
     for parameter in chunk.parameters():
@@ -54,5 +54,5 @@ def _of_chunk(chunk: nn.Module, groups: ProcessGroupCollection, *, is_expert: bo
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """Return the sum in fp64: there may be billions of small squares."""
+    """Return the sum, computed in fp64 because there may be billions of small squares."""
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

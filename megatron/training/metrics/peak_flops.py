@@ -1,4 +1,4 @@
-"""The rate that a device could reach: from a table for known GPUs, measured on others."""
+"""Peak rate of a device: from a table for known GPUs, measured for other GPUs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ PEAK_16_BIT_TFLOPS = {
     "V100": 125.0,
     "RTX 4090": 165.0,
 }
-"""Dense 16-bit rate by a part of the device's name; the longest matching part counts."""
+"""Part of the device's name -> dense 16-bit rate; the longest matching part is used."""
 
 PEAK_TF32_SHARE = 0.5
 """Rate of fp32 inputs on tensor cores (TF32), as a share of the 16-bit rate."""
 
 
 def peak_of_gpu(name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense peak in FLOP/s of a GPU by its name, None if it is not known."""
+    """Return the dense peak in FLOP/s of a GPU, None if its name is not in the table."""
     matches = [part for part in PEAK_16_BIT_TFLOPS if part in name]
     if not matches:
         return None
@@ -58,8 +58,8 @@ def measured_matmul_rate(dtype: torch.dtype, *, size: int = 8192, seconds: float
 def peak_flops(dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of this rank's device for matrix products of `dtype`.
 
-    None on a CPU: its cores are shared with other processes, so a product that was timed once is
-    no bound, and a share of it can exceed 1.
+    None on a CPU: other processes share its cores, so a measured rate is no upper bound, and a
+    share of it can exceed 1.
     """
     if device.device_type() != "cuda":
         return None

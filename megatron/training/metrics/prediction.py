@@ -1,4 +1,4 @@
-"""What a step was predicted to cost, beside what it does cost."""
+"""Predicted time and memory of a step, and their comparison with the measured time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """Seconds of a step, and bytes of the rank that needs most.
+    """Seconds of a step, and bytes of the rank with the largest memory.
 
     Attributes:
-        low_s, high_s: nine of ten steps are predicted to be between them.
-        memory_bytes: None where it was not predicted.
-        basis: what the prediction was made of, for people.
+        low_s, high_s: range that is predicted for nine of ten steps.
+        memory_bytes: None without a prediction of memory.
+        basis: data of the prediction, in words.
     """
 
     seconds: float
@@ -22,7 +22,6 @@ class StepPrediction:
     basis: str
 
     def __str__(self) -> str:
-        """Return it as one line."""
         text = f"{self.seconds * 1e3:.1f} ms per step ({self.low_s * 1e3:.1f} to "
         text += f"{self.high_s * 1e3:.1f})"
         if self.memory_bytes is not None:
@@ -30,18 +29,18 @@ class StepPrediction:
         return f"{text}; {self.basis}"
 
     def cell(self) -> str:
-        """Return the field of a log line."""
+        """Return the field for the log line."""
         low, high = self.low_s * 1e3, self.high_s * 1e3
         return f"predicted (ms): {self.seconds * 1e3:.1f} ({low:.1f} to {high:.1f})"
 
     def judge(self, measured_s: float) -> str | None:
-        """Return what to say of steps that take so long; None where nothing is unusual."""
+        """Return a warning if steps take unusually long, else None."""
         if measured_s <= self.high_s:
             return None
         return (
-            f"steps take {measured_s / self.seconds:.2f} times as long as predicted, more than"
-            " nine of ten runs like this do; the shares of the time in the log line say in what,"
-            " --log-straggler names slow ranks"
+            f"steps take {measured_s / self.seconds:.2f} times as long as predicted, longer than"
+            " nine of ten such runs; the shares of time in the log line show the cause, and"
+            " --log-straggler reports slow ranks"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the time of a rank goes into: compute, waiting, and what is done between steps."""
+"""Account of a rank's time: compute, waits, and activities between steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.core.foundation.flight_recorder import DATA, PEERS, Channel, Waits
 
 PARTS = ("compute", "exposed communication", "bubble", "data", "checkpoint", "evaluation", "other")
-"""What an interval is divided into; the names in the log line."""
+"""Parts of an interval, with their names in the log line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,21 @@ class StepTimes:
 
     step_s: float
     communication_s: float
-    """Waiting in collectives within a stage: for transfers, and for ranks that come later."""
+    """Wait in collectives within a stage, for transfers and for slower ranks."""
     bubble_s: float
-    """Waiting for other stages of the pipeline."""
+    """Wait for other stages of the pipeline."""
     data_s: float
-    """Waiting for the loader."""
+    """Wait for the loader."""
     cpu_s: float
     """Processor time of the training thread, without its loader."""
     queued_s: float = 0.0
-    """Ready to run, while other threads had the processors; 0 where the kernel does not tell."""
+    """Time in which the thread was ready without a processor; 0 if the kernel does not count it."""
     group_s: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    """Waiting in collectives of a group, by its ranks."""
+    """Ranks of a group -> wait in its collectives."""
 
     @property
     def compute_s(self) -> float:
-        """What is left: the rank waited for nobody, or was not given its processor."""
+        """Remaining time of the step, without waits."""
         return self.step_s - self.communication_s - self.bubble_s - self.data_s
 
 
@@ -44,8 +44,8 @@ class StepClock:
     """Measures the steps of this rank from its waits.
 
     Args:
-        pipeline_ranks: global ranks of this rank's pipeline. Waiting in a group that joins stages
-            is waiting for a stage.
+        pipeline_ranks: global ranks of this rank's pipeline. A wait in a group with several of
+            them counts as a wait for another stage.
     """
 
     def __init__(self, waits: Waits, pipeline_ranks: Collection[int] = ()) -> None:
@@ -63,7 +63,7 @@ class StepClock:
         self._started_at = time.perf_counter()
 
     def stop(self) -> StepTimes:
-        """End the step that began last."""
+        """End the step and return its times."""
         step_s = time.perf_counter() - self._started_at
         cpu_s = time.thread_time() - self._waits.loading_cpu_s - self._cpu_s
         waited = {"data": 0.0, "bubble": 0.0, "communication": 0.0}
@@ -92,7 +92,7 @@ class StepClock:
 
 
 class QueuedTime:
-    """How long the thread that makes it has waited for a processor, by Linux's account."""
+    """Time that the calling thread was ready without a processor, as Linux counts it."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -103,7 +103,7 @@ class QueuedTime:
             weakref.finalize(self, os.close, self._file)
 
     def read(self) -> float:
-        """Return seconds; always 0 where the system keeps no such account."""
+        """Return seconds; always 0 if the system does not count this time."""
         if self._file is None:
             return 0.0
         _running, queued_ns, _turns = os.pread(self._file, 64, 0).split()
@@ -116,7 +116,7 @@ def joins_stages(channel: Channel, pipeline_ranks: Collection[int]) -> bool:
 
 
 class IntervalTimes:
-    """Sums of one rank over an interval of steps and what lay between them."""
+    """Sums of one rank over an interval of steps and the activities between them."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
@@ -133,7 +133,7 @@ class IntervalTimes:
         self._steps.append(step)
 
     def seconds(self) -> list[float]:
-        """Return the seconds of each of PARTS; their sum is that of the interval."""
+        """Return the seconds of each of PARTS, which add up to the interval."""
         full = time.perf_counter() - self._began_at
         checkpoint = evaluation = 0.0
         for activity, seconds in self._activities().items():
@@ -152,6 +152,6 @@ class IntervalTimes:
 
 
 def shares_of(seconds: list[float]) -> dict[str, float]:
-    """Return part -> share of all seconds."""
+    """Return part -> share of the sum."""
     full = sum(seconds) or 1.0
     return {part: spent / full for part, spent in zip(PARTS, seconds, strict=True)}

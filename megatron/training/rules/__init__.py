@@ -1,4 +1,4 @@
-"""Rules that settings must obey, and the refusal of what does not exist."""
+"""Check the settings of a run: rules, and refusal of unsupported flags."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ SOURCES = ("--preset", "--load-hf", "--yaml-cfg", "--deepspeed_config", "--load-
 
 
 class Unclear:
-    """Settings whose meaning is not known, because something about them is wrong."""
+    """The problems of invalid settings, and the flags whose values are unknown because of them."""
 
     def __init__(self, problems: Sequence[MegatronError], command: ParsedCommand) -> None:
         """
         Args:
-            problems: of reading the command line and the files that it names.
+            problems: problems of the command line and of the files that it names.
         """
         self.problems: list[MegatronError] = []
         self._flags: set[str] = set()
         self._given = {all_flags()[name].flag for name in command.given}
         self._lacks_a_source = False
-        # Parts of a joint error name their flags, the error itself has none.
+        # The parts of a joint error have flags; the error itself has none.
         for problem in flattened(problems):
             named = [flag for flag in SOURCES if flag in problem.flags]
-            # A mistake in a file that names no setting: nothing is known of what it would set.
+            # If the problem names a file but no setting, all settings of the file are unknown.
             names_no_setting = named == list(problem.flags)
             self.add(problem, source=named[0] if named and names_no_setting else "")
 
     def add(self, problem: MegatronError, *, source: str = "") -> None:
-        """Take a problem in.
+        """Add a problem.
 
         Args:
-            source: the flag of a file none of whose settings are known.
+            source: the flag of a file, if all settings of the file are unknown.
         """
         self.problems.append(problem)
         self._lacks_a_source |= bool(source)
@@ -71,7 +71,7 @@ class Unclear:
             self._flags |= {flag} if meant is None else {flag, meant.flag, kebab(meant.name)}
 
     def may_cause(self, problem: MegatronError) -> bool:
-        """Return whether a problem might vanish with those that are told."""
+        """Return whether a problem may be a consequence of the known problems."""
         if self._flags & set(problem.flags):
             return True
         return self._lacks_a_source and not set(problem.flags) <= self._given
@@ -79,8 +79,8 @@ class Unclear:
 
 _ELSEWHERE = (MissingInputError, MissingCheckpointError)
 _NO_CORPUS = (
-    "No corpus is named: such a run trains on synthetic samples. --data-path and --tokenizer-type"
-    " name your own."
+    "No corpus is named, so the run trains on synthetic samples. --data-path and --tokenizer-type"
+    " select a corpus."
 )
 
 
@@ -92,17 +92,17 @@ def resolve_and_check(
 ) -> ResolvedRun:
     """Read, derive and check the settings.
 
-    One message has the unreadable flags, the whole numbers out of range and the broken rules. Wrong
-    settings are replaced by their defaults before the rules are checked, and problems that only
-    follow from these defaults are left out.
+    One error lists the invalid flags, the whole numbers out of range and the broken rules. Invalid
+    settings are replaced by their defaults before the rules are checked, and problems that may be
+    consequences of these defaults are left out.
 
     Args:
-        read: reads the command line, and the files that it names.
-        world_size: number of ranks of a run with such settings.
-        absent: takes the inputs that are not on this machine, of a run that is planned for
-            another one; they are problems without it.
+        read: reads the command line and the files that it names.
+        world_size: returns the number of ranks of a run with these settings.
+        absent: receives errors of inputs that are not on this machine, for a plan of a run on
+            another machine. Without it, such an error is a problem.
     Raises:
-        ConfigError: with all problems.
+        ConfigError: the settings are invalid; the error lists all problems.
     """
     problems: list[MegatronError] = []
     try:

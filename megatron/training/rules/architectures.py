@@ -15,7 +15,7 @@ _ARCHITECTURE = "vlm"
 
 @rule
 def sections_cover_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Each rotated pair of channels has a position in time, height or width."""
+    """Check that --mrope-section divides the rotated pairs of channels."""
     model = run.model
     pairs, section = int((model.kv_channels or 0) * model.rotary_percent) // 2, model.mrope_section
     is_mrope = model.position_embedding_type == "mrope"
@@ -23,7 +23,7 @@ def sections_cover_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronEr
         third = pairs // 3
         yield problem(
             f"--mrope-section {section} for heads of {pairs} pairs of channels.",
-            "the three sections together are the pairs of channels that rotate",
+            "the three sections add up to the number of rotated pairs of channels",
             "--mrope-section",
             fix=f"use --mrope-section {pairs - 2 * third} {third} {third}",
         )
@@ -31,14 +31,14 @@ def sections_cover_the_rotated_channels(run: ResolvedRun) -> Iterator[MegatronEr
 
 @rule
 def the_encoder_of_images_can_be_built(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Sizes of the encoder fit each other and the layout."""
+    """Check the sizes of the image encoder."""
     if run.encoders.traits.has_images:
         yield from run.vision.problems(run.parallelism.tensor_model_parallel_size)
 
 
 @rule
 def something_is_trained(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Not all parts of a model that reads images are frozen."""
+    """Refuse to freeze all parts of a model that reads images."""
     vision = run.vision
     if vision.freeze_lm and vision.freeze_vit and vision.freeze_projection:
         yield problem(
@@ -53,13 +53,13 @@ def something_is_trained(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def layers_get_what_is_added_on_their_stage(run: ResolvedRun) -> Iterator[MegatronError]:
-    """States are added after layers of the first stage."""
+    """Check that the language model has a layer for each entry of --deepstack-layers."""
     count = len(run.vision.layers_added)
     if run.encoders.traits.has_images and count > (run.model.num_layers or count):
         yield problem(
-            f"--deepstack-layers names {count} layers for {run.model.num_layers} of the language"
-            " model.",
-            "each is added after one layer of the language model",
+            f"--deepstack-layers names {count} layers for a language model of"
+            f" {run.model.num_layers} layers.",
+            "the output of each is added after one layer of the language model",
             "--deepstack-layers",
             "--num-layers",
             fix="name fewer layers",
@@ -68,7 +68,7 @@ def layers_get_what_is_added_on_their_stage(run: ResolvedRun) -> Iterator[Megatr
 
 @rule
 def files_of_images_and_texts_exist(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Samples are files of JSON lines."""
+    """Check that the files of images and texts exist."""
     data = run.data
     if not run.encoders.traits.has_images:
         return
@@ -85,13 +85,13 @@ def files_of_images_and_texts_exist(run: ResolvedRun) -> Iterator[MegatronError]
                     f"{flag} {path}: no such file.",
                     rule="a model that reads images is trained on files of JSON lines",
                     flags=[flag],
-                    fix="name a file; weights of several files are not read",
+                    fix="name a file; weights of files are not supported",
                 )
 
 
 @rule
 def distances_fill_their_buckets(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Half of the buckets of a side are of one distance; the others are of farther ones."""
+    """Check that half of a side's buckets of one distance each fit below the largest distance."""
     if run.model.position_embedding_type != "relative":
         return
     encoders = run.encoders
@@ -112,21 +112,21 @@ def distances_fill_their_buckets(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def layers_are_of_encoder_and_decoder(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Both stacks have layers, as many as is said, and a model of one stack has no encoder."""
+    """Check the numbers of encoder and decoder layers."""
     model, num_decoder = run.model, run.encoders.decoder_num_layers
     num_layers, num_encoder = model.num_layers or 0, model.encoder_num_layers or 0
     if not run.encoders.traits.has_two_stacks:
         if num_encoder:
             yield problem(
                 f"--encoder-num-layers {num_encoder} and --num-layers {num_layers}.",
-                "they are two spellings for a model of one stack",
+                "for a model of one stack they are two spellings of one flag",
                 "--encoder-num-layers",
                 "--num-layers",
                 fix="give one of them",
             )
     elif num_layers and not 0 < num_encoder < num_layers:
         yield problem(
-            f"{num_encoder} of {num_layers} layers are of the encoder.",
+            f"{num_encoder} of {num_layers} layers belong to the encoder.",
             "a T5 has an encoder and a decoder of at least one layer each",
             "--encoder-num-layers",
             "--decoder-num-layers",
@@ -134,8 +134,8 @@ def layers_are_of_encoder_and_decoder(run: ResolvedRun) -> Iterator[MegatronErro
         )
     elif num_decoder is not None and num_encoder + num_decoder != num_layers:
         yield problem(
-            f"--decoder-num-layers {num_decoder}, where {num_layers - num_encoder} of {num_layers}"
-            " layers are the decoder's.",
+            f"--decoder-num-layers {num_decoder}, but {num_layers - num_encoder} of {num_layers}"
+            " layers belong to the decoder.",
             "--num-layers counts the layers of both stacks if --encoder-num-layers is given too",
             "--decoder-num-layers",
             "--encoder-num-layers",
@@ -146,7 +146,7 @@ def layers_are_of_encoder_and_decoder(run: ResolvedRun) -> Iterator[MegatronErro
 
 @rule
 def ranks_can_share_both_stacks(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The decoder has tokens, which ranks share by rows or heads alone."""
+    """Check that the decoder's sequence and the heads can be split over ranks."""
     if not run.encoders.traits.has_two_stacks:
         return
     parallel, model, length = run.parallelism, run.model, run.encoders.decoder_seq_length
@@ -154,7 +154,7 @@ def ranks_can_share_both_stacks(run: ResolvedRun) -> Iterator[MegatronError]:
     if length is None or length < 1:
         yield problem(
             f"--decoder-seq-length {length}.",
-            "the decoder of a T5 writes at least one token",
+            "a sample of a T5 has at least one decoder token",
             "--decoder-seq-length",
             fix=f"use --decoder-seq-length {max(1, (model.seq_length or 4) // 4)}",
         )
@@ -193,7 +193,7 @@ def _positions_of_decoder(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Strength and dropout are numbers that make an adapter."""
+    """Check the ranges of --lora-alpha and --lora-dropout."""
     for flag, value, minimum, maximum, example in (
         ("--lora-alpha", run.lora.lora_alpha, 1e-9, float("inf"), 16),
         ("--lora-dropout", run.lora.lora_dropout, 0.0, 1.0 - 1e-9, 0.1),
@@ -209,7 +209,7 @@ def adapters_have_a_strength(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[MegatronError]:
-    """What is frozen must be worth freezing, and made of layers that can have adapters."""
+    """Check that adapters are added to a trained model."""
     if run.lora.lora_rank is None:
         return
     if (
@@ -223,20 +223,20 @@ def adapters_stand_beside_a_trained_model(run: ResolvedRun) -> Iterator[Megatron
             "--lora-rank",
             "--load-hf",
             "--pretrained-checkpoint",
-            fix="add --load-hf DIRECTORY; --load is where the adapters are saved",
+            fix="add --load-hf DIRECTORY; --load names a checkpoint of the adapters",
         )
 
 
 @rule
 def experts_have_plain_adapters(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Those of routed experts are two matrices, and are there if the model has experts."""
+    """Check that adapters of routed experts have experts and need no DoRA or dropout."""
     named = [name for name in run.lora.lora_target_modules if name in EXPERT_TARGETS]
     if run.lora.lora_rank is None or not named:
         return
     if not run.experts.num_moe_experts:
         yield problem(
-            f"--lora-target-modules {' '.join(named)} of a model without experts.",
-            "these are the layers of routed experts",
+            f"--lora-target-modules {' '.join(named)} for a model without experts.",
+            "these modules are layers of routed experts",
             "--lora-target-modules",
             "--num-experts",
             fix=f"drop {' and '.join(named)}",
@@ -248,8 +248,8 @@ def experts_have_plain_adapters(run: ResolvedRun) -> Iterator[MegatronError]:
         if value:
             yield problem(
                 f"{flag} with adapters of routed experts.",
-                "the adapter of an expert is the product of two matrices, as in PEFT, which adapts"
-                " parameters of all experts without dropout and magnitudes",
+                "the adapter of an expert is the product of two matrices; as in PEFT, it has"
+                " neither dropout nor magnitudes",
                 flag,
                 "--lora-target-modules",
                 fix=f"drop {flag}, or {' and '.join(named)}",
@@ -258,7 +258,7 @@ def experts_have_plain_adapters(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
-    """An export is made from a checkpoint of the run, and merged into a Hugging Face model."""
+    """Refuse exports of adapters that PEFT cannot represent."""
     if run.lora.lora_rank is None:
         return
     mlp = {"linear_fc1", "linear_fc2"} & set(run.lora.lora_target_modules)
@@ -269,10 +269,10 @@ def exported_adapters_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         and mlp
     ):
         yield problem(
-            f"--save-adapter with --use-dora beside {' and '.join(sorted(mlp))} of a model with"
+            f"--save-adapter with --use-dora and {' and '.join(sorted(mlp))} of a model with"
             " experts.",
-            "there PEFT adapts gate_proj, up_proj and down_proj as parameters, of which it learns"
-            " no magnitudes",
+            "PEFT adapts gate_proj, up_proj and down_proj of such models as parameters, without"
+            " learned magnitudes",
             "--save-adapter",
             "--use-dora",
             "--lora-target-modules",

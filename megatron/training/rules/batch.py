@@ -14,13 +14,13 @@ from megatron.training.rules.registry import problem, rule
 
 
 def _step(run: ResolvedRun) -> int:
-    """Return how many samples one micro batch of all replicas has, 0 if unknown."""
+    """Return the number of samples in one micro batch of all replicas, 0 if it is unknown."""
     return (run.schedule.micro_batch_size or 0) * run.topology.data_parallel_size
 
 
 @rule
 def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The global batch is a whole number of micro batches on every replica."""
+    """Check that every replica has a whole number of micro batches."""
     size, step = run.schedule.global_batch_size, _step(run)
     if size is None or step < 1:
         return
@@ -40,7 +40,7 @@ def replicas_share_the_batch(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def replicas_share_the_batch_of_an_evaluation(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Where evaluations have a batch of their own, it is a whole number of micro batches too."""
+    """Check that every replica has a whole number of micro batches in an evaluation."""
     asked = run.config.schedule
     if not asked.eval_global_batch_size and not asked.eval_micro_batch_size:
         return
@@ -52,8 +52,8 @@ def replicas_share_the_batch_of_an_evaluation(run: ResolvedRun) -> Iterator[Mega
         yield problem(
             f"--eval-global-batch-size {size} cannot be split into micro batches of {micro} on"
             f" {run.topology.data_parallel_size} replicas.",
-            f"it is a multiple of micro batch * replicas = {step}; the defaults are those of"
-            " training",
+            f"it is a multiple of micro batch * replicas = {step}; the defaults are the batch"
+            " sizes of training",
             "--eval-global-batch-size",
             "--eval-micro-batch-size",
             fix=f"use --eval-global-batch-size {max(round(size / step), 1) * step}",
@@ -95,7 +95,7 @@ def _enough_micro_batches(
 
 @rule
 def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Every size on the way of a ramp-up can be shared by the replicas."""
+    """Check that the replicas can share every batch size of a ramp."""
     schedule = run.schedule
     ramp, size, step = schedule.rampup_batch_size, schedule.global_batch_size, _step(run)
     if ramp is None or not size or step < 1:
@@ -128,7 +128,7 @@ def the_batch_grows_in_whole_steps(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Every batch of the schedule can be shared by the replicas, and the last is the global one."""
+    """Check that the replicas can share every size of --step-batch-size-schedule."""
     schedule = run.schedule
     text, flag, step = (
         schedule.step_batch_size_schedule,
@@ -142,7 +142,7 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
     except ValueError as reason:
         yield problem(
             f"{flag} {text!r} {reason}.",
-            "pairs TOKENS:SIZE, from 0 tokens on, in rising order",
+            "pairs TOKENS:SIZE in ascending order, beginning with 0 tokens",
             flag,
             fix=f'use {flag} "0:{max(step, 1)}"',
         )
@@ -171,7 +171,7 @@ def the_batch_changes_at_numbers_of_tokens(run: ResolvedRun) -> Iterator[Megatro
 
 @rule
 def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A number of steps or of samples."""
+    """Check that the length of the run is given."""
     asked = run.config.schedule
     if asked.train_iters is None and asked.train_samples is None and not asked.skip_train:
         yield problem(
@@ -185,7 +185,7 @@ def the_run_has_a_length(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Flags in steps and flags in samples do not mix."""
+    """Refuse flags in steps together with flags in samples."""
     asked = run.config.schedule
     in_steps = {
         "--lr-decay-iters": asked.lr_decay_iters,
@@ -204,7 +204,7 @@ def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
         unit = "samples" if is_in_samples else "iters"
         other = "iters" if is_in_samples else "samples"
         yield problem(
-            f"{', '.join(wrong)} in a run that is measured by --train-{unit}.",
+            f"{', '.join(wrong)} in a run with --train-{unit}.",
             "the run and its schedules use one unit",
             *wrong,
             fix="use " + ", ".join(flag.replace(other, unit) for flag in wrong),
@@ -213,7 +213,7 @@ def schedules_use_one_unit(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Rates and lengths of the schedule are in order."""
+    """Check the rates and lengths of the learning rate schedule."""
     schedule = run.schedule
     asked, optimizer = run.config.schedule, run.config.optimizer
     lr, min_lr = optimizer.lr, optimizer.min_lr or 0.0
@@ -258,12 +258,12 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
             "the rate reaches --lr before it decays",
             "--lr-warmup-iters",
             "--lr-decay-iters",
-            fix="warm up for less, or decay for longer",
+            fix="use a shorter warm-up or a longer decay",
         )
     if asked.lr_decay_style == "WSD" and schedule.wsd_decay_steps is None:
         yield problem(
-            "--lr-decay-style WSD without the length of its last phase.",
-            "the last phase of warmup-stable-decay has a length",
+            "--lr-decay-style WSD without the length of its decay phase.",
+            "the decay phase of warmup-stable-decay has a length",
             "--lr-wsd-decay-iters",
             fix="add --lr-wsd-decay-iters, about a tenth of --train-iters",
         )
@@ -271,7 +271,7 @@ def the_learning_rate_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A changing weight decay has two ends."""
+    """Check the start and the end of a changing weight decay."""
     optimizer = run.optimizer
     if optimizer.weight_decay_incr_style == "constant":
         asked = run.config.optimizer
@@ -282,7 +282,7 @@ def the_weight_decay_has_a_shape(run: ResolvedRun) -> Iterator[MegatronError]:
             if given is not None and given != optimizer.weight_decay:
                 yield problem(
                     f"{flag} {given:g} with a constant weight decay.",
-                    "ends belong to a weight decay that changes",
+                    "only a changing weight decay has a start and an end",
                     flag,
                     "--weight-decay-incr-style",
                     fix="use --weight-decay-incr-style linear",

@@ -30,13 +30,13 @@ def _per_split(data: DataSettings) -> dict[str, list[str] | None]:
 
 
 def names_data(run: ResolvedRun) -> bool:
-    """Return whether any flag names a corpus; without one, samples are synthetic."""
+    """Return whether any flag names a corpus; otherwise samples are synthetic."""
     return any(_blends(run.data).values()) or any(_per_split(run.data).values())
 
 
 @rule
 def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
-    """One way of naming corpora."""
+    """Check that flags name corpora in one way."""
     data = run.data
     ways = [flag for flag, value in _blends(data).items() if value]
     per_split = [flag for flag, value in _per_split(data).items() if value]
@@ -69,28 +69,28 @@ def data_is_named_once(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Every prefix has its two files, and every settings file is there."""
+    """Check that the files of all corpora and all settings files exist."""
     data = run.data
     if run.encoders.traits.has_images:
-        return  # files of another kind: see the rules of images
+        return  # the rules of images check these files
     for flag, words in {"--data-path": data.data_path, **_per_split(data)}.items():
         for prefix in _prefixes(words or []):
             if is_url(prefix):
                 if data.object_storage_cache_path is None:
                     yield problem(
                         f"{flag} {prefix} is in an object store.",
-                        "its index and the blocks that are read are kept in a local folder",
+                        "its index and blocks are cached in a local directory",
                         flag,
                         "--object-storage-cache-path",
-                        fix="--object-storage-cache-path /a/local/folder",
+                        fix="add --object-storage-cache-path DIRECTORY",
                     )
                 continue
             missing = [] if Path(f"{prefix}.idx").is_file() else [f"{prefix}.idx"]
             missing += [] if tokens_exist(f"{prefix}.bin") else [f"{prefix}.bin"]
             if missing and _is_number(prefix):
                 yield problem(
-                    f"{flag} has {len(words or [])} words, and the weight {prefix} among them.",
-                    "either no corpus has a weight, or each one: weight and prefix in turn",
+                    f"{flag} has {len(words or [])} words, including the weight {prefix}.",
+                    "no corpus has a weight, or each corpus has one: weight and prefix in turn",
                     flag,
                     fix="give a weight for every corpus",
                 )
@@ -116,7 +116,7 @@ def corpora_exist(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 def _prefixes(words: list[str]) -> list[str]:
-    """Return the prefixes of a blend: all words, or every second one after a weight."""
+    """Return the prefixes of a blend: all words, or every second word after a weight."""
     if len(words) % 2 == 0:
         is_weighted = all(map(_is_number, words[::2]))
         return words[1::2] if is_weighted else words
@@ -134,7 +134,7 @@ def _is_number(word: str) -> bool:
 def _nearest_prefix(prefix: str) -> str:
     path = Path(prefix)
     if path.suffix in (".bin", ".idx") and path.is_file():
-        return f"leave out the ending: {path.with_suffix('')}"
+        return f"leave out the suffix: {path.with_suffix('')}"
     found = sorted(path.parent.glob("*.idx")) if path.parent.is_dir() else []
     if found:
         return f"there is {found[0].with_suffix('')}"
@@ -143,7 +143,7 @@ def _nearest_prefix(prefix: str) -> str:
 
 @rule
 def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A split is up to three numbers with a positive sum."""
+    """Check that --split is up to three numbers with a positive sum."""
     text = run.data.split
     if text is None:
         return
@@ -163,7 +163,7 @@ def split_is_readable(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Rising numbers of steps within the run, which all consume as many samples."""
+    """Check that phases end at ascending numbers of steps within the run."""
     schedule = run.schedule
     if schedule.phase_transition_iterations is None:
         return
@@ -176,7 +176,7 @@ def phases_are_iterations(run: ResolvedRun) -> Iterator[MegatronError]:
     if not within or sorted(set(steps)) != steps:
         yield problem(
             f"{flag} {schedule.phase_transition_iterations!r} with {schedule.train_iters} steps.",
-            "rising numbers of steps, separated by commas, all before the last step",
+            "ascending numbers of steps, separated by commas, all before the last step",
             flag,
             fix=f"{flag} {max(1, (schedule.train_iters or 2) // 2)}",
         )
@@ -187,7 +187,7 @@ _MODEL_FILE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tok
 
 
 def _needed(asked: TokenizerSettings) -> dict[str, str | int | None]:
-    """Return flag -> value of the settings without which a tokenizer cannot be built."""
+    """Return flag -> value of the settings that the tokenizer's type requires."""
     if asked.tokenizer_type == "GPT2BPETokenizer":
         return {"--vocab-file": asked.vocab_file, "--merge-file": asked.merge_file}
     if asked.tokenizer_type in (*_MODEL_FILE, "HuggingFaceTokenizer"):
@@ -199,7 +199,7 @@ def _needed(asked: TokenizerSettings) -> dict[str, str | int | None]:
 
 @rule
 def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A type, and the files of that type."""
+    """Check the type and the files of the tokenizer."""
     kind = run.tokenizer.tokenizer_type
     if kind is None:
         if run.tokenizer.vocab_size is None and names_data(run):
@@ -208,12 +208,12 @@ def the_tokenizer_is_complete(run: ResolvedRun) -> Iterator[MegatronError]:
                 "the embedding has one row per token id",
                 "--tokenizer-type",
                 "--vocab-size",
-                fix="name the tokenizer that the corpus was made with",
+                fix="name the tokenizer of the corpus",
             )
         return
     needed = _needed(run.tokenizer)
     for flag, value in needed.items():
-        # The model of Hugging Face's tokenizers is a directory, or the name of a repository.
+        # The model of a Hugging Face tokenizer is a directory or the name of a repository.
         is_file = isinstance(value, str) and kind != "HuggingFaceTokenizer"
         if value is None:
             yield problem(

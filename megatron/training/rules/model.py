@@ -18,7 +18,7 @@ from megatron.training.setup.layer_spec import LOCAL, imported_spec
 
 @rule
 def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The sizes that nothing can be derived from."""
+    """Check that the required sizes are given."""
     for flag, value in _required_sizes(run):
         if value is None and flag == "--num-layers" and run.model.hybrid_layer_pattern:
             try:
@@ -28,7 +28,7 @@ def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
         elif value is None:
             yield problem(
                 f"{flag} is not given.",
-                "it is a positive number that cannot be guessed",
+                "it is a positive number without a default",
                 flag,
                 fix=f"add {flag} {REQUIRED[flag]}"
                 + (", or --preset NAME" if flag in ("--num-layers", "--hidden-size") else ""),
@@ -43,13 +43,13 @@ def _required_sizes(run: ResolvedRun) -> Iterable[tuple[str, int | None]]:
 
 
 def has_sizes(run: ResolvedRun) -> bool:
-    """Return whether the sizes that other rules compute with are there."""
+    """Return whether the required sizes are positive, so that other rules can use them."""
     return all((value or 0) > 0 for _, value in _required_sizes(run))
 
 
 @rule
 def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
-    """What the model's own config and the stage layout refuse."""
+    """Report the problems that the model's config and the stage layout find."""
     if not has_sizes(run):
         return
     config: Any
@@ -65,7 +65,7 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
 
 
 class _StageFields:
-    """The settings that decide the stage layout, when the rest of the model is wrong."""
+    """The settings of the stage layout, used if the model's config is invalid."""
 
     def __init__(self, run: ResolvedRun) -> None:
         self.num_layers = run.model.num_layers
@@ -86,7 +86,7 @@ class _StageFields:
 
 @rule
 def the_spec_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
-    """--spec names something in a module."""
+    """Check that --spec can be imported."""
     try:
         if run.model.spec and run.model.spec != LOCAL:
             imported_spec(run.model.spec)
@@ -96,7 +96,7 @@ def the_spec_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The position table covers the training sequence."""
+    """Check that the position table covers the training sequence."""
     longest, length = run.model.max_position_embeddings, run.model.seq_length
     if longest is not None and length is not None and longest < length:
         yield problem(
@@ -110,7 +110,7 @@ def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Context parallelism cuts the sequence into pairs of chunks, sequence parallelism further."""
+    """Check that context and sequence parallelism can split the sequence."""
     parallel = run.parallelism
     tp, cp, length = (
         parallel.tensor_model_parallel_size,
@@ -131,7 +131,7 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
     elif cp > 1 and run.precision.fp4 and run.precision.fp8_wgrad and length % (pieces * RUN):
         yield problem(
             f"--fp4-format with --seq-length {length} over context-parallel size {cp}.",
-            f"a run of {RUN} tokens, which are transformed together, is on one rank",
+            f"a group of {RUN} tokens, which are transformed together, is on one rank",
             "--fp4-format",
             "--seq-length",
             "--context-parallel-size",
@@ -152,7 +152,7 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
-    """At most one of the activation switches."""
+    """Check that at most one activation function is chosen."""
     model = run.model
     switches = {
         "--swiglu": model.swiglu,
@@ -174,7 +174,7 @@ def one_activation(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A no-rope pattern has one entry per layer."""
+    """Check that --no-rope-freq has one entry per layer."""
     model = run.model
     pattern = model.no_rope_freq
     if pattern is None or not has_sizes(run):
@@ -191,7 +191,7 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
 
 @rule
 def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The rotated part of a head is an even number of channels."""
+    """Check that the rotated part of a head is an even number of channels."""
     model = run.model
     is_rotary = model.position_embedding_type in ("rope", "yarn", "mrope")
     if not is_rotary or run.latent_attention.multi_latent_attention or not model.kv_channels:
@@ -211,7 +211,7 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
-    """--num-query-groups alone does nothing, which surprises."""
+    """Refuse --num-query-groups without --group-query-attention, which would have no effect."""
     given = run.config.model.num_query_groups
     if (
         given != 1
@@ -229,7 +229,7 @@ def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Upcycling copies a whole MLP, from a checkpoint."""
+    """Check that upcycling has a dense checkpoint and experts of the dense MLP's width."""
     checkpoint = run.checkpoint
     if not (checkpoint.moe_use_upcycling and run.experts.num_moe_experts):
         return

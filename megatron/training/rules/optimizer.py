@@ -19,7 +19,7 @@ from megatron.training.rules.registry import problem, rule
 
 @rule
 def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Ranges of the optimizer's constants."""
+    """Check the ranges of the optimizer's constants."""
     asked = run.optimizer
     for flag, value in (
         ("--adam-beta1", asked.adam_beta1),
@@ -48,11 +48,11 @@ def optimizer_numbers(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Dtypes and places of optimizer state."""
+    """Check the dtypes and the storage of optimizer state."""
     optimizer, precision = run.optimizer, run.precision
     offloads = optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path is not None
     compact = optimizer.use_precision_aware_optimizer
-    known = OPTIMIZERS.get(optimizer.optimizer)  # a name that is refused has no record
+    known = OPTIMIZERS.get(optimizer.optimizer)  # None for a refused name
     if known is not None and known.update is None and (offloads or compact):
         given = [
             ("use_precision_aware_optimizer", compact),
@@ -62,8 +62,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
         names = [kebab(name) for name, is_on in given if is_on]
         yield problem(
             f"{names[0]} with --optimizer {optimizer.optimizer}.",
-            "only optimizers that update each element by itself have their state in few bytes or"
-            " elsewhere",
+            "only the state of elementwise optimizers can be offloaded or stored in low precision",
             *names,
             "--optimizer",
             fix=f"drop {' and '.join(names)}; --use-distributed-optimizer shards its state",
@@ -75,8 +74,8 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     halves = precision.bf16 or precision.fp16
     if optimizer.main_params_dtype == torch.float16 and not (compact and halves):
         yield problem(
-            "--main-params-dtype fp16 for weights that are fp32.",
-            "main weights are kept next to half-precision weights; fp32 weights are their own",
+            "--main-params-dtype fp16 with fp32 weights.",
+            "half-precision weights have separate main weights; fp32 weights do not",
             "--main-params-dtype",
             "--bf16",
             fix="drop --main-params-dtype",
@@ -85,7 +84,7 @@ def optimizer_state_has_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def loss_scale_may_fall(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Ranges of the constants of loss scaling."""
+    """Check the ranges of the constants of loss scaling."""
     optimizer = run.optimizer
     if optimizer.loss_scale is not None and not optimizer.loss_scale > 0:
         yield problem(f"--loss-scale {optimizer.loss_scale:g}.", "a loss scale is positive",
@@ -94,7 +93,7 @@ def loss_scale_may_fall(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--min-loss-scale {optimizer.min_loss_scale:g} with --initial-loss-scale"
             f" {optimizer.initial_loss_scale:g}.",
-            "the dynamic scale begins at or above its positive floor",
+            "the initial loss scale is at least the minimum, which is positive",
             "--min-loss-scale",
             "--initial-loss-scale",
             fix=f"use --min-loss-scale {min(1.0, max(optimizer.initial_loss_scale, 2.0**-10)):g}",
@@ -107,7 +106,7 @@ def loss_scale_may_fall(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def checkpoints_have_copies(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Replication makes at least one copy."""
+    """Check that replication makes at least one copy."""
     checkpoint = run.checkpoint
     if checkpoint.replication_factor < 2:
         yield problem(
@@ -121,14 +120,14 @@ def checkpoints_have_copies(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def directories_can_be_written_to(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Files can be made in the directories that are named for them."""
+    """Check that directories for files are writable."""
     for flag, path in (
         ("--optimizer-offload-path", run.optimizer.optimizer_offload_path),
         ("--param-offload-path", run.ddp.param_offload_path),
     ):
         if path is not None and not _is_writable(Path(path)):
             yield MissingInputError(
-                f"{flag} {path} is no directory that can be written to.",
+                f"{flag} {path} is not a writable directory.",
                 rule="the directory exists on every node",
                 flags=[flag],
                 fix=f"mkdir -p {path}",
@@ -143,10 +142,10 @@ def directories_can_be_written_to(run: ResolvedRun) -> Iterator[MegatronError]:
         above = next(parent for parent in Path(path).absolute().parents if parent.exists())
         if not _is_writable(above):
             yield MissingInputError(
-                f"{flag} {path}: {above} is no directory that can be written to.",
-                rule="directories that do not exist yet are made",
+                f"{flag} {path}: {above} is not a writable directory.",
+                rule="missing directories are created",
                 flags=[flag],
-                fix=f"drop {flag}, or name a place in a directory that you may write to",
+                fix=f"drop {flag}, or name a path in a writable directory",
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules about how the run is spread over ranks, with dynamic context parallelism."""
+"""Rules about parallelism and dynamic context parallelism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.training.setup.stages import planned_layout
 
 @rule
 def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
-    """World size and parallel sizes fit."""
+    """Check that the parallel sizes fit the world size."""
     try:
         planned_layout(run)
     except TopologyError as error:
@@ -28,14 +28,14 @@ def ranks_fill_the_grid(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def torch_has_the_backend(run: ResolvedRun) -> Iterator[MegatronError]:
-    """MPI is there only where torch was built with it."""
+    """Check that torch was built with MPI if it is the backend."""
     if run.parallelism.distributed_backend == MPI:
         yield from mpi_problems("--distributed-backend")
 
 
 @rule
 def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Chunks per rank, layers per chunk and a layout string exclude each other."""
+    """Check that one flag sets the virtual stages, and that they divide the layers."""
     parallel = run.parallelism
     flags = {
         "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
@@ -85,7 +85,7 @@ def one_way_to_cut_virtual_stages(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Other schedules decide by themselves how many chunks a rank has."""
+    """Refuse flags of virtual stages with a schedule that fixes the number of chunks."""
     parallel = run.parallelism
     asked = {
         "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
@@ -96,7 +96,7 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
     if given and schedule.num_chunks is not None:
         yield problem(
             f"--pipeline-schedule {schedule.name} with virtual stages.",
-            f"{schedule.name} has {schedule.num_chunks} chunk(s) on every rank by itself",
+            f"{schedule.name} always has {schedule.num_chunks} chunk(s) on every rank",
             "--pipeline-schedule",
             *given,
             fix="use --pipeline-schedule 1f1b (interleaved), or drop the virtual stages",
@@ -105,7 +105,7 @@ def virtual_stages_belong_to_interleaved_schedules(run: ResolvedRun) -> Iterator
 
 @rule
 def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Shards of parameters may be in host memory; what updates them is there, too."""
+    """Check the settings of parameter shards in host memory."""
     ddp = run.ddp
     if not ddp.param_cpu_offload:
         return
@@ -113,7 +113,7 @@ def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--param-cpu-offload with {ddp.data_parallel_sharding_strategy}"
             f"{' and --param-offload-path' if ddp.param_offload_path else ''}.",
-            "the own shards of parameters are in one place, and gathered from it",
+            "a rank's shards of parameters are stored in one place",
             "--param-cpu-offload",
             "--data-parallel-sharding-strategy",
             fix="add --data-parallel-sharding-strategy optim_grads_params, and drop"
@@ -122,7 +122,7 @@ def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
     if device_type() != "cpu" and not run.optimizer.optimizer_cpu_offload:
         yield problem(
             f"--param-cpu-offload without --optimizer-cpu-offload on {device_type()}.",
-            "parameters are updated where they are",
+            "parameters in host memory are updated by the CPU",
             "--param-cpu-offload",
             "--optimizer-cpu-offload",
             fix="add --optimizer-cpu-offload",
@@ -131,7 +131,7 @@ def parameters_in_host_memory(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Shards of parameters may be in a file; full parameters may not."""
+    """Refuse parameter shards in a file on devices other than the CPU."""
     ddp = run.ddp
     if ddp.param_offload_path is None:
         return
@@ -140,13 +140,13 @@ def parameters_in_a_file(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--param-offload-path on {device_type()}.",
             "shards in a file are gathered by CPU ranks",
             "--param-offload-path",
-            fix="use --optimizer-offload-path, which takes the larger part of the state away",
+            fix="use --optimizer-offload-path, which offloads the larger part of the state",
         )
 
 
 @rule
 def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Instances of the distributed optimizer share the replicas evenly."""
+    """Check that instances of the distributed optimizer divide the replicas."""
     instances, dp = run.ddp.num_distributed_optimizer_instances, run.topology.data_parallel_size
     if instances == 1:
         return
@@ -161,8 +161,8 @@ def copies_of_sharded_state(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--num-distributed-optimizer-instances {instances} for {copies} replica(s) of the"
             " experts.",
-            "each instance shards the state of experts over an equal number of their replicas, of"
-            " which there are fewer with --expert-model-parallel-size",
+            "each instance shards the state of experts over an equal number of replicas;"
+            " --expert-model-parallel-size reduces the replicas of experts",
             "--num-distributed-optimizer-instances",
             "--expert-model-parallel-size",
             fix=f"use a number that divides {copies}, or fewer expert-parallel ranks",
@@ -180,7 +180,7 @@ FLAG = "--hybrid-context-parallel"
 
 @rule
 def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
-    """All ranks together hold the longest sample, and heads can be dealt to them."""
+    """Check that all ranks together have room for the longest sample, and the heads for a2a."""
     parallel, length = run.parallelism, run.model.seq_length
     if not parallel.hybrid_context_parallel or not length:
         return
@@ -190,7 +190,7 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--seq-length {length} with {FLAG} on {num_ranks} data- and context-parallel ranks"
             f" and --max-seqlen-per-dp-cp-rank {per_rank}.",
-            "all of these ranks together hold the longest sample",
+            "these ranks together have room for the longest sample",
             "--max-seqlen-per-dp-cp-rank",
             FLAG,
             fix=f"use --max-seqlen-per-dp-cp-rank {-(-length // num_ranks)} or more",
@@ -200,7 +200,7 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
     if "a2a+p2p" in kinds or ("a2a" in kinds and uneven):
         yield problem(
             f"--cp-comm-type {' '.join(sorted(kinds))} with {FLAG} on {num_ranks} ranks.",
-            "rows are split over groups of several sizes, and a2a deals the heads to each of them",
+            "groups of several sizes split sequences, and a2a splits the heads over each group",
             "--cp-comm-type",
             FLAG,
             fix="use --cp-comm-type p2p, or all_gather",
@@ -209,7 +209,7 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A result that depends on the other tokens of a micro batch depends on how rows are cut."""
+    """Refuse settings whose result depends on which tokens share a micro batch or a rank."""
     if not run.parallelism.hybrid_context_parallel:
         return
     for spec in all_flags().values():
@@ -233,14 +233,14 @@ def shared_rows_change_nothing(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def experts_exchange_sequences_of_several_lengths(run: ResolvedRun) -> Iterator[MegatronError]:
-    """The allgather dispatcher gathers equal parts only."""
+    """Refuse the allgather dispatcher, which gathers equal parts only."""
     parallel, experts = run.parallelism, run.experts
     gathers = experts.num_moe_experts and experts.moe_token_dispatcher_type == "allgather"
     is_split = parallel.expert_model_parallel_size > 1
     if parallel.hybrid_context_parallel and gathers and is_split:
         yield problem(
             f"{FLAG} with --expert-model-parallel-size and the allgather dispatcher.",
-            "sequences of several lengths are gathered, and all-gathers take equal parts",
+            "sequences have different lengths, and an all-gather needs equal lengths",
             FLAG,
             "--moe-token-dispatcher-type",
             fix="use --moe-token-dispatcher-type alltoall",

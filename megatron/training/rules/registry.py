@@ -1,15 +1,15 @@
-"""Small rules about combinations of settings; all that are broken are reported together.
+"""Registry of rules about combinations of settings; all broken rules are reported together.
 
-Most rules are lines of `combinations.tsv`: two conditions that may not hold together, the rule, a
-fix, and a third condition without which the line does not apply. A condition is
+Most rules are lines of `combinations.tsv`: two conditions that exclude each other, the rule, a fix,
+and optionally a third condition; without it the line does not apply. The conditions are
 
-    --flag         the flag has another value than its default
-    not --flag     it has its default
-    --flag=A|B     its value is one of these
-    --flag!=A|B    its value is none of these
-    --flag>1       its value is larger
+    --flag         the flag does not have its default
+    not --flag     the flag has its default
+    --flag=A|B     the value is one of these
+    --flag!=A|B    the value is none of these
+    --flag>1       the value is larger
 
-and reads the resolved settings, or with `asked` before the flag what the user asked for.
+A condition reads the resolved settings, or the given settings if `asked` precedes the flag.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megatron.training.config.run import flags_by_spelling, plain
 Rule = Callable[[ResolvedRun], Iterator[MegatronError]]
 
 RULES: list[Rule] = []
-"""In the order of their registration, which is the order of the message."""
+"""All rules, in the order of their problems in the error."""
 
 COMBINATIONS = Path(__file__).with_name("combinations.tsv")
 _CONDITION = re.compile(r"(not )?(asked )?(--[\w-]+)(?:(!=|=|>)(.+))?")
 
 
 def rule(function: Rule) -> Rule:
-    """Register a rule: a generator of the problems that it finds in a run."""
+    """Register a rule, a generator of the problems in a run's settings."""
     RULES.append(function)
     return function
 
 
 def broken_rules(run: ResolvedRun) -> list[MegatronError]:
-    """Return the problems that all rules together find."""
+    """Return the problems found by all rules."""
     return [problem for check in RULES for problem in check(run)]
 
 
@@ -53,7 +53,7 @@ def problem(found: str, rule: str, *flags: str, fix: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on one setting, as the module's docstring describes it."""
+    """A condition on one setting; see the module's docstring."""
 
     spec: FlagSpec
     is_negated: bool
@@ -63,7 +63,6 @@ class Condition:
 
     @staticmethod
     def of(text: str) -> Condition:
-        """Read a condition."""
         match = _CONDITION.fullmatch(text)
         assert match is not None, text
         negated, asked, spelling, relation, operands = match.groups()
@@ -73,12 +72,10 @@ class Condition:
         )
 
     def value(self, run: ResolvedRun) -> Any:
-        """Return the value of the setting."""
         name = self.spec.name
         return run.config.value_of(name) if self.is_asked else run.values[name]
 
     def holds(self, run: ResolvedRun) -> bool:
-        """Return whether the condition is true."""
         value = self.value(run)
         if self.relation == ">":
             return bool((value or 0) > float(self.operands[0]))
@@ -109,12 +106,12 @@ def combinations() -> tuple[tuple[Condition, Condition, str, str, Condition | No
 
 @rule
 def settings_agree(run: ResolvedRun) -> Iterator[MegatronError]:
-    """No two settings exclude each other, and none lacks the setting that it requires."""
+    """Apply the rules of `combinations.tsv`."""
     for first, second, reason, fix, provided in combinations():
         if first.holds(run) and second.holds(run) and (provided is None or provided.holds(run)):
             word = "without" if second.is_negated else "with"
             found = f"{first.shown(run)} {word} {second.shown(run)}."
             named = [each.spec for each in (first, second, provided) if each is not None]
-            # The script sets the architecture, so no flag of the user's could change it.
+            # The script sets the architecture, so the user cannot change it by a flag.
             flags = [spec.flag for spec in named if spec.name != "architecture"]
             yield problem(found, reason, *flags, fix=fix)

@@ -19,12 +19,12 @@ from megatron.training.rules.registry import problem, rule
 
 @rule
 def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Flags of saving and loading name a directory."""
+    """Check the target of an export and the intervals of saving."""
     checkpoint = run.checkpoint
     if checkpoint.save_hf is not None and os.path.exists(checkpoint.save_hf):
         yield problem(
             f"--save-hf {checkpoint.save_hf} exists already.",
-            "an export never writes over files",
+            "an export never overwrites files",
             "--save-hf",
             fix="name a new directory",
         )
@@ -32,7 +32,7 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
     if keep and every and keep % every:
         yield problem(
             f"--save-retain-interval {keep} is no multiple of --save-interval {every}.",
-            "only what was saved can be kept",
+            "only saved checkpoints can be kept",
             "--save-retain-interval",
             "--save-interval",
             fix=f"use --save-retain-interval {every * 10}",
@@ -41,15 +41,15 @@ def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def a_rollback_has_a_state_to_return_to(run: ResolvedRun) -> Iterator[MegatronError]:
-    """--on-spike rollback needs a checkpoint or a copy in memory."""
+    """Check that a run with --on-spike rollback has checkpoints or copies in memory."""
     checkpoint = run.checkpoint
     saves = checkpoint.save is not None and (
         checkpoint.save_interval or checkpoint.non_persistent_save_interval
     )
     if run.schedule.on_spike == "rollback" and not saves and not run.logging.inprocess_restart:
         yield problem(
-            "--on-spike rollback in a run that keeps no state.",
-            "a run returns to a checkpoint, or with --inprocess-restart to a copy in memory",
+            "--on-spike rollback in a run that saves no state.",
+            "a run rolls back to a checkpoint, or with --inprocess-restart to a copy in memory",
             "--on-spike",
             "--save",
             "--save-interval",
@@ -59,10 +59,10 @@ def a_rollback_has_a_state_to_return_to(run: ResolvedRun) -> Iterator[MegatronEr
 
 @rule
 def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
-    """--load names a checkpoint, or a directory that waits for the first one.
+    """Check that the directories to load from contain a checkpoint.
 
-    The same look as before loading, here before anything is built; ranks that see different disks
-    find out when they compare settings.
+    Loading checks the same; this check is made before the model is built. If ranks read different
+    disks, the comparison of settings reports it.
     """
     checkpoint = run.checkpoint
     try:
@@ -89,7 +89,7 @@ def what_is_loaded_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
 
 @rule
 def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
-    """A profile starts before it ends."""
+    """Check the range of profiled steps and ranks."""
     logging = run.logging
     if logging.profile and not 0 < logging.profile_step_start < logging.profile_step_end:
         yield problem(
@@ -104,7 +104,7 @@ def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
     if wrong:
         yield problem(
             f"--profile-ranks names rank {wrong[0]} of {run.topology.world_size}.",
-            "ranks are counted from 0",
+            "ranks are numbered from 0",
             "--profile-ranks",
             fix="use --profile-ranks 0",
         )

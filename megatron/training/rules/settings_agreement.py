@@ -1,8 +1,8 @@
-"""Every rank was launched with the same settings, or the run does not start.
+"""Check that all ranks were launched with the same settings.
 
-Works on the rendezvous store alone, before any process group exists: groups of different sizes
-could not even be formed. Rank 0 publishes its settings; the others compare, and all wait for one
-verdict.
+The check uses only the rendezvous store, before any process group exists: ranks with different
+settings could not create the groups. Rank 0 publishes its settings, the other ranks compare theirs,
+and all ranks wait for the result.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron.core.foundation.errors import ConfigError, MegatronError, Topology
 from megatron.training.config.run import RunConfig, all_flags, plain
 
 MAY_DIFFER = ("local_rank", "dry_run", "memory_snapshot_path")
-"""Fields that a launcher sets per rank, or that touch one process only."""
+"""Fields that a launcher sets per rank, or that affect one process only."""
 
 Settings = dict[str, Any]
 
 
 def comparable(config: RunConfig, extra: Mapping[str, object] | None = None) -> Settings:
-    """Return what must be equal on all ranks, as JSON-ready data by flag."""
+    """Return flag -> JSON-ready value of all settings that must be equal on all ranks."""
     table = all_flags()
     found = {table[n].flag: plain(v) for n, v in config.flat().items() if n not in MAY_DIFFER}
     return found | {f"--{n.replace('_', '-')}": _text(v) for n, v in (extra or {}).items()}
@@ -48,15 +48,16 @@ def agree_on_settings(
     *,
     timeout: timedelta,
 ) -> None:
-    """Raise on every rank if any rank has other settings than rank 0, or none that are valid.
+    """Raise on every rank if the settings of any rank differ from rank 0's or are invalid.
 
     Args:
         store: a torch.distributed store that all ranks share, new for this run.
         settings: this rank's `comparable(...)`, or the error that its command line raised.
         timeout: how long ranks may take to start.
     Raises:
-        the rank's own error, if it brought one; `ConfigError` that names flag, ranks and values;
-        `TopologyError` if ranks are missing.
+        the rank's own error, if its settings are invalid.
+        ConfigError: settings differ; the error names flags, ranks and values.
+        TopologyError: ranks are missing.
     """
     if world_size == 1:
         if isinstance(settings, MegatronError):
@@ -64,7 +65,7 @@ def agree_on_settings(
         return
     try:
         reports = _exchange(store, rank, world_size, settings, timeout)
-    except RuntimeError as error:  # the store raises these when its peers are gone or late
+    except RuntimeError as error:  # from the store, if its peers have ended or are late
         raise TopologyError(
             f"rank {rank} of {world_size} waited {timeout} for the other ranks to start.",
             rule="all ranks of the job start together",
@@ -80,7 +81,7 @@ def agree_on_settings(
 def _exchange(
     store: Any, rank: int, world_size: int, settings: Settings | MegatronError, timeout: timedelta
 ) -> list[dict[str, Any]]:
-    """Return how ranks differ from rank 0, which leaves last: the store may be in its process."""
+    """Return the differences from rank 0, which returns last: its process may host the store."""
     mine = settings if isinstance(settings, dict) else {"error": settings.describe()}
     if rank == 0:
         store.set("settings/first", json.dumps(mine))
@@ -107,7 +108,7 @@ def _exchange(
 
 
 def _differences(first: Settings, mine: Settings) -> dict[str, tuple[Any, Any]]:
-    """Return flag -> (value on rank 0, value here)."""
+    """Return flag -> (value on rank 0, value on this rank)."""
     names = [n for n in {**first, **mine} if first.get(n) != mine.get(n)]
     return {n: (first.get(n), mine.get(n)) for n in names}
 
@@ -127,7 +128,7 @@ def _error(reports: list[dict[str, Any]]) -> ConfigError:
         )
         where = _ranks(failed) if len(failed) == len(reports) else "some ranks"
         return ConfigError(
-            f"the command line of {where} is not valid while that of others is:\n{text}",
+            f"the command line of {where} is invalid, but valid on other ranks:\n{text}",
             rule="all ranks are launched with the same flags",
             fix="start every node with the same command line",
         )

@@ -1,4 +1,4 @@
-"""Ranges of whole numbers, checked one by one before anything is computed with them."""
+"""Check the ranges of whole numbers before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUIRED = {
     "--seq-length": 1024,
     "--micro-batch-size": 4,
 }
-"""Settings without which there is no model, and an example of each."""
+"""Required settings, each with an example."""
 
 _FROM_ZERO = {
     "train_iters", "train_samples", "lr_warmup_iters", "lr_warmup_samples", "eval_iters", "seed",
@@ -26,11 +26,11 @@ _FROM_ZERO = {
     "vision_start_token_id", "vision_end_token_id",
     "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 }  # fmt: skip
-"""Numbers that may be 0; all others are at least 1."""
+"""Settings that may be 0; all others are at least 1."""
 
 _SIZE = 2**31 - 1
 _STEPS = 2**53
-"""Counts are exact in fp64 up to here."""
+"""Largest count that is exact in fp64."""
 _MOST = {
     **dict.fromkeys(
         ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters",
@@ -50,12 +50,11 @@ _MOST = {
     ),
     **dict.fromkeys(("num_workers", "num_dataset_builder_threads", "muon_num_ns_steps"), 1000),
 }  # fmt: skip
-"""Largest values where `_SIZE` is not the bound: beyond them there is no machine, or a typing
-error."""
+"""Largest value of a setting, `_SIZE` for all others. Larger values are typing errors."""
 
 
 def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
-    """Return field name -> problem, for whole numbers outside their range."""
+    """Return field name -> problem for whole numbers outside their range."""
     found: dict[str, MegatronError] = {}
     for spec in all_flags().values():
         if (
@@ -89,7 +88,7 @@ def _problem(spec: FlagSpec, value: object, minimum: int, maximum: int) -> Confi
 
 
 def with_defaults_for(config: RunConfig, names: set[str]) -> RunConfig:
-    """Return the settings with the default of these fields."""
+    """Return the settings with these fields reset to their defaults."""
     table = all_flags()
     kept = {n: v for n, v in config.flat().items() if n not in names or n not in table}
     return RunConfig.from_values(kept)

@@ -1,4 +1,4 @@
-"""What becomes of each flag: it acts, acts on a GPU alone, changes nothing, or is refused."""
+"""Support of each flag: it acts, acts on GPUs only, has no effect, or is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.config.run import RunConfig, all_flags, plain
 
 
 class Support(enum.Enum):
-    """What becomes of a flag that is given."""
+    """Effect of a given flag."""
 
     ACTS = "acts"
     ONLY_ON_GPU = "acts on a GPU alone"
@@ -21,7 +21,7 @@ class Support(enum.Enum):
 
 
 def support_of(spec: FlagSpec) -> tuple[Support, str]:
-    """Return the class of a flag, and a line that says why it does not act, or what to use."""
+    """Return the support of a flag, and the reason why it does not act or an alternative."""
     metadata = spec.metadata
     if metadata.refuse:
         return Support.REFUSED, metadata.refuse
@@ -39,12 +39,12 @@ def support_of(spec: FlagSpec) -> tuple[Support, str]:
 
 
 def owners_of(spec: FlagSpec) -> list[FlagSpec]:
-    """Return the flags of which one must be given for this one to act; none for most."""
+    """Return the flags that this flag tunes; it has no effect unless one of them is given."""
     return [all_flags()[name] for name in spec.metadata.part_of if name != spec.name]
 
 
 def is_without_owner(spec: FlagSpec, config: RunConfig) -> bool:
-    """Return whether a flag only tunes what others do, none of which is given."""
+    """Return whether a flag tunes other flags and none of them is given."""
     owners = owners_of(spec)
     return bool(owners) and all(config.value_of(o.name) == o.default for o in owners)
 
@@ -69,7 +69,7 @@ def _as_typed(spec: FlagSpec, value: object) -> str:
 
 
 def refusals(config: RunConfig) -> list[MegatronError]:
-    """Return one problem per flag that asks for a mechanism that does not exist."""
+    """Return one problem per given flag of an unsupported mechanism."""
     problems: list[MegatronError] = []
     for spec, value in _changed(config):
         hashable = value if not isinstance(value, list) else None
@@ -90,7 +90,7 @@ def refusals(config: RunConfig) -> list[MegatronError]:
 
 
 def notes(config: RunConfig) -> list[str]:
-    """Return one line per accepted flag that has no effect here."""
+    """Return one line per accepted flag without effect."""
     lines = []
     for spec, value in _changed(config):
         metadata = spec.metadata
@@ -115,15 +115,15 @@ def why_no_fp8_param_gather(config: RunConfig) -> str:
     """Return why --fp8-param-gather has no effect in a run with FP8 products, or ""."""
     recipe, value = config.value_of("fp8_recipe"), config.value_of
     if recipe not in ("delayed", "tensorwise"):
-        why = f"{recipe} rounds a weight by blocks along each dimension, from the unrounded one"
+        why = f"{recipe} quantizes an unrounded weight by blocks along each dimension"
     elif not value("bf16"):
-        why = "FP8 weights replace weights of --bf16 alone"
+        why = "only weights of --bf16 can be replaced by FP8 weights"
     elif (
         value("use_precision_aware_optimizer")
         or value("optimizer_cpu_offload")
         or value("optimizer_offload_path")
     ):
-        why = "the state of the optimizer completes weights that are not rounded"
+        why = "the optimizer state contains the remainders of unquantized weights"
     elif value("data_parallel_sharding_strategy") == "optim_grads_params":
         why = "a layer's weights are gathered when it computes"
     elif value("data_parallel_sharding_strategy") in (None, "no_shard") and not value(

@@ -1,1 +1,1 @@
-"""A training run: the loop, one step, evaluation, and the state that a checkpoint brings back."""
+"""The training loop, a step, evaluation, and the counters of a run."""

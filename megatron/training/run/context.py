@@ -1,4 +1,4 @@
-"""The inputs of a step, gathered in one value by `setup`."""
+"""The inputs of a training step; `setup` builds them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class ValidationSet:
-    """One set that is evaluated by itself."""
+    """One validation set, evaluated separately."""
 
     name: str
-    """Told in the log; empty if there is one set only."""
+    """Name in the log; empty for a single set."""
     data: Any
-    """Its iterator, or one for each chunk; None on ranks that read no data."""
+    """Iterator of micro batches, or a list with one per chunk; None on ranks without data."""
     num_rows: int
-    """Micro batches of all replicas in the set, equal on all ranks; 0 if there is none."""
+    """Number of micro batches of all replicas, equal on all ranks; 0 without data."""
     packing: Packing | None = None
-    """How its global batches become rows, where samples of uneven length share them."""
+    """Packing of dynamic context parallelism."""
 
 
 @dataclass
 class DataIterators:
-    """Iterators of micro batches; None where a split is not read on this rank.
+    """Iterators of micro batches; None if this rank does not read the split.
 
-    With several model chunks per rank each is a list with one iterator per chunk.
+    With several model chunks per rank, each is a list with one iterator per chunk.
     """
 
     train: Any = None
@@ -46,15 +46,14 @@ class DataIterators:
     """One set, or several with --multiple-validation-sets."""
     test: Any = None
     train_order: Any = None
-    """`order_fingerprint()` of the training set on rank 0, if it tells one."""
+    """`order_fingerprint()` of the training set on rank 0, if the dataset has it."""
     num_test_rows: int = 0
-    """Micro batches of all replicas in the test set, equal on all ranks; 0 if there is none."""
+    """Micro batches of all replicas in the test set, equal on all ranks; 0 without a test set."""
     train_packing: Packing | None = None
     test_packing: Packing | None = None
-    """As `ValidationSet.packing`."""
     train_lengths: Callable[[int, int], tuple[int, ...]] | None = None
-    """(Consumed samples, count) -> tokens of each of the samples that follow, without padding.
-    None: samples are full."""
+    """(consumed samples, count) -> tokens of each of the next `count` samples, without padding.
+    None if samples have no padding."""
 
     def close(self) -> None:
         """End the loaders' worker processes now.
@@ -70,13 +69,13 @@ class DataIterators:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is cut into micro batches."""
+    """Division of a global batch into micro batches."""
 
     num_microbatches: int
     micro_batch_size: int
     global_batch_size: int
     sample_lengths: tuple[int, ...] | None = None
-    """Tokens of each sample, where padding follows some of them or a micro batch joins several."""
+    """Tokens of each sample without padding; None if all samples are full."""
 
     @property
     def row_size(self) -> int:
@@ -85,7 +84,7 @@ class BatchPlan:
 
 
 class MicrobatchPlanner:
-    """Plans each step by the microbatch calculator, which third parties read, too."""
+    """Plans each step with Megatron's micro batch calculator, which scripts read too."""
 
     def __init__(self, micro_batch_size: int) -> None:
         self.micro_batch_size = micro_batch_size
@@ -106,7 +105,7 @@ def _no_rollback(state: TrainState, spike: RollbackNeeded) -> TrainState:
 
 @dataclass
 class TrainingContext:
-    """Everything that steps and evaluations use."""
+    """Inputs of training steps and evaluations."""
 
     run: ResolvedRun
     groups: ProcessGroupCollection
@@ -126,12 +125,12 @@ class TrainingContext:
     process_non_loss_data: Callable[..., Any] | None = None
     non_loss_data: Callable[..., Any] | None = None
     loss_guard: SpikeGuard | None = None
-    """Judges the losses before every update, as the optimizer's `norm_checks` judge the norm."""
+    """Checks the losses before every update; the optimizer's `norm_checks` check the norm."""
     roll_back: Callable[[TrainState, RollbackNeeded], TrainState] = _no_rollback
-    """Returns the run to an earlier state than the one before the refused step: collective."""
+    """Loads an earlier state after a refused step. Collective."""
 
     def plan_step(self, consumed_samples: int) -> BatchPlan:
-        """Return how the step after `consumed_samples` cuts its global batch."""
+        """Return the plan of the step after `consumed_samples`."""
         plan = self.microbatches.plan(consumed_samples)
         packing, lengths = self.data.train_packing, self.data.train_lengths
         if packing is not None:
@@ -142,7 +141,7 @@ class TrainingContext:
 
     @classmethod
     def of(cls, run: ResolvedRun, **parts: Any) -> TrainingContext:
-        """Return the context of `run`; `parts` are the fields that do not follow from it."""
+        """Return the context of `run`; `parts` are the fields that cannot be derived from it."""
         return cls(
             run=run,
             microbatches=MicrobatchPlanner(run.schedule.micro_batch_size),
@@ -152,4 +151,4 @@ class TrainingContext:
 
 
 TrainStep = Callable[[TrainingContext, TrainState, BatchPlan], TakenStep]
-"""Takes one optimizer step: `train_step`, or a wrapper around it."""
+"""`train_step` or a wrapper around it."""

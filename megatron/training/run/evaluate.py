@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over held-out batches, with dropout off and no gradients."""
+"""Evaluation: the mean loss over held-out batches, without dropout and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.training.run.update import loss_table
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation found."""
+    """The result of an evaluation."""
 
     losses: Mapping[str, float]
     """Token means over all evaluated samples; empty except on the last pipeline stage."""
@@ -43,14 +43,13 @@ def evaluate(
     The loss is the mean over all tokens of all batches, not the mean of the batches' means.
 
     Args:
-        plan: how many micro batches run through the pipeline at a time; the last pass may have
-            fewer.
-        packing: how the batches of `data` become rows, where samples share them.
-        consumed_samples: of `data`, where it stands; for `packing`.
-        with_non_loss: also collect what `parts.process_non_loss_data` asks for.
-        should_exit: asked before every pass; all ranks must give the same answer.
+        plan: batch sizes of one pass through the pipeline; the last pass may be smaller.
+        packing: packing of dynamic context parallelism.
+        consumed_samples: samples of `data` before the evaluation, for `packing`.
+        with_non_loss: also collect the data for `context.process_non_loss_data`.
+        should_exit: called before every pass; it must return the same on all ranks.
     Returns:
-        None if it was left.
+        None if `should_exit` has interrupted the evaluation.
     """
     reports: list[Report] = []
     non_loss_data = None
@@ -81,7 +80,7 @@ def evaluate(
 
 
 def _non_loss_data(context: TrainingContext, data: Any, plan: BatchPlan) -> Any:
-    """Run once more and collect what `loss_func(output, non_loss_data=True)` returns."""
+    """Run one more pass and collect the results of `loss_func(output, non_loss_data=True)`."""
     if context.non_loss_data is not None:
         return context.non_loss_data(context.model)
     return forward_backward(
@@ -96,7 +95,7 @@ def _non_loss_data(context: TrainingContext, data: Any, plan: BatchPlan) -> Any:
 
 @contextmanager
 def _evaluating(context: TrainingContext) -> Iterator[None]:
-    """Switch the model to evaluation for a while."""
+    """Switch the model to evaluation mode in this block."""
     for chunk in context.model:
         chunk.eval()
     try:

@@ -1,4 +1,4 @@
-"""The training loop. It knows no parallelism: ranks communicate inside a step, and in hooks."""
+"""The training loop. It contains no communication: ranks communicate in steps and in hooks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from megatron.training.run.step import train_step
 def train(
     context: TrainingContext, state: TrainState, hooks: Hooks, step: TrainStep = train_step
 ) -> tuple[TrainState, StopReason]:
-    """Run steps until a hook returns a reason to stop; the step budget is one of them.
+    """Run steps until a hook returns a reason to stop; one hook checks the number of steps.
 
     Args:
-        context: model, optimizer, data.
-        state: counters of the run; a resumed run begins in the middle.
-        hooks: called around steps: logs, evaluation, checkpoints, the end.
-        step: `train_step`, or a wrapper around it.
+        state: counters of a new or resumed run.
+        hooks: called around steps: logs, evaluation, checkpoints, stop conditions.
+        step: `train_step` or a wrapper around it.
     """
     state = hooks.before_training(state)
     while (stop := hooks.should_stop(state)) is None:

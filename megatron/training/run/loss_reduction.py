@@ -1,8 +1,8 @@
-"""Join what the loss function reported on each micro batch and replica into one mean.
+"""Average the loss function's reports over micro batches and replicas.
 
-A loss function reports either a pair (sum, count) or a mean by itself. Pairs are summed over
-micro batches and replicas before the division, so the figure is a true mean over tokens; plain
-means are averaged.
+A loss function reports either a pair (sum, count) or a mean. Pairs are summed over micro batches
+and replicas before the division, so the result is the mean over tokens; reported means are
+averaged.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DeferredLosses:
-    """The reports of one rank where they were computed.
+    """The reports of one rank, on its device.
 
-    names: in the order of the reports; flat: fp32 [micro batches * names, 2] of (sum, count), or
-    None off the last stage.
+    names: in the order of the reports; flat: fp32 [micro batches * names, 2] of (sum, count), None
+    except on the last stage.
     """
 
     num_microbatches: int
@@ -41,12 +41,12 @@ class DeferredLosses:
 
     @staticmethod
     def of(reports: Sequence[Report]) -> DeferredLosses:
-        """Join reports, one per micro batch on the last pipeline stage, [] elsewhere.
+        """Stack reports, one per micro batch on the last pipeline stage, [] on other stages.
 
-        A report that is no mapping is the figure "loss".
+        A report that is not a mapping is the value of "loss".
 
         Raises:
-            ConfigError: micro batches report different names, or a figure is no number or pair.
+            ConfigError: micro batches report different names, or a value is no number or pair.
         """
         if not reports:
             return DeferredLosses(0, (), None)
@@ -55,16 +55,16 @@ class DeferredLosses:
         for report in named:
             if report.keys() != named[0].keys():
                 raise ConfigError(
-                    f"the loss function reported {', '.join(names) or 'nothing'} of one micro batch"
-                    f" and {', '.join(report) or 'nothing'} of another.",
+                    f"the loss function reported {', '.join(names) or 'nothing'} for one micro"
+                    f" batch and {', '.join(report) or 'nothing'} for another.",
                     rule="every micro batch reports the same names",
-                    fix="report a pair (sum 0, count 0) of what a micro batch lacks",
+                    fix="report the pair (sum 0, count 0) for a missing value",
                 )
         rows = [_pair(name, report[name]) for report in named for name in names]
         return DeferredLosses(len(reports), names, torch.stack(rows))
 
     def read(self) -> LossTable:
-        """Copy them to the host in one piece: every copy by itself would wait for the device."""
+        """Copy the reports to the host at once, because every copy waits for the device."""
         if self.flat is None:
             return LossTable((), torch.empty(0, 0, 2, dtype=torch.float64))
         pairs = self.flat.cpu().double()
@@ -82,7 +82,7 @@ class LossTable:
     pairs: Tensor
 
     def first_not_finite(self) -> tuple[int, str, float] | None:
-        """Return (micro batch, name, value) of the first loss that is not a finite number."""
+        """Return (micro batch, name, value) of the first loss that is not finite, else None."""
         bad = (~self.pairs.isfinite()).any(-1).nonzero()
         if not len(bad):
             return None
@@ -91,10 +91,10 @@ class LossTable:
         return microbatch, self.names[index], total / count if count else total
 
     def means(self, group: Group) -> dict[str, float]:
-        """Return name -> mean over all micro batches of all replicas; {} off the last stage.
+        """Return name -> mean over all micro batches of all replicas; {} except on the last stage.
 
         Args:
-            group: replicas, with their context-parallel ranks.
+            group: data- and context-parallel ranks.
         Communication:
             one all-reduce on `group`, on the last stage only.
         """
@@ -106,7 +106,7 @@ class LossTable:
 
 
 def _pair(name: str, value: Any) -> Tensor:
-    """Return (sum, count) as a tensor [2]; a plain mean counts once."""
+    """Return (sum, count) as a tensor [2]; a mean has the count 1."""
     try:
         if isinstance(value, Tensor):
             parts = value.detach().reshape(-1).float()
@@ -120,7 +120,7 @@ def _pair(name: str, value: Any) -> Tensor:
     if len(parts) != 2:
         raise ConfigError(
             f"the loss function reported {name!r} as {shown(value)}.",
-            rule="a figure of a report is a mean, or a pair (sum, number of tokens)",
+            rule="a reported value is a mean, or a pair (sum, number of tokens)",
             fix="report loss.detach(), or torch.stack((total.detach(), num_tokens))",
         )
     return parts
@@ -129,18 +129,18 @@ def _pair(name: str, value: Any) -> Tensor:
 def with_loss_tokens(
     data: Any, num_microbatches: int, groups: ProcessGroupCollection
 ) -> tuple[Any, Tensor | None]:
-    """Read the micro batches of a step, and count the tokens that its loss will be divided by.
+    """Read the micro batches of a step, and count the tokens that divide its loss.
 
-    Losses inside the model are means over micro batches, whatever the main loss is divided by; they
-    are multiplied by this number first, so it is needed before the step.
+    Losses inside the model are means over micro batches and are multiplied by this number before
+    the step, so that they have the same divisor as the main loss.
 
     Args:
-        data: an iterator, or one for each model chunk; None where a rank reads no data.
+        data: an iterator, or a list with one per model chunk; None on ranks without data.
     Returns:
-        (such iterators over the same micro batches, the tokens of all replicas, []; None if micro
-        batches have no `loss_mask`).
+        (iterators over the same micro batches, tokens of all replicas, []). The tokens are None if
+        micro batches have no `loss_mask`.
     Communication:
-        two maxima and a sum of two numbers, over `pp`, `tp` and `dp_cp`.
+        all-reduces of two numbers: maximum over `pp` and `tp`, sum over `dp_cp`.
     """
     iterators = as_list(data)
     read = [list(itertools.islice(it or (), num_microbatches)) for it in iterators]
@@ -151,7 +151,7 @@ def with_loss_tokens(
             sharing = int(batch.get("local_cp_size", groups.cp.size()))
             counted += torch.stack((mask.sum(dtype=torch.float64).cpu(), torch.ones(()))) / sharing
     counted = counted.to(device.current_device())
-    for group in (groups.pp, groups.tp):  # a stage, or a rank, may read no data
+    for group in (groups.pp, groups.tp):  # some stages and ranks read no data
         torch_collectives.all_reduce(counted, group, dist.ReduceOp.MAX)
     torch_collectives.all_reduce(counted, groups.dp_cp)
     known: list[Any] = [

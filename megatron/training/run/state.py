@@ -1,4 +1,4 @@
-"""The result of a step, and the state of a run besides weights and optimizer."""
+"""The result of a step, and the counters of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 
 class RanksChange(Exception):
-    """All ranks leave after a step, because other ranks wait to join."""
+    """All ranks end the loop after a step, because new ranks wait to join."""
 
 
 class RollbackNeeded(Exception):
-    """All ranks refuse a step, for the reason given, and return to an earlier state."""
+    """All ranks refuse a step for the given reason, and load an earlier state."""
 
 
 class StopReason(Enum):
@@ -29,14 +29,14 @@ class StopReason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     losses: Mapping[str, float]
     """Token means over the global batch, by name; empty except on the last pipeline stage."""
     grad_norm: float | None
     num_zeros: float | None
     learning_rate: float
-    """Rate that this step used."""
+    """Learning rate of this step."""
     decoupled_learning_rate: float | None
     loss_scale: float
     num_samples: int
@@ -45,18 +45,18 @@ class StepResult:
     was_skipped: bool
     """The weights did not change: overflow under fp16, or --iterations-to-skip."""
     skip_reason: str | None = None
-    """What was wrong, where that is why the step was skipped: a gradient that overflowed, a loss or
-    gradient norm far above the recent ones."""
+    """Why the step was skipped: a gradient overflow, or a loss or gradient norm far above the
+    recent values."""
     was_passed_over: bool = False
-    """Its samples were taken, and nothing was computed from them."""
+    """The step consumed its samples without computing anything."""
     was_nan: bool = False
     """A loss was not finite and the check was switched off."""
     max_attention_logit: float | None = None
-    """Of all heads and layers, where --log-max-attention-logit asks for it."""
+    """Maximum over all heads and layers, with --log-max-attention-logit."""
     num_tokens: int = 0
-    """Of the global batch."""
+    """Tokens of the global batch."""
     flops: float = 0.0
-    """Of all ranks together."""
+    """Operations of all ranks together."""
 
     is_read: ClassVar[bool] = True
 
@@ -68,11 +68,11 @@ class StepResult:
 class AsyncStepResult:
     """A future of `StepResult`: losses, norm and success of the step are still on the device.
 
-    All ranks call `read` together, because figures are summed over ranks.
+    All ranks must call `read` together, because it sums values over ranks.
 
     Args:
-        read: reads the device.
-        num_samples, num_tokens, flops: of the step, see `StepResult`.
+        read: reads the result from the device.
+        num_samples, num_tokens, flops: see `StepResult`.
     """
 
     was_passed_over: ClassVar[bool] = False
@@ -90,10 +90,10 @@ class AsyncStepResult:
         return self._result is not None
 
     def read(self) -> StepResult:
-        """Return what the step did.
+        """Return the result of the step.
 
         Raises:
-            NumericsError: on all ranks; a loss or a gradient of this step was not finite.
+            NumericsError: on all ranks, if a loss or gradient of this step was not finite.
         """
         if self._result is None:
             self._result = self._read()
@@ -101,12 +101,12 @@ class AsyncStepResult:
 
 
 TakenStep = StepResult | AsyncStepResult
-"""What `train_step` returns: a value, or a future of it."""
+"""Result of `train_step`: a value or a future."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Counters of a run, all of them global."""
+    """Global counters of a run."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -114,12 +114,11 @@ class TrainState:
     skipped_train_samples: int = 0
     flops_so_far: float = 0.0
     data_order: Mapping[str, Any] | None = None
-    """What the order of the training samples follows from; None if the data do not tell."""
+    """Fingerprint of the order of the training samples; None if the dataset has none."""
     recent_values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Losses and gradient norms of the last steps, where spikes are answered before the update."""
+    """Losses and gradient norms of the last steps, if spikes are detected before the update."""
     rolled_back: tuple[tuple[int, int], ...] = ()
-    """(first, last) iteration that is passed over, for every time that the run returned to an
-    earlier state; in this order."""
+    """(first, last) skipped iteration of every rollback, in order."""
 
     def advanced(self, result: TakenStep) -> TrainState:
         """Return the state after one more step."""
@@ -133,7 +132,7 @@ class TrainState:
         )
 
     def skips_iteration(self, iteration: int) -> bool:
-        """Return whether an earlier roll-back skips the samples of an iteration."""
+        """Return whether an earlier rollback skips the samples of an iteration."""
         return any(first <= iteration <= last for first, last in self.rolled_back)
 
     def evaluated(self, num_samples: int) -> TrainState:

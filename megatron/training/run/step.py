@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of all micro batches, then check, clip and update.
 
-What happens around a step is elsewhere: iterations that are skipped and roll-back
-(`megatron.resilience.rollback`), and running a step again (`megatron.resilience.rerun`).
+Other modules wrap a step: `megatron.resilience.rollback` skips iterations and rolls back, and
+`megatron.resilience.rerun` reruns a step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.training.run.update import decision_of
 def train_step(context: TrainingContext, state: TrainState, plan: BatchPlan) -> TakenStep:
     """Train on one global batch.
 
-    The update happens only if loss and gradients are finite on all ranks; otherwise weights and
-    optimizer stay as they were.
+    The update is made only if loss and gradients are finite on all ranks; otherwise weights and
+    optimizer are unchanged.
 
     Raises:
         NumericsError: on all ranks, naming iteration, rank and micro batch.
@@ -55,10 +55,10 @@ def forward_backward(
     """Run all micro batches of one global batch through the pipeline.
 
     Args:
-        first_sample: absolute index of the batch's first sample: random draws are keyed by it.
-        dp_rank: the replica to which the samples belong. Default: this one.
+        first_sample: absolute index of the batch's first sample, a key of random numbers.
+        dp_rank: the replica of the samples. Default: this rank's replica.
     Returns:
-        the reports of the loss function, one per micro batch on the last stage, [] elsewhere.
+        the reports of the loss function, one per micro batch on the last stage, [] on others.
     """
     rng_state().begin_step(
         first_sample,
@@ -85,8 +85,10 @@ def forward_backward(
 
 
 def needs_tokens_per_microbatch(context: TrainingContext) -> bool:
-    """Return whether losses inside the model are scaled by the tokens of a step: the main loss is a
-    sum over tokens, and routers or an indexer add losses of their own."""
+    """Return whether losses inside the model must be scaled by the tokens of a step.
+
+    This is the case if the main loss is a sum over tokens, and routers or indexers add losses.
+    """
     config = context.config
     of_routers = config.num_moe_experts and (config.balance_losses() or config.moe_z_loss_coeff)
     return config.calculate_per_token_loss and bool(of_routers or config.trains_indexer)

@@ -1,7 +1,7 @@
-"""The second half of a step: check losses and gradients, and update the weights, or refuse to.
+"""The second half of a step: check losses and gradients, and update the weights or refuse to.
 
-The host decides where it must know a figure before the update. Otherwise the device decides, and
-the host reads the figures later.
+The host decides if it needs a loss or norm before the update. Otherwise the device decides, and the
+host reads losses and norm later.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.training.run.loss_reduction import DeferredLosses, LossTable, Repo
 from megatron.training.run.state import AsyncStepResult, StepResult, TakenStep, TrainState
 
 Rates = tuple[float, float | None]
-"""Learning rate, and the decoupled one of embedding and head if it differs."""
+"""(learning rate, decoupled learning rate of embedding and head or None)."""
 Outcome = tuple[bool, float | None, float | None]
 """(the weights were updated, gradient norm, zeros in the gradient)."""
 
 
 class StepDecision(Protocol):
-    """Decides about the update of a step whose gradients are computed."""
+    """Decides about the update of a step after its gradients are computed."""
 
     def finish(
         self,
@@ -52,10 +52,11 @@ class StepDecision(Protocol):
         plan: BatchPlan,
         reports: Sequence[Report],
     ) -> TakenStep:
-        """Update the weights if loss and gradients are finite, and return what the step did.
+        """Update the weights if loss and gradients are finite, and return the step's result.
 
         Args:
-            reports: of the loss function, one per micro batch on the last stage, [] elsewhere.
+            reports: reports of the loss function, one per micro batch on the last stage, [] on
+                others.
         Raises:
             NumericsError: on all ranks.
         """
@@ -63,7 +64,7 @@ class StepDecision(Protocol):
 
 
 def decision_of(context: TrainingContext) -> StepDecision:
-    """Return which side decides. Equal on all ranks."""
+    """Return the decision of host or device, equal on all ranks."""
     if context.loss_guard is None and getattr(context.optimizer, "decides_on_device", False):
         return DeviceDecision.of(context.run)
     return HostDecision()
@@ -79,7 +80,6 @@ class HostDecision:
         plan: BatchPlan,
         reports: Sequence[Report],
     ) -> StepResult:
-        """Check, and update."""
         losses = loss_table(context, reports)
         means = losses.means(context.groups.dp_cp)
         guard, is_any_bad = context.loss_guard, None
@@ -105,12 +105,12 @@ class HostDecision:
 class DeviceDecision:
     """The device refuses the update if a loss or a gradient is not finite.
 
-    Nothing is read from the device before the update is queued. With `defers_sync` the host reads
-    losses and norm when they are logged, and not at the end of each step. It needs them at once if
-    the next step depends on them: a loss scale, a step that may be run again, a schedule that does
-    not advance when an update is refused.
+    The host reads nothing from the device before the update is queued. With `defers_sync` the host
+    reads losses and norm when they are logged, instead of at the end of each step. The host needs
+    them at once if the next step depends on them: a loss scale, a rerun, or a schedule that does
+    not advance if an update is refused.
 
-    Communication: besides that of the optimizer one all-reduce of a number over all processes, if
+    Communication: in addition to the optimizer's, one all-reduce of a number over all processes if
     losses are checked.
     """
 
@@ -118,7 +118,6 @@ class DeviceDecision:
 
     @staticmethod
     def of(run: ResolvedRun) -> DeviceDecision:
-        """Return the decision of a run."""
         checks = run.schedule.check_for_nan_in_loss_and_grad and not run.precision.fp16
         return DeviceDecision(defers_sync=checks and run.schedule.rerun_mode == "disabled")
 
@@ -129,7 +128,6 @@ class DeviceDecision:
         plan: BatchPlan,
         reports: Sequence[Report],
     ) -> TakenStep:
-        """Queue the update."""
         losses = DeferredLosses.of(reports)
         rates, scale = _learning_rates(context), _loss_scale(context)
         with _timed(context, "optimizer"):
@@ -150,7 +148,7 @@ class DeviceDecision:
         rates: Rates,
         scale: float,
     ) -> StepResult:
-        """Read the figures from the device; all ranks read together."""
+        """Read losses and norm from the device. Collective."""
         outcome: Outcome = (False, None, None)
         problem, was_nan = None, False
         try:
@@ -159,7 +157,7 @@ class DeviceDecision:
             problem = error
         table = _of_last_stage(context, losses.read())
         if not (outcome[0] and _raises_on_nonfinite(context)):
-            # What routers have counted belongs to the newest step.
+            # The counts of the routers are of the newest step.
             names_routers = not self.defers_sync
             was_nan = _check_losses(context, state, plan, table, names_routers=names_routers)
         if problem is not None:
@@ -176,7 +174,7 @@ def loss_table(context: TrainingContext, reports: Sequence[Report]) -> LossTable
     """Return the table of losses on the last pipeline rank, which logs them.
 
     Communication:
-        where another stage computes them (a pipeline in a V), a broadcast on the pipeline group.
+        a broadcast on the pipeline group if another stage computes the losses (V schedules).
     """
     return _of_last_stage(context, DeferredLosses.of(reports).read())
 
@@ -206,13 +204,13 @@ def _of_last_stage(context: TrainingContext, table: LossTable) -> LossTable:
 def _raises_on_nonfinite(context: TrainingContext) -> bool:
     """Return whether a loss that is not finite is an error.
 
-    Under fp16 the loss scaler decides: an overflow is expected now and then, and is skipped.
+    With fp16 the loss scaler decides: overflows are expected, and their steps are skipped.
     """
     return context.run.schedule.check_for_nan_in_loss_and_grad and not context.run.precision.fp16
 
 
 def _refusal(context: TrainingContext, losses: DeferredLosses) -> Tensor | None:
-    """Return fp32 [], 1 if a loss of any rank is not finite; None if losses are not checked."""
+    """Return fp32 [], 1 if a loss of any rank is not finite, else 0; None without a check."""
     if not _raises_on_nonfinite(context):
         return None
     if losses.flat is None:
@@ -231,11 +229,11 @@ def _check_losses(
     is_any_bad: bool | None = None,
     names_routers: bool = True,
 ) -> bool:
-    """Return whether a loss of this rank is not finite, where that is allowed.
+    """Return whether a loss of this rank is not finite and the check is off.
 
     Args:
-        is_any_bad: whether a loss of any rank is not finite, if the ranks have agreed on it.
-        names_routers: whether the counts of the routers belong to this step.
+        is_any_bad: whether a loss of any rank is not finite, if the ranks have already reduced it.
+        names_routers: whether the counts of the routers are of this step.
     Raises:
         NumericsError: on all ranks, if a loss of any rank is not finite.
     """
@@ -252,7 +250,7 @@ def _check_losses(
     if found is not None:
         microbatch, name, value = found
         first, count = state.consumed_train_samples, plan.global_batch_size
-        if context.data.train_packing is None:  # else a micro batch joins some of the samples
+        if context.data.train_packing is None:  # else a micro batch packs some of the samples
             row = microbatch * context.groups.dp.size() + context.groups.dp.rank()
             first, count = first + row * plan.micro_batch_size, plan.micro_batch_size
         problem = NumericsError(
@@ -261,14 +259,14 @@ def _check_losses(
             rule="weights are updated only from finite losses; this step was not applied",
             flags=["--no-check-for-nan-in-loss-and-grad", "--iterations-to-skip", "--lr"],
             fix=f"lower --lr, or resume with --iterations-to-skip {state.iteration + 1} if the"
-            " samples are at fault",
+            " samples are bad",
         )
     raise_on_all_ranks(problem, torch_collectives.world())
     return True
 
 
 def _with_iteration_in_error(update: Callable[[], Outcome], state: TrainState) -> Outcome:
-    """Return the outcome of an update; an error of the optimizer also names the iteration."""
+    """Run an update, and add the iteration to an error of the optimizer."""
     try:
         was_updated, grad_norm, num_zeros = update()
     except NumericsError as error:
@@ -331,7 +329,7 @@ def _learning_rates(context: TrainingContext) -> Rates:
             decoupled = float(group["lr"])
         else:
             main = float(group["lr"])
-    # Groups with a factor on the rate (muP, --param-rules) do not show the rate of the schedule.
+    # Groups with a learning rate factor (muP, --param-rules) do not have the schedule's rate.
     scheduled = get_canonical_lr_for_logging(context.optimizer.param_groups)
     return main if scheduled is None else float(scheduled), decoupled
 

@@ -1,4 +1,4 @@
-"""Build what is trained and join it with the session."""
+"""Build model, optimizer and checkpointer of a session, and load its initial state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.settings.flags import FlagSpec, flag_specs
+from megatron.core.settings.flags import flag_specs
 from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing import CheckpointContext, Checkpointer
 from megatron.training.config.optimizer import OptimizerSettings
@@ -26,7 +26,7 @@ from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 def assemble(
     session: Session, model_provider: Callable[..., nn.Module], forward_step: Callable[..., Any]
 ) -> tuple[TrainingContext, Checkpointer]:
-    """Build model, optimizer and schedule; the data come later, as they depend on a checkpoint."""
+    """Build model, optimizer and schedule. Data are built later, as they depend on a checkpoint."""
     run, groups = session.run, session.groups
     model = build_model(run, model_provider, groups)
     optimizer = scheduler = None
@@ -59,7 +59,7 @@ def assemble(
 
 
 def load_state(run: ResolvedRun, checkpointer: Checkpointer, status: RunStatus) -> TrainState:
-    """Load what --load or --pretrained-checkpoint name, and return where the run stands."""
+    """Load the initial checkpoint or model, and return the counters of the run."""
     if (
         run.checkpoint.load is None
         and run.checkpoint.pretrained_checkpoint is None
@@ -82,24 +82,21 @@ _MAY_CHANGE = (
     "min_loss_scale", "loss_scale_window", "hysteresis", "on_loss_scale_floor",
     "log_num_zeros_in_grad",
 )  # fmt: skip
-"""Flags of the optimizer that the schedules set, or that only report."""
-
-
-def _dropout_flags() -> list[FlagSpec]:
-    return [all_flags()["attention_dropout"], all_flags()["hidden_dropout"]]
+"""Flags of the optimizer that the schedules set, or that only affect reports."""
 
 
 def changed_settings(run: ResolvedRun, stored: Mapping[str, object]) -> list[str]:
-    """Return one line for each setting of the optimizer that is not the checkpoint's.
+    """Return one line for each setting of optimizer or dropout that differs from the checkpoint's.
 
     Args:
         stored: the settings of the run that saved the checkpoint.
     """
+    dropouts = [all_flags()["attention_dropout"], all_flags()["hidden_dropout"]]
     continues = not (run.checkpoint.finetune or run.checkpoint.no_load_optim)
     lines = [
         f"{spec.flag} {run.values[spec.name]} is used; the checkpoint was trained with"
         f" {stored[spec.name]}"
-        for spec in (*flag_specs(OptimizerSettings, "optimizer"), *_dropout_flags())
+        for spec in (*flag_specs(OptimizerSettings, "optimizer"), *dropouts)
         if continues
         and spec.name in stored
         and stored[spec.name] != run.values[spec.name]
@@ -108,7 +105,7 @@ def changed_settings(run: ResolvedRun, stored: Mapping[str, object]) -> list[str
     seed = stored.get("seed", run.schedule.seed)
     if seed != run.schedule.seed and not (run.checkpoint.finetune or run.checkpoint.no_load_rng):
         lines.append(
-            f"random draws continue with the checkpoint's --seed {seed}; --no-load-rng draws with"
+            f"random numbers continue with the checkpoint's --seed {seed}; --no-load-rng uses"
             f" --seed {run.schedule.seed}"
         )
     return lines

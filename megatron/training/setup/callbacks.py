@@ -1,4 +1,4 @@
-"""Tell the schedules of `megatron.core` what to do around backward, through the model's config."""
+"""Set the callbacks in the model's config that the schedules of `megatron.core` call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def install_callbacks(
     groups: ProcessGroupCollection,
     timers: Timers,
 ) -> Any:
-    """Fill the callback fields of the config of every chunk; return that of the first."""
+    """Set the callbacks in the config of every chunk; return the first chunk's config."""
     wrapped = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel)]
     for config in {id(c): c for c in map(get_model_config, model)}.values():
         config.timers = timers if run.logging.timing_log_level > 0 else None
@@ -33,8 +33,8 @@ def install_callbacks(
             config.grad_scale_func = optimizer.scale_loss
         if run.ddp.overlap_grad_reduce and wrapped:
             config.no_sync_func = _one_or_list([chunk.no_sync for chunk in wrapped])
-            # A backward without weight gradients cannot tell when they are complete: the schedule
-            # starts their reduction.
+            # The hooks of a backward pass without weight gradients cannot start their reduction,
+            # so the schedule starts it.
             splits_backward = schedule_named(run.parallelism.pipeline_schedule).splits_backward
             if run.ddp.align_grad_reduce or splits_backward:
                 config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in wrapped])
@@ -42,5 +42,5 @@ def install_callbacks(
 
 
 def _one_or_list(functions: list[Any]) -> Any:
-    """Schedules take one function for one chunk, and a list for several."""
+    """Return the function of a single chunk, or the list for several, as schedules expect."""
     return functions[0] if len(functions) == 1 else functions

@@ -1,4 +1,4 @@
-"""Whether a resumed run continues with the data that it was reading."""
+"""Check that a resumed run continues with the same order of samples."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MEANING = {
     "corpus": ("--data-path", "the contents of a corpus"),
     "contents": ("--data-path", "the contents of a corpus"),
     "documents": ("--split", "the documents of the training part"),
-    "epochs": ("--train-iters", "how often the documents are repeated"),
+    "epochs": ("--train-iters", "the number of epochs"),
     "weights": ("--data-path", "the weights of the blend"),
     "members": ("--data-path", "the corpora of the blend"),
-    "sampler": ("--dataloader-type", "the order in which ranks take samples"),
+    "sampler": ("--dataloader-type", "the order of samples over ranks"),
 }
 
 
 def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainState:
-    """Compare the order of the training data with that of the checkpoint, and remember it.
+    """Compare the order of the training data with the checkpoint's, and store it in the state.
 
     Args:
-        order: `order_fingerprint()` of the training set; None on ranks without it.
+        order: `order_fingerprint()` of the training set; None on ranks without the dataset.
     Raises:
-        DataError: it differs, on all ranks, where samples were consumed already; not at the
-            beginning of a phase, and not with --allow-changed-data.
+        DataError: on all ranks, if the order differs after the first sample. Not raised at the
+            beginning of a phase or with --allow-changed-data.
     Communication:
         one broadcast from rank 0.
     """
@@ -55,7 +55,7 @@ def with_data_order(run: ResolvedRun, state: TrainState, order: Any) -> TrainSta
 
 
 def _sampler_identity(run: ResolvedRun) -> dict[str, str]:
-    """Return a description of a sampler that reorders samples; nothing for one that does not."""
+    """Describe a sampler that reorders samples; return {} for other samplers."""
     kind = run.data.dataloader_type
     if kind == "cyclic-megatron":
         replicas, size = run.topology.data_parallel_size, run.schedule.micro_batch_size
@@ -65,7 +65,7 @@ def _sampler_identity(run: ResolvedRun) -> dict[str, str]:
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, str]:
-    """Return name -> what was and what is, of everything that differs."""
+    """Return name -> "old, now new" for all values that differ."""
     found: dict[str, str] = {}
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
@@ -88,8 +88,8 @@ def _refusal(changed: Mapping[str, str], consumed: int) -> DataError:
     flags = sorted({_MEANING.get(name, ("--data-path", ""))[0] for name in changed})
     return DataError(
         f"the checkpoint has consumed {consumed} samples of other data: {'; '.join(told)}.",
-        rule="a resumed run continues one order of samples; another repeats some and skips others",
+        rule="a resumed run continues one order of samples; another order repeats and skips some",
         flags=[*flags, "--allow-changed-data"],
         fix="give the data flags of the saved run, or --allow-changed-data to continue at sample "
-        f"{consumed} of the new data; --phase-transition-iterations plans such a change",
+        f"{consumed} of the new data; --phase-transition-iterations plans a change of data",
     )

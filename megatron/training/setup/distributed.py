@@ -1,4 +1,4 @@
-"""Bring up the processes: device, process group, the grid of parallel groups, seeds."""
+"""Initialize a process: device, process group, the grid of parallel groups, seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megatron.training.setup.stages import planned_layout
 
 
 def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
-    """Bind the device and create the world process group; nothing to do if it exists."""
+    """Bind the device and create the world process group unless it exists."""
     device.set_local_device(info.local_rank, backend=run.parallelism.distributed_backend)
     if not dist.is_initialized():
         try:
@@ -46,14 +46,14 @@ def start_processes(run: ResolvedRun, info: RankInfo, store: Any) -> None:
             raise TopologyError(
                 f"rank {info.rank} of {info.world_size} cannot connect to the others: "
                 f"{str(error).splitlines()[0]}",
-                rule="every rank reaches every other at the address that it announces",
+                rule="every rank is reachable at the address that it announces",
                 flags=["--distributed-backend"],
-                fix="look at GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with NCCL, and at firewalls",
+                fix="check GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with NCCL, and firewalls",
             ) from error
 
 
 def _connect(settings: ParallelismSettings, info: RankInfo, store: Any) -> None:
-    """Create the world process group of the backend that the settings name."""
+    """Create the world process group."""
     backend, timeout = settings.distributed_backend, settings.distributed_timeout_minutes
     if backend == MPI:
         ranks = info.rank, info.world_size
@@ -74,7 +74,7 @@ def create_groups(
     get_embedding_ranks: StageRanks | None = None,
     get_position_embedding_ranks: StageRanks | None = None,
 ) -> RunProcessGroups:
-    """Create the parallel groups of this rank and make them the current ones.
+    """Create the parallel groups of this rank and set them as the current groups.
 
     Communication:
         collective on the world, see `build_process_groups`.
@@ -99,22 +99,22 @@ def create_groups(
 
 
 def _embedding_ranks(run: ResolvedRun) -> StageRanks:
-    """Return a function from the ranks of a pipeline to the ranks with a copy of the embedding."""
+    """Return a function: ranks of a pipeline -> ranks with a copy of the embedding."""
     layout = explicit_layout(run.transformer_config)
     if layout is None or not layout.mtp_on_earlier_stage:
         return default_embedding_ranks
     is_tied = not run.model.untie_embeddings_and_output_weights
     holders = sorted(set(layout.embedding_holders(is_tied=is_tied)))
-    if len(holders) == 1:  # its copies are added without communication
+    if len(holders) == 1:  # gradients of copies on one rank are added without communication
         return default_embedding_ranks
     return lambda stages: [stages[holder] for holder in holders]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch, the same on all ranks.
+    """Seed Python, numpy and torch with the same seed on all ranks.
 
-    Weights, dropout and the order of samples are keyed by name, sample and layer under this seed
-    and not by rank, so every layout draws the same.
+    The keys of random numbers for weights, dropout and the order of samples are this seed, names,
+    samples and layers, but not ranks, so every layout has the same random numbers.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -124,7 +124,7 @@ def seed_everything(seed: int) -> None:
 
 
 def set_numerics(run: ResolvedRun) -> None:
-    """Switch process-wide options of torch and of logging that the settings ask for."""
+    """Set the process-wide options of torch and logging from the settings."""
     if run.parallelism.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     if run.precision.disable_bf16_reduced_precision_matmul:
@@ -135,7 +135,7 @@ def set_numerics(run: ResolvedRun) -> None:
 
 
 def shut_down() -> None:
-    """Destroy groups and the process group; nothing to do if there are none."""
+    """Destroy the parallel groups and the world process group, if they exist."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

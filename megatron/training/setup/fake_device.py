@@ -1,10 +1,10 @@
-"""Be one rank of a run of any size: tensors have shapes and no memory, messages reach nobody.
+"""Run this process as one rank of a run of any size, with fake tensors and without communication.
 
-The code that runs is that of training. torch's "fake" process group gives this process a place in
-a world of any size, and its collectives return at once; under `FakeTensorMode` an operation
-computes shapes only. What the host would read of a tensor is answered here: a router is taken to
-spread its tokens evenly, a gradient to be finite. Rows of experts that a CPU fills to whole tiles
-get half a tile, as they do on average.
+The training code itself runs. torch's "fake" process group gives this process a rank in a world of
+any size, and its collectives return at once; under `FakeTensorMode`, operations compute shapes
+only. This module returns plausible values where the host reads a tensor: a router distributes its
+tokens evenly, and gradients are finite. On CPUs, expert inputs are padded to whole tiles; the
+padding counts as half a tile per expert, its average.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _SIMPLE = {
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.mul.out,
 }
-"""Operations whose result is on the device of their tensors, and follows from shapes alone. For
-others a look at what `FakeTensorMode` has cached takes less time."""
+"""Operations whose result has the device of their tensors and depends on shapes only. For other
+operations, the cache of `FakeTensorMode` is faster."""
 
 _MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
-"""Those of them that may read another device."""
+"""Operations of `_SIMPLE` that may read a tensor of another device."""
 
 
 def _norm(
@@ -84,7 +84,7 @@ def _norm(
 def _added(
     total: Tensor, left: Tensor, right: Tensor, *_: object, out: Tensor, **__: object
 ) -> Tensor:
-    """Return the sum of a tensor [m, n] and left [m, t] @ right [t, n], which is written to it."""
+    """Return total [m, n] in place of total + left [m, t] @ right [t, n], written to total."""
     shape = (left.shape[0], right.shape[1])
     if not (out is total and left.shape[1] == right.shape[0] and total.shape == shape):
         raise RuntimeError(f"{left.shape} @ {right.shape} does not fit {total.shape}")
@@ -95,15 +95,15 @@ _SHAPES: Mapping[Any, Callable[..., Tensor]] = {
     torch.ops.aten.linalg_vector_norm.default: _norm,
     torch.ops.aten.pow_.Scalar: lambda x, _: x,
 } | ({torch.ops.aten.addmm.dtype_out: _added} if hasattr(torch.ops.aten.addmm, "dtype_out") else {})
-"""Shape functions in place of torch's own: those take a millisecond, for hundreds of buffers, and
-torch 2.11 has none that works for the last."""
+"""Shape functions that replace torch's: torch's take a millisecond each, for hundreds of buffers,
+and torch 2.11 has none for the last operation."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):
-    """Asks torch's own shape functions about the most frequent operations directly.
+    """Calls torch's shape functions directly for the most frequent operations.
 
-    A step of a large model is mostly views of gradient buffers at ever other offsets, for each of
-    which `FakeTensorMode` looks for a decomposition and a cached result first.
+    Most operations of a large model's step are views of gradient buffers at different offsets.
+    `FakeTensorMode` would search a decomposition and a cached result for each view.
     """
 
     @classmethod
@@ -134,38 +134,38 @@ class QuickFakeTensorMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
             made = shape_of(*args, **options)
-        # What works in place returns its argument.
+        # In-place operations return their argument.
         return made if isinstance(made, FakeTensor) else FakeTensor(self, made, place)
 
 
 def _device_of(argument: Any) -> torch.device | None:
-    """Return the device of a tensor; None of anything else."""
+    """Return the device of a tensor, None for other arguments."""
     return device_of(argument) if isinstance(argument, Tensor) else None
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Return the device of a tensor; to ask one without values for it is an operation."""
+    """Return the device of a tensor; `FakeTensor.device` would dispatch an operation."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 class HostAnswers:
-    """Answers what the host asks of tensors that have no values.
+    """Returns plausible values where the host reads fake tensors.
 
     Args:
-        routed_share: share of a router's (token, expert) pairs that are chosen.
+        routed_share: share of the (token, expert) pairs that a router chooses.
     """
 
     def __init__(self, routed_share: float = 0.0) -> None:
         self._routed_share = routed_share
         self._num_assignments: int | None = None
-        """Rows that the last routing map was said to have, until the host asks for its counts."""
-        self._known: Any = WeakIdKeyDictionary()  # what `torch.tensor` was made of
+        """Assumed number of entries in the last routing map, until the host reads its counts."""
+        self._known: Any = WeakIdKeyDictionary()  # tensor -> argument of `torch.tensor`
         self._addresses: Any = WeakIdKeyDictionary()
         self._numbers = itertools.count(1)
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Inside, fake tensors answer."""
+        """Let fake tensors return values in this block."""
         answers = {
             "tolist": lambda x: self.tolist(x),
             "item": lambda x: self._item(x),
@@ -183,7 +183,7 @@ class HostAnswers:
 
         def remembered(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             made = make(data, *args, **kwargs)
-            # A tensor that torch knows the values of is copied with them, which needs memory there.
+            # If torch had the values, copies of the tensor would have memory.
             made = torch.empty(made.shape, dtype=made.dtype, device=device or made.device)
             self._known[made] = data
             return made
@@ -196,7 +196,7 @@ class HostAnswers:
             yield
 
     def tolist(self, x: Tensor) -> Any:
-        """Return values [...]; a fake tensor would ask for each of them by itself."""
+        """Return the values [...] at once instead of one `item` per element."""
         if x in self._known:
             return self._known[x]
         if x.is_floating_point() or x.dtype == torch.bool:
@@ -247,7 +247,7 @@ def _take_data(parameter: Tensor, converted: Tensor) -> None:
 
 
 def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
-    """Return functions of torch.distributed for ranks that all say what this one says."""
+    """Return functions of torch.distributed that return this rank's object for all ranks."""
 
     def all_gather_object(gathered: list[Any], value: object, **_: object) -> None:
         gathered[:] = [value] * len(gathered)
@@ -256,7 +256,7 @@ def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
         if gathered is not None:
             gathered[:] = [value] * len(gathered)
 
-    # A group that is not gloo's is taken to have NCCL's collectives.
+    # Other backends than gloo are assumed to have NCCL's collectives.
     named = {"get_backend": lambda group=None: backend} if backend == "gloo" else {}
     return named | {
         "all_gather_object": all_gather_object,
@@ -268,7 +268,7 @@ def _answers_of_others(backend: str) -> dict[str, Callable[..., Any]]:
 def _largest_tile(
     queries: SequenceShard, keys: SequenceShard, mask: MaskSpec, max_rows: int, max_keys: int
 ) -> Iterator[Tile]:
-    """Yield one tile of attention: each frees its memory before the next, the largest has most."""
+    """Yield the largest tile of attention only: each tile frees its memory before the next."""
     find = _found_tile if mask.document_ids is None else _found_tile.__wrapped__
     largest = find(queries, keys, mask, max_rows, max_keys)
     if largest is not None:
@@ -277,14 +277,14 @@ def _largest_tile(
 
 @functools.lru_cache
 def _found_tile(*args: Any) -> Tile | None:
-    """Return the largest tile of `tiles(*args)`; every layer and micro batch asks for the same."""
+    """Return the largest tile of `tiles(*args)`; it is equal for all layers and micro batches."""
     return max(
         tiles(*args), key=lambda tile: _rows_of(tile.query) * _rows_of(tile.key), default=None
     )
 
 
 def _first_block(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Yield the first block of rows: none of the others has more."""
+    """Yield the first block of rows only; no other block is larger."""
     yield from itertools.islice(row_blocks(rows, columns, device), 1)
 
 
@@ -299,38 +299,38 @@ _WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
         lambda *_, **__: None,
     ),
 )
-"""Functions that only write values, or compare what different ranks hold."""
+"""Functions that only write values or compare ranks -> functions without effect."""
 
 _PARTS: Sequence[tuple[str, Callable[..., Any]]] = (
     ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
     ("megatron.core.kernels.vocab_softmax.row_blocks", _first_block),
 )
-"""Functions that repeat for the rest of a tensor what they did for a part."""
+"""Functions that split a tensor into parts -> functions that return the largest part only."""
 
 _MISSING_ROWS = "megatron.core.kernels.grouped_products.missing_rows"
 
 
 def _rows_that_miss(backend: str) -> int:
-    """Return how many rows an expert's are from a whole tile on average: accelerators fill none."""
+    """Return the average number of padding rows of an expert; accelerators pad no tiles."""
     return ROWS_OF_A_TILE // 2 if backend == "gloo" else 0
 
 
 @contextmanager
 def fake_place(rank: int, world_size: int, *, backend: str = "gloo") -> Iterator[None]:
-    """Make this process one rank of `world_size` ones; its tensors are real, its peers are not.
+    """Make this process one rank of `world_size` ranks, with real tensors and without peers.
 
     Args:
-        backend: whose ways of moving tensors are taken: "gloo" or "nccl".
+        backend: "gloo" or "nccl", which selects the code paths of communication.
     Raises:
         TopologyError: this process is a rank of a real run.
     """
     if dist.is_initialized():
         raise TopologyError(
             "this process is a rank of a run that has started.",
-            rule="an imaginary rank needs a process that belongs to no process group",
-            fix="plan before torch.distributed.init_process_group, or in a process of its own",
+            rule="a fake rank needs a process without a process group",
+            fix="plan before torch.distributed.init_process_group, or in a separate process",
         )
-    report = sys.excepthook  # torch puts the rank before each line of it
+    report = sys.excepthook  # torch prefixes each line with the rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with ExitStack() as stack:
@@ -353,13 +353,12 @@ def fake_rank(
     routed_share: float = 0.0,
     repeats: bool = False,
 ) -> Iterator[FakeTensorMode]:
-    """Make this process an `fake_place` in which new tensors have no memory.
+    """Make this process a rank as in `fake_place`, with fake tensors.
 
     Args:
         rank, world_size, backend: see `fake_place`.
         routed_share: see `HostAnswers`.
-        repeats: whether what repeats for all parts of a tensor is done for each of them, and not
-            for the largest one alone.
+        repeats: whether to process all parts of split tensors instead of the largest part only.
     Raises:
         TopologyError: this process is a rank of a real run.
     """
@@ -367,7 +366,7 @@ def fake_rank(
         stack.enter_context(mock.patch(_MISSING_ROWS, return_value=_rows_that_miss(backend)))
         for function, without_values in (*_WITHOUT_VALUES, *(() if repeats else _PARTS)):
             stack.enter_context(mock.patch(function, without_values))
-        # What `Module.to` does with real tensors.
+        # As `Module.to` handles real tensors.
         stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", _take_data))
         mode = stack.enter_context(QuickFakeTensorMode())
         stack.enter_context(HostAnswers(routed_share).given())

@@ -1,4 +1,4 @@
-"""From a command line to a running session: settings agreed, processes up, groups made."""
+"""Start a session: read and compare settings, connect the ranks, create process groups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megatron.training.setup.distributed import (
 
 @dataclass
 class Session:
-    """What is up before there is a model."""
+    """State of a run before its model is built."""
 
     run: ResolvedRun
     groups: ProcessGroupCollection
@@ -55,19 +55,19 @@ class Session:
     tensorboard: Any = None
     wandb: Any = None
     attempt: RestartAttempt | None = None
-    """Of a run that an in-process restart may begin again."""
+    """The attempt of a run with in-process restarts."""
 
 
 ReadCommand = Callable[[], ParsedCommand]
 
 
 def read_settings(read: ReadCommand, world_size: int, status: RunStatus) -> ResolvedRun:
-    """Read, derive and check the settings; nothing is started.
+    """Read, derive and check the settings, without starting processes.
 
     Args:
-        status: told where the run saves, for the report if the settings are refused.
+        status: receives the save directory, for the failure report.
     Raises:
-        ConfigError: with all problems.
+        ConfigError: the settings are invalid; the error lists all problems.
     """
 
     def ranks(config: RunConfig) -> int:
@@ -89,14 +89,14 @@ def start_session(
     claims_save_directory: bool = False,
     attempt: RestartAttempt | None = None,
 ) -> Session:
-    """Bring up this rank's part of the run.
+    """Initialize this rank.
 
     Args:
-        status: receives the rendezvous store, and what the rank is doing, for the failure report.
-        store: a rendezvous store that exists already.
-        attempt: the ranks of this attempt, and the copies that the process kept of earlier ones.
-        claims_save_directory: refuse a directory that another run saves into, before anything is
-            built.
+        status: receives the rendezvous store and the rank's activity, for the failure report.
+        store: an existing rendezvous store.
+        attempt: the ranks of this attempt, and the process's copies of the state from earlier
+            attempts.
+        claims_save_directory: lock the save directory, or fail if another run saves into it.
     Communication:
         comparison of settings through the store; creation of the process groups.
     """
@@ -124,10 +124,10 @@ def start_session(
 
 
 def agreed_settings(read: ReadCommand, info: RankInfo, status: RunStatus) -> ResolvedRun:
-    """Read the settings and compare them with the other ranks'.
+    """Read the settings and compare them with the other ranks' settings.
 
     Raises:
-        ConfigError: on all ranks, if the settings of any rank are wrong or differ.
+        ConfigError: on all ranks, if the settings of any rank are invalid or differ.
     """
     status.activity = "reading the settings"
     run: ResolvedRun | None = None
@@ -144,7 +144,7 @@ def agreed_settings(read: ReadCommand, info: RankInfo, status: RunStatus) -> Res
 
 
 def watch_ranks(run: ResolvedRun, info: RankInfo, status: RunStatus, *, restarts: bool) -> None:
-    """Start to watch the launcher, the ranks of this machine, and whether this rank progresses."""
+    """Start to watch the launcher, the ranks of this machine, and the progress of this rank."""
     store = status.store
     status.peers = LocalPeers.meet(store, info)
     if status.watch is not None:
@@ -176,7 +176,7 @@ def connect_ranks(
 
 
 def with_tokenizer(run: ResolvedRun, status: RunStatus) -> tuple[ResolvedRun, Any]:
-    """Build the tokenizer and derive the size of the embedding from it."""
+    """Build the tokenizer and derive the vocabulary size."""
     status.activity = "building the tokenizer"
     tokenizer = build_tokenizer(run.namespace())
     run = resolve_vocabulary(run, tokenizer.vocab_size)
@@ -211,7 +211,7 @@ def open_writers(
 
 
 def announce(run: ResolvedRun) -> None:
-    """Print what was derived, and which flags have no effect here."""
+    """Print derived values, and flags without effect."""
     for line in (*notes(run.config), *run.notes):
         print_rank_0(f" note: {line}")
     only_uses_the_model = run.schedule.skip_train and not run.schedule.eval_iters
@@ -221,7 +221,7 @@ def announce(run: ResolvedRun) -> None:
 
 
 def publish(session: Session) -> None:
-    """Fill the named slots that third parties read."""
+    """Set the global variables of Megatron that scripts read."""
     run = session.run
     global_vars.set_args(run.namespace())
     global_vars.set_timers(session.timers)
@@ -233,7 +233,7 @@ def publish(session: Session) -> None:
 
 
 def configure_num_microbatches(run: ResolvedRun) -> None:
-    """Give Megatron's calculator of micro batches the batch sizes of `run`."""
+    """Set the batch sizes of `run` in Megatron's calculator of micro batches."""
     sizes = run.schedule.calculator_settings(run.topology.data_parallel_size, run.model.seq_length)
     calculator.reconfigure_num_microbatches_calculator(run.topology.rank, **sizes)
 
@@ -253,7 +253,7 @@ def open_tensorboard(run: ResolvedRun) -> Any:
 
 
 def open_wandb(run: ResolvedRun) -> Any:
-    """Return the wandb module with an open run, or None; offline where it cannot log in."""
+    """Return the wandb module with an open run, offline if the login fails, or None."""
     if not run.logging.wandb_project or not is_last_rank():
         return None
     wandb = optional_imports.require("wandb", purpose="--wandb-project")
@@ -266,10 +266,10 @@ def open_wandb(run: ResolvedRun) -> Any:
     }
     try:
         wandb.init(**settings)
-    except wandb.Error as error:  # no key, or nobody answers; this rank alone must not end the run
+    except wandb.Error as error:  # an error on this rank only must not end the run
         print(
             f"wandb: {error}\nwandb: the run is recorded offline; upload it with `wandb sync`, or "
-            "run `wandb login` first. WANDB_MODE=offline or disabled says so beforehand.",
+            "run `wandb login` first. WANDB_MODE=offline or WANDB_MODE=disabled avoids the login.",
             flush=True,
         )
         wandb.init(**settings, mode="offline")

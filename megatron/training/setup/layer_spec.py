@@ -1,4 +1,4 @@
-"""Which layers a model is made of: the built-in ones, or a spec of the user's."""
+"""Select the layer spec of a model: a built-in spec or the user's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.model import ModelSettings
 
 LOCAL = ["local"]
-"""Megatron's word for layers in plain torch, in place of a module and a name."""
+"""Megatron's value of --spec for layers in plain torch, instead of a module and a name."""
 
 
 def layer_spec(model: ModelSettings, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of the layers of this chunk, from --spec and --transformer-impl.
 
-    `--spec my_package.my_module my_spec` names a ModuleSpec, or a function that takes the
-    TransformerConfig (or nothing), and vp_stage if it has such an argument, and returns one.
-    `--spec local` is --transformer-impl local.
+    `--spec my_package.my_module my_spec` names a ModuleSpec or a function that returns one. The
+    function takes the TransformerConfig or nothing, and optionally vp_stage. `--spec local` means
+    --transformer-impl local.
 
     Raises:
-        ConfigError: it cannot be imported, or not be called so.
+        ConfigError: the spec cannot be imported, or needs other arguments.
     """
     if not model.spec or model.spec == LOCAL:
         uses_engine = model.transformer_impl == "transformer_engine" and not model.spec
@@ -43,10 +43,10 @@ def layer_spec(model: ModelSettings, config: TransformerConfig, vp_stage: int | 
         signature.bind(*words, **options)
     except TypeError as error:
         raise ConfigError(
-            f"--spec {' '.join(model.spec)} cannot be called with a config alone: {error}.",
-            rule="a function of --spec takes the TransformerConfig, or nothing, and maybe vp_stage",
+            f"--spec {' '.join(model.spec)} cannot be called with a config only: {error}.",
+            rule="a function of --spec takes the TransformerConfig or nothing, optionally vp_stage",
             flags=["--spec"],
-            fix="write a function of the config that calls it, and name that function",
+            fix="write a function of the config that calls it, and name your function",
         ) from error
     return found(*words, **options)
 
@@ -55,13 +55,13 @@ def imported_spec(words: list[str]) -> Any:
     """Return the object that --spec names.
 
     Raises:
-        ConfigError: the words are no module and name, or it cannot be imported.
+        ConfigError: the words are not a module and a name, or the object cannot be imported.
     """
     path = ".".join(words)
     module, _, name = path.rpartition(".")
     if len(words) > 2 or not module or not name or module.startswith("."):
         raise ConfigError(
-            f"--spec {' '.join(words)} is no module with a name.",
+            f"--spec {' '.join(words)} is not a module and a name.",
             rule="--spec is a module and the name of a spec or function in it",
             flags=["--spec"],
             fix="use --spec package.module name, with the package on PYTHONPATH",

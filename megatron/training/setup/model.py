@@ -44,8 +44,8 @@ ModelProvider = Callable[..., nn.Module]
 def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     """Return the settings of the data-parallel wrapper.
 
-    Gradients are not searched for NaN before their reduction, which would read them once more:
-    the step checks the losses and the optimizer checks the norm, both before the update.
+    Gradients are not checked for NaN before their reduction, which would read them once more: the
+    step checks the losses and the optimizer checks the norm, both before the update.
     """
     fields = fields_of(DataParallelFlags, run.ddp) | fields_of(ShardedOptimizerFlags, run.ddp)
     optimizer = run.optimizer
@@ -56,7 +56,7 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
 
 
 def adapter_settings(lora: LoraSettings) -> AdapterSettings | None:
-    """Return the settings of the adapters that are trained, or None."""
+    """Return the settings of the trained adapters, or None."""
     if lora.lora_rank is None:
         return None
     return AdapterSettings(
@@ -78,8 +78,8 @@ def build_model(
     """Return this rank's chunks in order, on its device and in its dtype.
 
     Args:
-        provider: called once per chunk with those of `pre_process`, `post_process`, `vp_stage`,
-            `config`, `pg_collection` and `run` that it takes.
+        provider: called once per chunk. Its arguments may be any of `pre_process`, `post_process`,
+            `vp_stage`, `config`, `pg_collection` and `run`.
     """
     config = copy.copy(run.transformer_config)  # each model sets its own callbacks in it
     chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
@@ -107,7 +107,7 @@ def build_chunks(
     """
     layout, pp_rank = pipeline_layout(config), groups.pp.rank()
     num_chunks = run.parallelism.virtual_pipeline_model_parallel_size or 1
-    # A model whose parameters will be sharded need not fit as a whole: it is filled unit by unit.
+    # A model with sharded parameters need not fit into memory: it is filled unit by unit.
     shards_parameters = run.ddp.use_torch_fsdp2
     shards_parameters |= run.ddp.data_parallel_sharding_strategy == "optim_grads_params"
     chunks = []
@@ -133,7 +133,7 @@ def build_chunks(
 
 
 def move_and_convert(run: ResolvedRun, chunks: list[nn.Module]) -> list[nn.Module]:
-    """Return the chunks on this rank's device, in half precision if the run asks for it."""
+    """Return the chunks on this rank's device, with --bf16 or --fp16 in half precision."""
     where = device.current_device()
     chunks = [chunk.to(where) for chunk in chunks]
     if run.precision.fp16 or run.precision.bf16:
@@ -158,7 +158,7 @@ def wrap_for_data_parallelism(
 def kernels_of_run(
     run: ResolvedRun, config: TransformerConfig, device_type: str
 ) -> list[KernelLine]:
-    """Return which kernels a training step takes on a type of device, present or not."""
+    """Return the kernels of a training step on a type of device, which may be absent."""
     return kernel_choices(
         config,
         device_type,
@@ -181,12 +181,12 @@ def _announce_kernels(run: ResolvedRun, config: TransformerConfig) -> None:
         found = f"none, {why}" if why else "dense ones, each whole in two graphs per micro batch"
         print_rank_0(f" > layers that are captured: {found}")
     for line in lines:
-        if line.operation == EXCHANGE.operation:  # asked for by name, so say why it is another
+        if line.operation == EXCHANGE.operation:  # the line contains why it is not the flag's
             print_rank_0(f" > {line}")
 
 
 def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
-    """Call with the options that `provider` takes: older providers take only the first two.
+    """Call `provider` with the options that it takes; older providers take only the first two.
 
     Raises:
         ConfigError: a rank has several chunks, and the provider does not take `vp_stage`.
@@ -199,7 +199,7 @@ def _call_with_known(provider: ModelProvider, **options: Any) -> nn.Module:
         name = getattr(provider, "__name__", type(provider).__name__)
         raise ConfigError(
             f"{name}() takes no vp_stage, and ranks have several model chunks.",
-            rule="it is called once for each chunk, and vp_stage says which one to build",
+            rule="it is called once for each chunk, and vp_stage is the number of the chunk",
             flags=["--num-virtual-stages-per-pipeline-rank",
                    "--num-layers-per-virtual-pipeline-stage"],
             fix=f"give {name}() an argument vp_stage=None and pass it to the model",
@@ -220,7 +220,7 @@ def _announce_size(chunks: list[nn.Module], groups: ProcessGroupCollection) -> N
 
 
 def refuse_other_models(where: str, model_type: ModelType) -> None:
-    """Raise `ConfigError` for an encoder and a decoder in one model."""
+    """Raise `ConfigError` for a model type with encoder and decoder."""
     refuse_given(
         where,
         {f"model_type={model_type}": model_type == ModelType.encoder_and_decoder},
@@ -240,7 +240,7 @@ def get_model(
 
     Args:
         model_provider_func: see `build_model`.
-        config: accepted; the settings give it.
+        config: accepted and ignored; the settings determine it.
     """
     refuse_other_models("get_model", model_type)
     run = run_as_in(global_vars.get_args())

@@ -1,4 +1,4 @@
-"""The optimizer and the schedules of learning rate and weight decay."""
+"""Build the optimizer and the schedules of learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build_optimizer(
 
 
 def build_scheduler(run: ResolvedRun, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return the schedules; they count samples (see `resolve`)."""
+    """Return the schedules; their lengths are in samples (see `resolve_lengths`)."""
     rates, schedule = run.optimizer, run.schedule
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Which ranks begin a pipeline stage, and which read data."""
+"""Find the first ranks of pipeline stages and the ranks that read data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron.training.config.resolved import ResolvedRun
 def is_dataset_built_on_rank(run: ResolvedRun, vp_stage: int | None = None) -> bool:
     """Return whether this rank's chunk needs micro batches.
 
-    The first stage needs tokens; the last one, and one that predicts later tokens, labels. Masks
-    that follow the documents (--reset-attention-mask, --sft), and where the text of an encoder
-    ends, are needed by every stage.
+    The first stage needs tokens. The last stage, and stages of multi-token prediction, need labels.
+    Every stage needs document masks (--reset-attention-mask, --sft), the position of padding, and
+    the packing of dynamic context parallelism.
     """
     is_padded = run.encoders.traits.is_padded
-    is_packed = run.parallelism.hybrid_context_parallel  # then every stage knows who shares a row
+    is_packed = run.parallelism.hybrid_context_parallel
     if run.data.reset_attention_mask or run.data.sft or is_padded or is_packed:
         return True
     layout = pipeline_layout(run.transformer_config)

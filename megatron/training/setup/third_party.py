@@ -1,6 +1,6 @@
-"""Megatron's function forms of what `pretrain` does, for scripts with their own loop.
+"""Megatron's functions for the parts of `pretrain`, for scripts with their own loop.
 
-They take their settings from the slots of `global_vars`, which `initialize_megatron` fills.
+They read their settings from `global_vars`, which `initialize_megatron` sets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def setup_model_and_optimizer(
     model_type: ModelType = ModelType.encoder_or_decoder,
     checkpointing_context: Mapping[str, object] | None = None,
 ) -> tuple[list[nn.Module], Any, Any]:
-    """Return (model chunks, optimizer, parameter scheduler), loaded if --load names something."""
+    """Return (model chunks, optimizer, parameter scheduler), loaded from --load if it is given."""
     refuse_other_models("setup_model_and_optimizer", model_type)
     args, groups = global_vars.get_args(), ProcessGroupCollection.current()
     run = run_as_in(args)
@@ -63,8 +63,8 @@ def train_step(
 
     Returns:
         (losses on the last stage, 1 if skipped else 0, should checkpoint, should exit, exit code,
-        grad norm, zeros in the gradient); the three in the middle are False, False, 0: a step
-        that is not finite raises NumericsError instead.
+        grad norm, zeros in the gradient). The three values in the middle are always False, False
+        and 0: a step that is not finite raises NumericsError.
     """
     args = global_vars.get_args()
     run = run_as_in(args)
@@ -102,14 +102,14 @@ def train_step(
 
 
 def get_train_valid_test_num_samples() -> list[int | None]:
-    """Return the samples that the run asks of each split."""
+    """Return the number of samples that the run needs from each split."""
     return list(sample_counts(run_as_in(global_vars.get_args())))
 
 
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[..., object],
 ) -> tuple[Any, Any, Any]:
-    """Return the iterators of micro batches of this rank; for several validation sets, a list."""
+    """Return this rank's iterators (train, valid, test); valid is a list for several sets."""
     args = global_vars.get_args()
     state = TrainState(
         consumed_train_samples=args.consumed_train_samples,

@@ -1,11 +1,11 @@
-"""Memory of the ranks of a run, read from the program that would run.
+"""Memory of the ranks of a run, traced from the training code.
 
-`trace_rank` runs the training step of one rank on tensors without memory, so weights, gradients,
-optimizer state, activations, temporaries and communication buffers are those of the code, in the
-order of the pipeline's own program. `memory_of_stages` traces as few ranks as possible: stages with
-the same contents once, and with one micro batch where the schedule is 1F1B, because p - r micro
-batches wait on stage r, each of which keeps what one keeps. Ranks of other schedules are traced
-each, with at most twice as many micro batches as stages.
+`trace_rank` runs the training step of one rank with fake tensors, so it counts the weights,
+gradients, optimizer state, activations, temporaries and communication buffers of the actual code,
+in the order of the pipeline schedule. `memory_of_stages` traces as few ranks as possible. For 1F1B
+it traces stages with the same contents once, with one micro batch: on stage r of p, p - r micro
+batches are in flight, and each keeps the same bytes. For other schedules it traces every stage,
+with at most twice as many micro batches as stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TITLES = ("peak", *(kind.value for kind in Kind))
 
 
 class UntraceableStepError(ConfigError):
-    """An operation of the step reads values, which tensors without memory do not have."""
+    """An operation of the step reads values, which fake tensors do not have."""
 
 
 def routed_share(run: ResolvedRun) -> float:
@@ -47,13 +47,13 @@ def trace_rank(
     backend: str = "gloo",
     num_microbatches: int | None = None,
 ) -> RankTrace:
-    """Return what the memory of one rank does in a step.
+    """Return the memory of one rank over a step.
 
     Args:
         run: resolved, with its vocabulary.
-        rank: among all ranks of the run; one at its place in the grid speaks for its replicas.
-        backend: whose ways of moving tensors are taken, "gloo" or "nccl".
-        num_microbatches: in place of those of the settings.
+        rank: global rank; all replicas of a rank have the same memory.
+        backend: "gloo" or "nccl", which selects the code paths of communication.
+        num_microbatches: replaces the number in the settings.
     Raises:
         TopologyError: this process is a rank of a run.
         UntraceableStepError: for example torch's FSDP2, or the linear cross entropy.
@@ -83,11 +83,11 @@ class StageMemory:
     """The peak of one rank of a pipeline stage.
 
     Attributes:
-        contents: letters of its layers, see `pipeline_parallel.layout`; chunks apart.
-        peak_bytes: the most at a time.
-        kinds: what they are for.
-        place: when that is.
-        in_flight: micro batches that wait for their backward, at most.
+        contents: letters of the layers of each chunk, see `pipeline_parallel.layout`.
+        peak_bytes: maximum number of bytes.
+        kinds: bytes of each kind at the peak.
+        place: time of the peak within the step.
+        in_flight: maximum number of micro batches that wait for their backward pass.
     """
 
     stage: int
@@ -106,7 +106,7 @@ class StageMemory:
 def memory_of_stages(
     run: ResolvedRun, script: ModelScript, *, all_stages: bool = True
 ) -> list[StageMemory]:
-    """Return the memory of the first rank of each pipeline stage, with NCCL's ways of sending.
+    """Return the memory of the first rank of each pipeline stage, with NCCL.
 
     Args:
         run: resolved, with its vocabulary.
@@ -123,7 +123,7 @@ def memory_of_stages(
     for stage, rank in enumerate(ranks):
         if not (is_replayed or all_stages or stage in (0, len(ranks) - 1)):
             continue
-        # Of other schedules all ranks differ, and are traced with their whole program.
+        # In other schedules all stages differ, and each is traced with its whole program.
         key = contents_of_rank(run, layout, stage) if is_replayed else stage
         if key not in traces:
             traces[key] = trace_rank(
@@ -149,7 +149,7 @@ def _num_microbatches(run: ResolvedRun) -> int:
 
 
 def _message_bytes(run: ResolvedRun) -> int:
-    """Return the bytes of what crosses a stage boundary, [s/cp, b, h] or [s/cp/tp, b, h]."""
+    """Return the bytes of a tensor [s/cp, b, h] or [s/cp/tp, b, h] sent between stages."""
     config, sizes = run.transformer_config, run.parallelism
     tokens = run.model.seq_length // sizes.context_parallel_size * run.schedule.micro_batch_size
     split = sizes.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -158,7 +158,7 @@ def _message_bytes(run: ResolvedRun) -> int:
 
 
 def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> Hashable:
-    """Return what decides the memory of a stage: its parts, and the kind of each layer."""
+    """Return a key that determines the memory of a stage: its parts and the kind of each layer."""
     config = run.transformer_config
     kinds, skips = config.layer_kinds(), config.no_rope_freq
     chunks = []
@@ -182,17 +182,17 @@ def _as_traced(trace: RankTrace, stage: int, contents: str) -> StageMemory:
 def _with_waiting(
     trace: RankTrace, stage: int, contents: str, waiting: int, message: int
 ) -> StageMemory:
-    """Return a trace as it is with `waiting` micro batches in flight in place of one.
+    """Extrapolate a trace of one micro batch to `waiting` micro batches in flight.
 
     Args:
-        message: bytes of a message from the stage before; 0 if there is none.
+        message: bytes of a message from the previous stage; 0 on the first stage.
     """
     forward = next(step for step in trace.steps if step.step.op is Op.FORWARD)
     backward = next(step for step in trace.steps if step.step.op is not Op.FORWARD)
-    # Tables of positions, which the first forward has made, stay. A backward ends with its input
-    # and the gradient of that, the one to be freed and the other to be sent.
+    # Position tables of the first forward pass stay allocated. At the end of a backward pass, its
+    # input and the input's gradient are still allocated, to be freed and to be sent.
     kept = (waiting - 1) * (forward.end - backward.end + 2 * message)
-    # Meanwhile the next input arrives, and an output and the gradient of another input leave.
+    # Meanwhile the next input is received, and an output and another input's gradient are sent.
     kept += 3 * message
     candidates = [
         (step.peak.num_bytes + kept, kept, step.peak, name)
@@ -211,7 +211,7 @@ def _with_waiting(
 
 
 def memory_table(stages: list[StageMemory]) -> str:
-    """Return one line for each stage, in GiB."""
+    """Return a table with one line for each stage, in GiB."""
     lines = [f"{'stage':>5}" + "".join(f"{title:>14}" for title in _TITLES) + "  at its peak"]
     for each in stages:
         values = (each.peak_bytes, *(each.kinds[kind] for kind in Kind))
@@ -223,7 +223,7 @@ def memory_table(stages: list[StageMemory]) -> str:
     most = max(stages, key=lambda each: each.peak_bytes)
     lines += [
         "",
-        f"most: stage {most.stage}, {most.peak_bytes / GIB:.2f} GiB of the allocator; the runtime's"
-        " context, workspaces of kernels and fragmentation come to that",
+        f"most: stage {most.stage}, {most.peak_bytes / GIB:.2f} GiB of the allocator, in addition"
+        " to the runtime's context, workspaces of kernels and fragmentation",
     ]
     return "\n".join(lines)

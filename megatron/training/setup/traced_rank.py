@@ -1,7 +1,7 @@
 """Build one rank of a run and train a step, while a `MemoryTimeline` counts the memory.
 
-The functions are those of a run: `build_model`, `build_optimizer`, the schedule's program and the
-optimizer's update. Nothing here knows whether tensors have values.
+This module calls the functions of a normal run: `build_model`, `build_optimizer`, the pipeline
+schedule and the optimizer's update. It works with real and fake tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 @dataclass(frozen=True)
 class ModelScript:
-    """What a training script brings: how a chunk is built, and how it runs a micro batch."""
+    """The functions of a training script that build a chunk and run a micro batch."""
 
     model_provider: Callable[..., nn.Module]
     forward_step: Callable[..., Any]
@@ -49,11 +49,11 @@ class ModelScript:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one compute step of a rank's program does to memory, with what comes before it."""
+    """Memory during one compute step of a rank's program and the communication before it."""
 
     step: Step
     begin: int
-    """Bytes alive when the compute step before it had ended."""
+    """Live bytes at the end of the previous compute step."""
     peak: Peak
     end: int
 
@@ -68,29 +68,29 @@ class RankTrace:
     optimizer: int = 0
     steps: list[StepMemory] = field(default_factory=list)
     kept_at_peak: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    """(micro batch, chunk) -> layer -> bytes that its forward pass has left for its backward pass,
-    for all that wait when the most bytes wait."""
+    """(micro batch, chunk) in flight -> layer -> bytes that are saved for the backward pass, when
+    the sum of saved bytes is largest."""
     reduction: Peak = field(default_factory=Peak)
-    """While gradients are finished."""
+    """Peak of the gradient reduction."""
     update: Peak = field(default_factory=Peak)
-    """While the optimizer updates."""
+    """Peak of the optimizer's update."""
     idle: int = 0
-    """Bytes alive between steps."""
+    """Live bytes between steps."""
 
     @property
     def peak(self) -> Peak:
-        """The most bytes in the whole step."""
+        """Peak of the whole step."""
         peaks = [*(step.peak for step in self.steps), self.reduction, self.update]
         return max(peaks, key=lambda peak: peak.num_bytes)
 
     @property
     def most_in_flight(self) -> int:
-        """Most forward passes of micro batches through a chunk that wait for their backward."""
+        """Number of forward passes that wait for their backward pass, when most bytes are saved."""
         return len(self.kept_at_peak)
 
     @property
     def peak_place(self) -> str:
-        """When the peak occurs, in words."""
+        """Time of the peak within the step, in words."""
         most = self.peak
         for found in self.steps:
             if found.peak is most:
@@ -100,7 +100,7 @@ class RankTrace:
 
 
 class TimelineRecorder(PipelineRecorder):
-    """Notes the timeline after each compute step of the program."""
+    """Records the timeline after each compute step of the program."""
 
     def __init__(self, timeline: MemoryTimeline, trace: RankTrace) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Noted(list[Span]):
 
 
 class SyntheticBatches:
-    """Micro batches [b, s] of random tokens, without end."""
+    """An infinite iterator of micro batches [b, s] of random tokens."""
 
     def __init__(self, run: ResolvedRun, vocab_size: int) -> None:
         self._shape = (run.schedule.micro_batch_size, run.model.seq_length)
@@ -163,7 +163,7 @@ class SyntheticBatches:
 
 
 class RankUnderTest:
-    """One rank of a run, built and ready for steps."""
+    """One rank of a run with its model, optimizer and data."""
 
     def __init__(
         self, run: ResolvedRun, script: ModelScript, timeline: MemoryTimeline | None
@@ -171,7 +171,7 @@ class RankUnderTest:
         """
         Args:
             run: resolved, with its vocabulary; torch.distributed is initialized.
-            timeline: entered already; None counts nothing.
+            timeline: an entered timeline; None disables counting.
         """
         self._timeline = timeline or MemoryTimeline()
         self._publish(run)
@@ -211,7 +211,7 @@ class RankUnderTest:
             if hasattr(chunk, "sharded_values"):
                 weights += [shard for own in chunk.sharded_values().values() for shard in own]
             self._timeline.classify(weights, Kind.WEIGHTS)
-        # What wrapping a model has made besides are the buffers of its gradients.
+        # All other storages of the data-parallel wrapper are gradient buffers.
         self._timeline.reclassify_all(Kind.TEMPORARY, Kind.GRADIENTS)
 
     @staticmethod
@@ -243,8 +243,8 @@ class RankUnderTest:
         """Train on one global batch.
 
         Args:
-            trace: filled with what the timeline has counted.
-            num_microbatches: in place of those of the settings.
+            trace: receives the counts of the timeline.
+            num_microbatches: replaces the number in the settings.
         """
         context, timeline = self.context, self._timeline
         plan = context.microbatches.plan(0)
@@ -275,10 +275,10 @@ class RankUnderTest:
 
 
 class _Unheard(P2PCommunicator):
-    """Channels to ranks that do not exist, which agree to every plan."""
+    """Communicator to ranks that do not exist; it skips the agreement of stages."""
 
     def begin_step(self, settings: dict[str, Any], neighbours: Any) -> None:
-        """Ask nobody."""
+        """Do nothing."""
 
     def end_step(self) -> None:
-        """Ask nobody."""
+        """Do nothing."""

@@ -161,7 +161,7 @@ def bad_distance(groups, root: Path) -> str:
 
 def test_a_copy_that_would_lie_with_its_owner_is_refused(ram_path: Path) -> None:
     for message in run_distributed(bad_distance, 4, ram_path, tp=2):
-        assert "would be with its owner" in message
+        assert "would be on the rank that owns it" in message
         assert "--replication-jump" in message
 
 

@@ -68,6 +68,6 @@ def test_a_stored_head_is_not_dropped_silently(ram_path: Path) -> None:
     run(train_and_save, Layout(), Model(is_tied=False), ram_path, 1)
     for layout in (Layout(), Layout(pp=2)):
         for message in run(refusal, layout, Model(), ram_path, "assume_ok_unexpected"):
-            assert "holds a head of its own (output_layer.weight)" in message
+            assert "contains a separate head (output_layer.weight)" in message
             assert "--untie-embeddings-and-output-weights" in message
     assert run(refusal, Layout(pp=2), Model(), ram_path, "ignore_all") == ["", ""]

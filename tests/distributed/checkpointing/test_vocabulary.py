@@ -29,7 +29,7 @@ def run(monkeypatch, checkpoint: Path, classes: int, **settings) -> Run:
     [
         (VOCABULARY + 1, "are missing", "use the tokenizer of the checkpoint"),
         (VOCABULARY + 40, "are missing", "use the tokenizer of the checkpoint"),
-        (VOCABULARY - 1, "are left out", f"give --vocab-size {VOCABULARY}"),
+        (VOCABULARY - 1, "are dropped", f"give --vocab-size {VOCABULARY}"),
     ],
 )
 def test_another_number_of_rows_is_refused(

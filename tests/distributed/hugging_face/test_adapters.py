@@ -323,10 +323,10 @@ def test_what_is_more_than_a_plain_adapter_is_refused(
         ("--lora-rank 4 --lora-dropout 1.0", "--lora-dropout 1.0"),
         ("--lora-rank 4 --save-adapter there", "--save-adapter there without --save"),
         ("--lora-rank 4 --lora-target-modules q_proj", "linear_qkv"),
-        (f"--lora-rank 4 --lora-target-modules {EXPERTS}", "of a model without experts"),
+        (f"--lora-rank 4 --lora-target-modules {EXPERTS}", "for a model without experts"),
         (f"--lora-rank 4 --use-dora --lora-target-modules {EXPERTS}", "--use-dora with adapters"),
         (f"{LORA} --lora-target-modules {EXPERTS}", "--lora-dropout with adapters"),
-        ("--lora-rank 4 --use-dora --num-experts 4 --save-adapter there", "learns no magnitudes"),
+        ("--lora-rank 4 --use-dora --num-experts 4 --save-adapter there", "learned magnitudes"),
     ],
 )  # fmt: skip
 def test_adapters_that_cannot_be_are_refused(base, words, named):

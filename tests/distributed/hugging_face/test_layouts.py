@@ -72,8 +72,8 @@ def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_
         config = json.loads((out / "config.json").read_text())
         assert stored == {config.get("dtype", config.get("torch_dtype"))}, name
         assert f"wrote a llama model in {stored.pop()} to {out}" in said[name]
-    assert "stored as bfloat16, and is trained in float32 here; --bf16" in said[""]
-    assert "is trained in float32" not in said["trained in bf16"]
+    assert "stored as bfloat16 and trained in float32; --bf16" in said[""]
+    assert "trained in float32" not in said["trained in bf16"]
     for name, dtype in {
         "": torch.float32, "in fp32": torch.float32, "in bf16": torch.bfloat16,
         "in fp16": torch.float16,

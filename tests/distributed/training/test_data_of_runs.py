@@ -194,7 +194,10 @@ def test_a_resume_with_other_data_is_refused_on_all_ranks_unless_allowed(corpora
         (["--data-path", "1", corpora[0], "3", corpora[2]], "the contents of a corpus"),
         (["--data-path", "1", corpora[0], "3", rewritten], "the contents of a corpus"),
         ([*blend, "--sample-order", "native"], "the kind of order (megatron, now native)"),
-        ([*blend, "--dataloader-type", "cyclic"], "in which ranks take samples (None, now cyclic)"),
+        (
+            [*blend, "--dataloader-type", "cyclic"],
+            "the order of samples over ranks (None, now cyclic)",
+        ),
         ([*blend, "--seed", "5"], "the seed of the shuffles (1234, now 5)"),
     ):
         with pytest.raises(DistributedFailure) as caught:

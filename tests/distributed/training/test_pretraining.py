@@ -160,7 +160,7 @@ def test_a_missing_checkpoint_fails_on_request(tmp_path):
     with pytest.raises(DistributedFailure) as caught:
         run_distributed(train_with_flags, 2, words)
     for outcome in caught.value.outcomes:
-        assert f"{tmp_path} holds no checkpoint" in outcome.error_message
+        assert f"{tmp_path} contains no checkpoint" in outcome.error_message
 
 
 def test_the_learning_rate_follows_its_curve(tmp_path):

@@ -179,7 +179,7 @@ def test_no_intact_checkpoint_is_an_error_and_never_a_random_model(ram_path: Pat
     with pytest.raises(CheckpointError, match="no checkpoint in .* is intact"):
         load(ram_path)
     shutil.rmtree(ram_path / "iter_0000005")
-    with pytest.raises(CheckpointError, match="names 5, and no checkpoint is there"):
+    with pytest.raises(CheckpointError, match="names 5, but there is no checkpoint"):
         load(ram_path)
 
 

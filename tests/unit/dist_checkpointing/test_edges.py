@@ -71,7 +71,7 @@ def test_a_save_directory_that_is_moved_away_is_not_made_anew(ram_path: Path) ->
     saver = checkpointer(directory, TinyModel(3.0))
     saver.save(TrainState(iteration=1))
     directory.rename(ram_path / "moved")
-    with pytest.raises(CheckpointError, match="is not any more"):
+    with pytest.raises(CheckpointError, match="does not exist any more"):
         saver.save(TrainState(iteration=2))
     assert not directory.exists()
     (ram_path / "moved").rename(directory)

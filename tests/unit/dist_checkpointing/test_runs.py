@@ -158,7 +158,7 @@ def test_pretrained_weights_are_used_only_until_the_run_has_its_own(ram_path: Pa
     assert restored is not None
     assert (model.value(), restored.train_state.iteration) == (2, 2)
     where = str(ram_path / "absent")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         checkpointer(ram_path, model, load=None, pretrained_checkpoint=where).load()
 
 
@@ -183,7 +183,7 @@ def test_a_path_that_is_no_checkpoint_never_leads_to_random_weights(ram_path: Pa
         "note.txt": "note.txt is a file",
         "note.txt/below": "note.txt is a file",
         "link": "link is a broken link",
-        ".": "it holds base, link, note.txt and no checkpoint",
+        ".": "it contains base, link, note.txt and no checkpoint",
     }
     for name, why in refused.items():
         for way in ("load", "pretrained_checkpoint"):
@@ -197,7 +197,7 @@ def test_logs_may_lie_in_the_directory_of_a_run_that_has_not_saved_yet(ram_path:
     assert load(ram_path) is None
     assert load(ram_path, save=str(ram_path / "tensorboard" / "..")) is None
     (ram_path / "model_optim_rng.pt").write_text("weights of another program")
-    with pytest.raises(CheckpointError, match="it holds model_optim_rng.pt and no checkpoint"):
+    with pytest.raises(CheckpointError, match="it contains model_optim_rng.pt and no checkpoint"):
         load(ram_path)
 
 

@@ -108,7 +108,7 @@ def test_a_half_precision_model_trained_in_fp32_is_told_the_flag(
     change_config(model, dtype=None, torch_dtype=None)
     change_config(model, **{field: stored})
     said = note_on_precision(model, trained)
-    assert said is None if flag is None else f"trained in float32 here; {flag} computes" in said
+    assert said is None if flag is None else f"trained in float32; {flag} computes" in said
 
 
 def test_an_unknown_field_of_a_config_is_refused_with_a_way_to_go_on(model):

@@ -180,5 +180,5 @@ def test_a_script_without_a_search_refuses_auto_parallel() -> None:
         (command.config, lambda _: [], None, lambda *_: None, lambda *_: None), {}
     )
     assert call.asks_for_layout()
-    with pytest.raises(ConfigError, match="cannot search"):
+    with pytest.raises(ConfigError, match="without a layout search"):
         call.searched_layout()

@@ -42,7 +42,7 @@ def test_a_blend_is_read_from_words_or_json(tmp_path, text, blend):
         ("data_args_path", '{"a": "much"}', "is not a blend"),
         ("data_args_path", '[["a", 1]]', "is not a blend"),
         ("per_split_data_args_path", '{"train": ["a"], "dev": ["b"]}', "'dev'"),
-        ("per_split_data_args_path", "[1]", "holds no object"),
+        ("per_split_data_args_path", "[1]", "contains no object"),
         ("per_split_data_args_path", '{"train": "a"}', "is not a blend"),
         ("per_split_data_args_path", json.dumps({"train": None}), "the keys 'train'"),
     ],

@@ -33,7 +33,6 @@ def test_changed_settings_of_the_optimizer_are_told():
     stored = {**run.values, "adam_beta2": 0.95, "seed": 1234, "num_workers": 9}
     assert changed_settings(run, stored) == [
         "--adam-beta2 0.5 is used; the checkpoint was trained with 0.95",
-        "random draws continue with the checkpoint's --seed 1234;"
-        " --no-load-rng draws with --seed 7",
+        "random numbers continue with the checkpoint's --seed 1234; --no-load-rng uses --seed 7",
     ]
     assert changed_settings(run, {}) == []

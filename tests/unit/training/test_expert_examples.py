@@ -35,7 +35,7 @@ def test_every_example_is_a_run_that_could_start(name):
     words = ["--yaml-cfg", str(DIRECTORY / f"{name}.yaml"), "--mock-data", "--dry-run"]
     words += ["--vocab-size", "32000"]
     report = describe_run(lambda: parse_command_line(words))
-    assert "of them met by one token" in report
+    assert "of them active for one token" in report
     assert "the same ranks for experts" in report
 
 

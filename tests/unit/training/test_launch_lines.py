@@ -51,11 +51,11 @@ def test_a_launch_line_can_be_planned(name):
 
 def test_what_is_not_on_this_machine_is_told():
     report = describe_run(lambda: parse_command_line(words_of("gpt-345m")))
-    assert "tokenizer_type = GPT2BPETokenizer  (what has --vocab-file and --merge-file)" in report
+    assert "tokenizer_type = GPT2BPETokenizer  (--vocab-file and --merge-file are given)" in report
     assert "unpadded_vocab_size = 50257" in report
     absent = report.split("not on this machine, and needed by the run:")[1]
     assert "my-gpt2_text_document.idx" in absent and "--vocab-file" in absent
-    assert "planned with 50257 ids, that of GPT-2; --vocab-size says another number" in absent
+    assert "planned with 50257 ids, the size of GPT-2; --vocab-size sets another number" in absent
 
 
 @pytest.mark.parametrize("script", ["pretrain_mamba.py", "pretrain_hybrid.py"])

@@ -155,7 +155,7 @@ def test_a_signal_leaves_an_evaluation_between_two_batches(monkeypatch):
     )
     state = hook.after_step(TrainState(iteration=5), result(1.0))
     assert passes == [0, 8, 16]
-    assert lines == [" the evaluation at iteration 5 is left out: a signal"]
+    assert lines == [" the evaluation at iteration 5 is skipped because of an exit signal"]
     assert state.consumed_valid_samples == 200 * 8
 
 
@@ -260,9 +260,9 @@ def test_a_report_of_one_number_is_the_loss():
         ([{"lm loss": None}], "reported 'lm loss' as None"),
         ([{"lm loss": (1.0, 2.0, 3.0)}], "reported 'lm loss' as"),
         ([None], "reported 'loss' as None"),
-        ([{"a": 1.0}, {"b": 1.0}], "reported a of one micro batch and b of another"),
-        ([{"a": 1.0}, {"a": 1.0, "b": 1.0}], "reported a of one micro batch and a, b of"),
-        ([{}, {"a": 1.0}], "reported nothing of one micro batch and a of"),
+        ([{"a": 1.0}, {"b": 1.0}], "reported a for one micro batch and b for another"),
+        ([{"a": 1.0}, {"a": 1.0, "b": 1.0}], "reported a for one micro batch and a, b for"),
+        ([{}, {"a": 1.0}], "reported nothing for one micro batch and a for"),
     ],
 )
 def test_a_report_that_is_no_mean_is_refused(reports, found):

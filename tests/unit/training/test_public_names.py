@@ -108,7 +108,7 @@ def test_a_partial_namespace_is_enough_for_the_models_config():
 
 
 def test_slots_are_filled_from_args():
-    with pytest.raises(ConfigError, match="before it exists"):
+    with pytest.raises(ConfigError, match="args does not exist yet"):
         get_args()
     set_global_variables(validate_args(arguments("--vocab-size 99")))
     assert get_args().num_layers == 4
@@ -132,5 +132,5 @@ def test_pretrain_takes_providers_first_or_a_config_first():
 
 
 def test_pretrain_names_what_is_missing():
-    with pytest.raises(TypeError, match="misses model_provider, forward_step_func"):
+    with pytest.raises(TypeError, match="is missing model_provider, forward_step_func"):
         PretrainCall.of((RunConfig(), lambda n: n), {})

@@ -103,11 +103,11 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--max-position-embeddings", "16"], 1, "less than --seq-length 32"),
         (["--num-query-groups", "2"], 1, "without --group-query-attention"),
         (["--train-samples", "10"], 1, "--train-iters 10 with --train-samples 10"),
-        (["--lr-warmup-samples", "10"], 1, "--lr-warmup-samples in a run that is measured"),
+        (["--lr-warmup-samples", "10"], 1, "--lr-warmup-samples in a run with --train-iters"),
         (["--lr-warmup-iters", "10"], 1, "warm-up (20 samples) is not shorter"),
         (["--lr-warmup-fraction", "1.5"], 1, "--lr-warmup-fraction 1.5"),
         (["--min-lr", "1"], 1, "--lr 0.001 with --min-lr 1"),
-        (["--lr-decay-style", "WSD"], 1, "without the length of its last phase"),
+        (["--lr-decay-style", "WSD"], 1, "without the length of its decay phase"),
         (
             ["--use-distributed-optimizer", "--data-parallel-sharding-strategy", "no_shard"],
             2,
@@ -137,17 +137,25 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--bf16", "--fp16"], 1, "fp16 and bf16 are both on"),
         (["--loss-scale", "8"], 1, "--loss-scale 8 without --fp16"),
         (["--fp16", "--loss-scale", "-8"], 1, "a loss scale is positive"),
-        (["--fp16", "--initial-loss-scale", "8", "--min-loss-scale", "16"], 1, "positive floor"),
+        (
+            ["--fp16", "--initial-loss-scale", "8", "--min-loss-scale", "16"],
+            1,
+            "at least the minimum, which is positive",
+        ),
         (["--fp16", "--hysteresis", "0"], 1, "--hysteresis 0"),
         (["--optimizer", "lion", "--lion-beta2", "1"], 1, "--lion-beta2 1"),
         (["--optimizer", "muon", "--muon-num-ns-steps", "0"], 1, "--muon-num-ns-steps 0"),
-        (["--optimizer", "muon", "--optimizer-cpu-offload"], 1, "each element by itself"),
+        (
+            ["--optimizer", "muon", "--optimizer-cpu-offload"],
+            1,
+            "only the state of elementwise optimizers",
+        ),
         (["--optimizer-offload-path", "/no/where"], 1, "mkdir -p /no/where"),
         (["--optimizer-offload-fraction", "0.5"], 1, "0.5 without --optimizer-cpu-offload"),
         (["--optimizer-cpu-offload", "--optimizer-offload-fraction", "2"], 1, "a share is in"),
         (["--grad-compression", "powersgd", "--powersgd-rank", "0"], 1, "--powersgd-rank 0"),
         (["--grad-compression-warmup", "-1"], 1, "--grad-compression-warmup -1"),
-        (["--main-params-dtype", "fp16"], 1, "fp32 weights are their own"),
+        (["--main-params-dtype", "fp16"], 1, "half-precision weights have separate main weights"),
         (["--param-rules", "*.bias:lr_mul=2"], 1, "'lr_mul'"),
         (["--param-rules", "lr_mult=2"], 1, "no pattern"),
         (["--param-rules", "*.bias:lr_mult=2,wd_mult=x"], 1, "'wd_mult'"),
@@ -173,8 +181,8 @@ def problems(*words: str, world_size: int = 1, base=SMALL) -> list[str]:
         (["--adam-beta1", "1"], 1, "--adam-beta1 1"),
         (["--data-path", "s3://a/b"], 1, "--object-storage-cache-path"),
         (["--multiple-validation-sets"], 1, "-sets without --valid-data-path"),
-        (["--phase-transition-iterations", "5,3"], 1, "rising numbers of steps"),
-        (["--phase-transition-iterations", "soon"], 1, "rising numbers of steps"),
+        (["--phase-transition-iterations", "5,3"], 1, "ascending numbers of steps"),
+        (["--phase-transition-iterations", "soon"], 1, "ascending numbers of steps"),
     ],
 )
 def test_a_broken_rule_is_told(words, world_size, expected):
@@ -241,11 +249,11 @@ def test_what_is_loaded_is_looked_at_before_anything_is_built(tmp_path):
     file.write_bytes(b"x")
     for words, expected in (
         (["--load", str(file)], "weights.pt is a file, not a directory"),
-        (["--load", str(tmp_path)], "it holds weights.pt and no checkpoint"),
-        (["--load", absent, "--exit-on-missing-checkpoint"], "absent holds no checkpoint"),
-        (["--load", absent, "--pretrained-checkpoint", absent], "absent holds no checkpoint"),
+        (["--load", str(tmp_path)], "it contains weights.pt and no checkpoint"),
+        (["--load", absent, "--exit-on-missing-checkpoint"], "absent contains no checkpoint"),
+        (["--load", absent, "--pretrained-checkpoint", absent], "absent contains no checkpoint"),
         (["--load", absent, "--ckpt-step", "7"], "no checkpoint of iteration 7"),
-        (["--load", save, "--save", save], "it holds weights.pt and no checkpoint"),
+        (["--load", save, "--save", save], "it contains weights.pt and no checkpoint"),
     ):
         (found,) = problems(*words)
         assert expected in found, words
@@ -264,7 +272,7 @@ def test_a_command_line_with_problems_and_no_corpus_is_told_that_its_samples_are
 ):
     with pytest.raises(ConfigError) as caught:
         resolve_and_check(lambda: parse_command_line(words), lambda config: 1)
-    assert ("No corpus is named: such a run trains on synthetic" in str(caught.value)) is is_told
+    assert ("No corpus is named, so the run trains on synthetic" in str(caught.value)) is is_told
 
 
 def test_every_problem_names_a_flag_and_a_fix():
@@ -285,7 +293,7 @@ def test_missing_data_names_the_files_and_what_is_near(tmp_path):
     assert "corpsu.idx and" in found[0]
     assert f"there is {tmp_path}/corpus" in found[0]
     found = problems("--data-path", str(tmp_path / "corpus.bin"), "--vocab-size", "9", base=base)
-    assert "leave out the ending" in found[0]
+    assert "leave out the suffix" in found[0]
     weighted = ["--data-path", "0.5", str(tmp_path / "corpus"), "0.5", "/nowhere/x"]
     assert "/nowhere/x.idx" in problems(*weighted, "--vocab-size", "9", base=base)[0]
 

@@ -65,7 +65,7 @@ def test_an_invalid_command_line_on_one_rank_stops_all():
     found = meet(["--lr 1", "--lrr 1", "--lr 1"])
     assert "unknown flag --lrr" in str(found[1])
     for rank in (0, 2):
-        assert "the command line of rank 1 is not valid" in str(found[rank])
+        assert "the command line of rank 1 is invalid" in str(found[rank])
         assert "unknown flag --lrr" in str(found[rank])
 
 
