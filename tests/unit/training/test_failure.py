@@ -253,13 +253,6 @@ def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, 
     assert "Broken pipe" not in shown[1] + capsys.readouterr().err
 
 
-def test_ctrl_c_has_no_traceback(capsys):
-    fail(KeyboardInterrupt(), RunStatus(activity="training", has_begun=True))
-    err = capsys.readouterr().err
-    assert "Traceback" not in err
-    assert "interrupted while training" in err
-
-
 def test_a_run_whose_output_nobody_reads_lost_no_rank(capsys):
     with (
         unread_stdout(),

@@ -304,11 +304,6 @@ def test_a_mechanism_that_does_not_exist_is_refused_with_the_nearest(words, inst
     assert any("is not supported yet" in text and instead in text for text in found)
 
 
-def test_known_flags_at_their_defaults_are_accepted():
-    words = words_of("--optimizer adam --context-parallel-size 1 --cuda-graph-impl none")
-    assert problems(*words) == []
-
-
 def test_flags_that_change_no_result_are_accepted_with_a_note():
     words = [
         "--use-mcore-models", "--use-flash-attn", "--tp-comm-overlap", "--local-rank", "0",
