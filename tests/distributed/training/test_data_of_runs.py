@@ -14,11 +14,12 @@ from tests.harness.distributed import DistributedFailure, run_distributed
 from tests.parity.training_run import train_with_flags
 from tests.unit.datasets.corpora import write_corpus
 
-SMALL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2"
-    " --micro-batch-size 2 --global-batch-size 4 --train-iters 6 --log-interval 1"
-    " --hidden-dropout 0 --attention-dropout 0 --tokenizer-type ByteTokenizer --num-workers 0"
-).split()
+SMALL = [
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
+    "--lr", "1e-2", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6",
+    "--log-interval", "1", "--hidden-dropout", "0", "--attention-dropout", "0",
+    "--tokenizer-type", "ByteTokenizer", "--num-workers", "0",
+]  # fmt: skip
 
 
 @pytest.fixture
