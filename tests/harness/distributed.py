@@ -10,8 +10,6 @@ arguments are pickled. It runs under the caller's warning filters. `groups` is t
 `ProcessGroupCollection` of the layout, which is also the current one.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pickle

@@ -9,8 +9,6 @@ Prints a table; the exit status is 1 if an answer was wrong, a status was 500 or
 "busy"), or memory grew by more than 10 % after the first quarter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

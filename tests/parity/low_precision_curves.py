@@ -9,8 +9,6 @@ batches, which shows how far two runs of one recipe can differ. A thousand steps
 a few minutes on one core; no test runs it.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

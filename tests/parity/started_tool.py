@@ -1,7 +1,5 @@
 """A tool of `tools/` as a user starts it, under torchrun on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands that use a model of Hugging Face, as docs and examples have them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

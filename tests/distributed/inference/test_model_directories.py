@@ -1,7 +1,5 @@
 """Tools do with a model's directory what Transformers does: special ids, ends, classes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

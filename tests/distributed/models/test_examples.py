@@ -1,7 +1,5 @@
 """The examples run as their first line says, on two processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Muon, Lion and SGD in parallel: the model of one process, and the same bits when sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

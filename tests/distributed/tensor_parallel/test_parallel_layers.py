@@ -1,7 +1,5 @@
 """Layers over several ranks against the same layers on one: outputs and every gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A process whose work is done ends well, also where its backend's threads lag behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

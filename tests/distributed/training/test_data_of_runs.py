@@ -1,7 +1,5 @@
 """What the data flags do to a whole run: orders, masks, validation sets, phases, resumes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

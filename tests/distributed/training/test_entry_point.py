@@ -1,7 +1,5 @@
 """The command itself, as a user starts it: torchrun, SIGTERM, a failing command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

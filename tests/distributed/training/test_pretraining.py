@@ -1,7 +1,5 @@
 """`pretrain_gpt.py` on several ranks: the same curve as one process, and exact resume."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

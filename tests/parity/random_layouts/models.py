@@ -1,7 +1,5 @@
 """What is trained: flags of the model and of its training, which hold in every layout."""
 
-from __future__ import annotations
-
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")

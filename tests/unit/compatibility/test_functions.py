@@ -1,7 +1,5 @@
 """The functions behind Megatron's names do what the names promise."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """A checkpoint from a stranger: nothing runs, nothing outside is opened, nothing hangs."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

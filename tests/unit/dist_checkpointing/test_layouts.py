@@ -1,7 +1,5 @@
 """Any layout saves, any layout loads, exactly."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Fused functions equal the plain formulas, forward and backward, and keep what they promise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What README and docs say of GPUs is what the files of results show."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

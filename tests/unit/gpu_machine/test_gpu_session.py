@@ -1,7 +1,5 @@
 """The runner of a GPU machine's checks, with planted checks: what fails costs itself alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

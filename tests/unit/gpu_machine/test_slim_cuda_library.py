@@ -1,7 +1,5 @@
 """A CUDA library keeps one architecture's machine code; an NCCL that fails is taken back."""
 
-from __future__ import annotations
-
 import lzma
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """The small models of a GPU machine's checks: flags are accepted, losses are today's."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

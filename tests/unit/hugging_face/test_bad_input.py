@@ -1,7 +1,5 @@
 """Directories that are not what they should be, and models that cannot be built, are refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 

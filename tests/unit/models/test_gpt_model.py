@@ -1,7 +1,5 @@
 """GPTModel by itself: names, initial weights, dropout, stages, refusals."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

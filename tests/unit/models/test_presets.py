@@ -1,7 +1,5 @@
 """Presets: sizes of published models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ reads each in a process of its own, whose processor time and memory are bounded,
 of JSON: the case, and how it ended.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

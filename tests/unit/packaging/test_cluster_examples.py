@@ -1,7 +1,5 @@
 """The files in examples/cluster fit their schemas and start commands of this project."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Orders, lowering, proof and simulation of pipeline programs: pure integers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

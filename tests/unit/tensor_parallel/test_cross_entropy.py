@@ -1,7 +1,5 @@
 """The row-wise cross entropy and the fused head equal torch's, forward and backward."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Parallel layers: shards, facts, main gradients and errors, on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Reading the command line and YAML: values, precedence, and all problems in one message."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

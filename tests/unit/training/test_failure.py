@@ -1,7 +1,5 @@
 """A failed run says one final line, leaves failure.json, and exits with the code of its class."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """Every flag of Megatron is known here, with its type and default."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launch lines as people write them for Megatron-LM pass a dry run, without their files."""
 
-from __future__ import annotations
-
 import random
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """FLOPs and parameters against hand-computed numbers; the log line against a parser's regex."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import datetime
 

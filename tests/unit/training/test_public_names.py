@@ -1,7 +1,5 @@
 """What scripts written for Megatron import from `megatron.training` is there."""
 
-from __future__ import annotations
-
 import importlib
 from argparse import Namespace
 

@@ -1,7 +1,5 @@
 """Derived values, each with its formula."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

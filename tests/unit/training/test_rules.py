@@ -1,7 +1,5 @@
 """Settings that cannot work are refused before anything starts, all together, with a fix."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.core.datasets.order.index_building import split_boundaries

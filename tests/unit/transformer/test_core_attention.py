@@ -1,7 +1,5 @@
 """Core attention: every path gives the numbers of the formula in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel

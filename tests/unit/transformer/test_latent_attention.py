@@ -1,7 +1,5 @@
 """Multi-latent attention and YaRN: the formulas of their papers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Norms: values and gradients against fp64, facts on their parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Rotary positions: the rotation, its gradient, and the angles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

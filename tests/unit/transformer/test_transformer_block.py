@@ -1,7 +1,5 @@
 """Layers and stacks: recomputation, stages, checkpoint keys, custom parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
