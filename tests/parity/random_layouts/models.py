@@ -5,10 +5,6 @@ from tests.parity.random_layouts.settings import Option, Settings, given, switch
 GATED = ("swiglu", "geglu", "quick-geglu")
 
 
-def _heads(s: Settings) -> int:
-    return int(s["num-attention-heads"])
-
-
 def _is_rotary(s: Settings) -> bool:
     return s.get("position-embedding-type") in ("rope", "yarn")
 

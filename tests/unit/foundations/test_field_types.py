@@ -1,5 +1,7 @@
 """Values of other types than their fields' get no further than the construction of a config."""
 
+from __future__ import annotations
+
 import collections.abc
 import dataclasses
 import enum
