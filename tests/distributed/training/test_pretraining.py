@@ -146,13 +146,6 @@ def test_a_nan_can_be_passed_over_without_the_check(tmp_path):
     assert [loss == loss for loss in found] == [True, True, False, True]
 
 
-def test_an_iteration_can_be_skipped(tmp_path):
-    whole = losses(tmp_path, 1, "")
-    skipped = losses(tmp_path, 1, "--iterations-to-skip 2")
-    assert skipped[0] == whole[0]
-    assert len(skipped) == len(whole) - 1
-
-
 def test_a_missing_checkpoint_fails_on_request(tmp_path):
     words = [*SMALL.split(), "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
     with pytest.raises(DistributedFailure) as caught:

@@ -83,13 +83,6 @@ def test_layers_state_the_facts_of_their_parameters():
     assert a.weight.partition_stride == 2 and b.weight.partition_dim == 1
 
 
-def test_the_bias_of_a_sequence_parallel_row_layer_has_a_partial_gradient():
-    sequence_parallel = config(tensor_model_parallel_size=2, sequence_parallel=True)
-    layer = row(config=sequence_parallel, tp_group=FakeGroup(0, 2))
-    assert get_param_meta(layer.bias).partial_grad_axes == ("tp",)
-    assert get_param_meta(layer.weight).partial_grad_axes == ()
-
-
 def test_expert_layers_split_over_the_expert_axis():
     groups = fake_groups(tp=(0, 4), expt_tp=(1, 2))
     layer = column(is_expert=True, pg_collection=groups)
