@@ -104,7 +104,8 @@ ZERO_2_WAYS = [
 ZERO_3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 
 
-def check_zero_2_and_3(groups):
+@distributed(world_size=(2, 4))
+def test_zero_2_and_3_equal_replicas(groups):
     for num_microbatches in (1, 2):
         plain = train(groups, num_microbatches=num_microbatches)
         # One micro batch: the same sums. More: summed over ranks first, then over micro batches.
@@ -115,16 +116,6 @@ def check_zero_2_and_3(groups):
                 assert_close(torch.tensor(ours), torch.tensor(theirs), tolerance, f"{what} {way}")
             for name, expected in plain[2].items():
                 assert_close(sharded[2][name], expected, tolerance, f"{name} {way}")
-
-
-@distributed(world_size=2)
-def test_zero_2_and_3_on_two_ranks_equal_replicas(groups):
-    check_zero_2_and_3(groups)
-
-
-@distributed(world_size=4)
-def test_zero_2_and_3_on_four_ranks_equal_replicas(groups):
-    check_zero_2_and_3(groups)
 
 
 @distributed(world_size=4, num_distributed_optimizer_instances=2)
@@ -153,7 +144,8 @@ def test_zero_2_keeps_no_whole_gradient(groups):
         assert parameter.grad is None and not hasattr(parameter, "main_grad")
 
 
-def check_sharded_equals_replicated(groups, ways):
+@distributed(world_size=(2, 4))
+def test_zero_1_is_bit_equal_to_replicas_and_close_to_serial(groups):
     plain = train(groups, overlap_grad_reduce=True, bucket_size=2000)
     losses, norms, weights = train_serially()
     mean_losses = [None] * dist.get_world_size()
@@ -164,21 +156,11 @@ def check_sharded_equals_replicated(groups, ways):
         assert_close(plain[1][step], norms[step], FP32_AFTER_OPTIMIZER, f"norm {step}")
     for name, expected in weights.items():
         assert_close(plain[2][name], expected, FP32_AFTER_OPTIMIZER, name)
-    for way in ways:
+    for way in WAYS:
         sharded = train(groups, **way)
         assert sharded[:2] == plain[:2], way
         for name, expected in plain[2].items():
             assert_close(sharded[2][name], expected, EXACT, f"{name} {way}")
-
-
-@distributed(world_size=2)
-def test_zero_1_on_two_ranks_is_bit_equal_to_replicas_and_close_to_serial(groups):
-    check_sharded_equals_replicated(groups, WAYS)
-
-
-@distributed(world_size=4)
-def test_zero_1_on_four_ranks_is_bit_equal_to_replicas_and_close_to_serial(groups):
-    check_sharded_equals_replicated(groups, WAYS)
 
 
 @distributed(world_size=2)
