@@ -1,7 +1,5 @@
 """Settings of every test process: one thread, the CPU, and the same random state for each test."""
 
-from __future__ import annotations
-
 import os
 
 # Before torch is imported: a run on a machine with a GPU must give the same numbers.

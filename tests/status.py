@@ -5,8 +5,6 @@ of `tools/gpu_session.py` that run it on a GPU. A cell of the CPU column is a li
 cell of the GPU column is a link to a committed result in which every check of the feature passed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Print the figures, or the places that one of them counts."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

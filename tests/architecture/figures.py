@@ -7,8 +7,6 @@ Each figure is a list of places, so that a number can always be looked at. `test
 the bounds.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -4,8 +4,6 @@ Every other parameter acts, or is refused when it is given a value that would ch
 A test holds this table against all signatures: what is not read is here, and nothing else.
 """
 
-from __future__ import annotations
-
 _CORE = "megatron.core"
 _PARALLEL = f"{_CORE}.tensor_parallel"
 _MOE = f"{_CORE}.transformer.moe"

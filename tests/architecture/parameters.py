@@ -5,8 +5,6 @@ implementations take: it is a finding only if none of them reads the parameter. 
 with an underscore says that a callback's argument is not needed.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache

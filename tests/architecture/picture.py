@@ -7,8 +7,6 @@ a box to boxes below it and nowhere else. What a box says is the first line of t
 docstring.
 """
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from collections.abc import Sequence

@@ -7,8 +7,6 @@
 CONTRIBUTING.md has the rules: subject, verb, object; the noun is repeated.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """How much code there is, in how many pieces: `python -m tests.architecture size`."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The source of the package as syntax trees, and which module imports which."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

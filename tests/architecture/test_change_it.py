@@ -1,7 +1,5 @@
 """The diffs of docs/change_it.md fit the code: quick, and without a copy (see tests/change_it)."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The page of the docs that names the files with collectives is as the code is."""
 
-from __future__ import annotations
-
 import re
 
 from tests.architecture.figures import files_with_collectives

@@ -1,7 +1,5 @@
 """Bounds of what the figures count: none of them grows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

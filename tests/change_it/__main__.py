@@ -1,7 +1,5 @@
 """Write the diffs of docs/change_it.md anew after the code around them has moved."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 python checks.py NAME [ARGUMENTS]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Read docs/change_it.md, apply its diffs to copies of the package, and write them anew."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -8,8 +8,6 @@ A job is a line of JSON: {"directory", "words", "log", "path"}; the answer is it
 imported here.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -1,7 +1,5 @@
 """Each change of docs/change_it.md fits the code, runs, and does what the page says."""
 
-from __future__ import annotations
-
 import compileall
 import json
 import os

@@ -3,8 +3,6 @@
 It runs under the releases 4 and 5 of Transformers, of which each library wants one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

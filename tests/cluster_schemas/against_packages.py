@@ -5,8 +5,6 @@
 Also compare our schema check with the library jsonschema. This runs in .venv-schemas.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

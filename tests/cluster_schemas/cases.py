@@ -1,7 +1,5 @@
 """The documents in examples/cluster, the schemas they must fit, and misspelt copies of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

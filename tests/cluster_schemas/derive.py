@@ -7,8 +7,6 @@ fields; it leaves out descriptions and defaults. Unknown fields are errors, as t
 `kubectl` with strict validation and for SkyPilot.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import version

@@ -5,8 +5,6 @@
 A Ray cluster of one node starts a script of a few lines instead of the training.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

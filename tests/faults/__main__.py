@@ -20,8 +20,6 @@ newest checkpoint is as new as promised (`promises.py`); training continues from
 curve is that of an undisturbed run, to the bit. Exits with 1 if a case fails, and keeps its files.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

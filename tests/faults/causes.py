@@ -10,8 +10,6 @@ A deadlock inside a rank, a flipped bit and a lost link are other campaigns: `ha
 `python -m tests.faults.wrong_numbers bits` and `namespaces`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """What a job has left: processes, files, sockets, checkpoints, and whether training continues."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -5,8 +5,6 @@ from two witnesses that have nothing to do with the notes that the watchdog read
 which `faulthandler` writes, and the steps that the log shows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

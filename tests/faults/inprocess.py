@@ -5,8 +5,6 @@ more as soon as there are: the losses are those of the same global batches, but 
 sums.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

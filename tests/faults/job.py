@@ -1,7 +1,5 @@
 """A training job as a user starts it: torchrun or plain Python, watched from outside."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

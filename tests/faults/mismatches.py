@@ -3,8 +3,6 @@
 The watchdog must name both sides: the rank, one of its peers, and the call of each.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Wait for a moment of a job, as it can be told from outside."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two machines: network namespaces with a link between them and a launcher in each."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -3,8 +3,6 @@
 The watchdog must say nothing in 2,000 steps over four layouts, and the jobs must reach their ends.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Whether the place that a watchdog names is where the rank was, by Python's stack and the log."""
 
-from __future__ import annotations
-
 import linecache
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The cases: which signal reaches which process at which moment of a run."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Iterator, Sequence

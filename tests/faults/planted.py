@@ -1,7 +1,5 @@
 """Faults that a rank of `slow_pretrain.py` commits itself, where the flags say so."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The processes of a job, as /proc shows them: who they are, and what they hold."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is promised for each signal: `docs/failures.md`, "Signals and deaths", as data."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Kill ranks of one job again and again, which torchrun --max-restarts starts again."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The result of a case, and its jobs: started, ended whatever happens, and timed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Run one case and judge it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -15,8 +15,6 @@
 It prints when it builds and when an evaluation begins.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

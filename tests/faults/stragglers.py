@@ -4,8 +4,6 @@ All ranks of a run share one core: of the cores of a virtual machine one may be 
 the other for some seconds, and its ranks are, too.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """State on the accelerator: saved from it, loaded into it, copied away for asynchronous saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

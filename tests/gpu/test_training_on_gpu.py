@@ -1,7 +1,5 @@
 """The same code on an accelerator: fp32 against the CPU, bf16, ranks on NCCL."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The calls of torch that such code makes are answered as one H100 would answer th
 are asked for on the device lie in host memory. It changes torch for the whole process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import types

@@ -4,8 +4,6 @@ It takes what the library takes and refuses the rest. Rows of a rank arrive by s
 position, as the library's do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import sys

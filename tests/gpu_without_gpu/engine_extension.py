@@ -5,8 +5,6 @@ published, computes on the CPU. Only what its layers call in fp32, bf16 and fp16
 else raises `NotImplementedError` with its name. Run it in a process of its own: it changes torch.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import importlib.machinery

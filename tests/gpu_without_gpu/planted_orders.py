@@ -1,7 +1,5 @@
 """A step of every kind of communication, of each rank in turn, in which one rank does otherwise."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch

@@ -1,7 +1,5 @@
 """See every operation that this rank hands to a process group, on gloo and in NCCL's ways."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Layers called by graphs, of which a stand-in runs here, compute what they do without."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

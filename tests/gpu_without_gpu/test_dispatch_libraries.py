@@ -1,7 +1,5 @@
 """Tokens travel by DeepEP's two buffers, of which stand-ins run here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Launches and bytes of a training step are those of the document, and may only fall."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

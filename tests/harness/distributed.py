@@ -10,8 +10,6 @@ arguments are pickled. It runs under the caller's warning filters. `groups` is t
 `ProcessGroupCollection` of the layout, which is also the current one.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pickle
@@ -78,13 +76,16 @@ def run_distributed(
 
 
 def distributed(
-    world_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S, **layout: Any
+    world_size: int | tuple[int, ...], *, timeout_s: float = DEFAULT_TIMEOUT_S, **layout: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test run its body on `world_size` ranks. The body's first parameter is `groups`.
+    """Make a test run its body on `world_size` ranks, or on each of several numbers of them.
 
-    Other parameters come from `pytest.mark.parametrize` or from fixtures whose values can be
-    pickled. Sizes of axes (tp=, pp=, ...) are as in `run_distributed`.
+    The body's first parameter is `groups`. Other parameters come from `pytest.mark.parametrize` or
+    from fixtures whose values can be pickled. Sizes of axes (tp=, pp=, ...) are as in
+    `run_distributed`.
     """
+
+    sizes = (world_size,) if isinstance(world_size, int) else world_size
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(body)
@@ -95,8 +96,12 @@ def distributed(
         @wraps(body)
         def test(**arguments: Any) -> None:
             __tracebackhide__ = True
-            run_distributed(body, world_size, timeout_s=timeout_s, kwargs=arguments, **layout)
+            size = arguments.pop("num_ranks", sizes[0])
+            run_distributed(body, size, timeout_s=timeout_s, kwargs=arguments, **layout)
 
+        if len(sizes) > 1:
+            parameters.append(inspect.Parameter("num_ranks", inspect.Parameter.KEYWORD_ONLY))
+            test = pytest.mark.parametrize("num_ranks", sizes)(test)
         test.__signature__ = signature.replace(parameters=parameters[1:])  # type: ignore
         test.distributed_body = body  # type: ignore[attr-defined]
         return pytest.mark.distributed(test)

@@ -6,8 +6,6 @@ processes that were started from `run_again_with_calls_counted`, and acts on the
 for. Unlike a patch of `os` it also sees what native code does, and a kill is a kill.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """What a process remembers between tests, and how it forgets."""
 
-from __future__ import annotations
-
 import random
 import sys
 

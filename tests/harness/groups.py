@@ -1,7 +1,5 @@
 """Places on axes without processes: for tests of arithmetic and of the shapes of layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A keyword that is not implemented is an error, so that nothing is passed over. `
 compares the verdicts with those of the library jsonschema.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

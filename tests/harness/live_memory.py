@@ -1,7 +1,5 @@
 """Bytes of tensors that come to life inside a block, on any device, counted storage by storage."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -16,11 +16,6 @@ def memory_bytes(name: str) -> int:
     raise OSError(f"no {name} in /proc/self/status")
 
 
-def resident_mib() -> float:
-    """Return what of this process is in memory now, in MiB."""
-    return memory_bytes("VmRSS") / (1 << 20)
-
-
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as probe:

@@ -1,7 +1,5 @@
 """Which test files start first where two workers share them."""
 
-from __future__ import annotations
-
 import pytest
 
 LONGEST = (

@@ -5,8 +5,6 @@ so a fork server imports once and workers live on between jobs. A job that fails
 the pool: all workers are killed and the next job starts new ones.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

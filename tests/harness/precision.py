@@ -1,7 +1,5 @@
 """Computation in another precision than that which the code asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock

@@ -1,7 +1,5 @@
 """Imported once, by the fork server: what every rank would otherwise import or set up itself."""
 
-from __future__ import annotations
-
 import torch._dynamo  # every torch optimizer imports the compiler when it is made: 1.5 s
 import torch.distributed.fsdp
 from _pytest.config import _prepareconfig

@@ -7,8 +7,6 @@ variable, which every descendant inherits. Then it may remove a folder that is T
 them: torchrun and multiprocessing leave theirs, and so does what is killed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

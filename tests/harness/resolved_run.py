@@ -1,7 +1,5 @@
 """Resolved settings of a command line, for tests that plan it."""
 
-from __future__ import annotations
-
 import shlex
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer

@@ -8,8 +8,6 @@ magnitude and the tensor's root mean square: an element that is small because it
 carries the rounding error of its terms, not of its value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

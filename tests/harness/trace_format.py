@@ -1,7 +1,5 @@
 """Check a trace against the Trace Event Format, as Perfetto and chrome://tracing read it."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

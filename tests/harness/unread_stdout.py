@@ -1,7 +1,5 @@
 """A stdout whose reader has ended."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The other side of `pool.py`: a process that runs one rank of one job after another."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc

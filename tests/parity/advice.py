@@ -6,8 +6,6 @@ written, the first of several alternatives. Exits with status 1 if the new comma
 same problem again.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -10,8 +10,6 @@ names each that differs; then it goes on for one step from each checkpoint that 
 run on one machine: another processor may add in another order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

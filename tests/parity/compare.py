@@ -1,7 +1,5 @@
 """Compare a run in some layout with the serial run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tests.parity.training_case import Run

@@ -6,8 +6,6 @@ over the last 50 steps, and its difference from the run without compression. Exi
 that is above 0.5 %.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

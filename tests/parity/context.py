@@ -7,8 +7,6 @@ two axes meet; `--layouts all` is every product. What is compared, and how, is a
 `tests.parity.table`. Exits with status 1 if any error exceeds its tolerance.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 

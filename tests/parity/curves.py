@@ -6,8 +6,6 @@ draws them, and below them how far each is from one process. Exits with status 1
 by more than `LIMIT`.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

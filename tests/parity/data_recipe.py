@@ -3,8 +3,6 @@
 python -m tests.parity.data_recipe [number of cases, default 200]
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ the gradient norms, relative; a case that DeepSpeed refuses on this machine is c
 stage 0. Exits with status 1 if a difference is larger than its limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ Trains a small model with every case of `CASES` on two processes, with `deepspee
 installed and `megatron_lattice.deepspeed` elsewhere, and writes losses and gradient norms as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

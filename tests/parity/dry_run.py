@@ -5,8 +5,6 @@ Draws command lines of `pretrain_gpt.py`, half of them with planted mistakes. Ea
 status 1 if one is accepted and the other is refused, or if they name other problems.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

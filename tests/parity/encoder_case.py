@@ -6,8 +6,6 @@ The functions here run inside a worker process of `tests.harness.distributed`; w
 are the serial oracle.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

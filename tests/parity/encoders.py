@@ -12,8 +12,6 @@ tests.parity.encoders [--part hugging-face|curves|layouts]`.
 Exits with status 1 if any error exceeds its tolerance.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import sys

@@ -11,8 +11,6 @@ routers say in every step: tokens of each expert, dropped tokens, balance losses
 status 1 if any error exceeds its tolerance.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import product

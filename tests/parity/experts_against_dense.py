@@ -12,8 +12,6 @@ Exits with status 1 unless the experts end below the dense model in both.
 Takes about three minutes on one core; --train-iters 200 takes half of one and shows the trend.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -9,8 +9,6 @@ tolerance. (That the way out gives the same files to the bit, and that Transform
 in `tests/unit/hugging_face`.)
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile

@@ -8,8 +8,6 @@ Where a rule refuses a combination the table has its text, and the cell is that 
 so. Exits with status 1 if any error exceeds its tolerance, or a refusal is another.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback

@@ -5,8 +5,6 @@
 Prints a line a layout; exits with status 1 if a token differs anywhere.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

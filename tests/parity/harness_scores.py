@@ -6,8 +6,6 @@ A small random model and a tokenizer are saved; a local task set asks three kind
 choices, whole texts, and continuations. Prints a table; exits with status 1 if a score differs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,10 +9,7 @@ Prints a table; the exit status is 1 if an answer was wrong, a status was 500 or
 "busy"), or memory grew by more than 10 % after the first quarter.
 """
 
-from __future__ import annotations
-
 import json
-import os
 import random
 import re
 import signal
@@ -30,8 +27,8 @@ from pathlib import Path
 import psutil
 
 from megatron.core.settings.command_line import read_command_line
-from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
+from tests.harness.started import environment, torchrun
 
 GOOD = {"model": "model", "prompt": [5, 17, 3], "max_tokens": 8, "temperature": 0}
 TIMEOUT_S = 30.0
@@ -247,18 +244,15 @@ def running_server(folder: Path, *flags: str, num_ranks: int = 2) -> Iterator[tu
     torch.manual_seed(3)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     command = [
-        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE,
-        "--nproc-per-node", str(num_ranks), "tools/run_text_generation_server.py",
+        sys.executable, *torchrun(num_ranks), "tools/run_text_generation_server.py",
         "--load-hf", str(folder), "--tensor-model-parallel-size", str(num_ranks),
         "--tokenizer-type", "NullTokenizer",
         "--transformer-impl", "local", "--port", "0", *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",
-                   "OMP_NUM_THREADS": "1", "LATTICE_DEVICE": "cpu"}  # fmt: skip
     log = folder / "server.log"
     with log.open("w") as into:
         launcher = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=into, stderr=subprocess.STDOUT
+            command, cwd=REPOSITORY, env=environment(), stdout=into, stderr=subprocess.STDOUT
         )
     try:
         deadline = time.monotonic() + 240

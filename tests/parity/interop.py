@@ -10,8 +10,6 @@ program has loaded it saves once more: the digest of every tensor must be that o
 with status 1 if anything differs by more than rounding.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -5,8 +5,6 @@ on two and three ranks, saves, and says what the full fp32 weights and Adam's mo
 tensors are read here from its files. All must be equal to the bit. Exits with status 1 otherwise.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

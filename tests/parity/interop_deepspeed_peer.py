@@ -6,8 +6,6 @@ Trains a small model for three steps with bf16 and ZeRO, saves a checkpoint with
 writes what DeepSpeed itself says the full fp32 weights and moments are.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """What this program does in an exchange of checkpoints: jobs of its ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ other program does not expect it. Both need a GPU. What matters here is how they
 the update is that of "Decoupled Weight Decay Regularization", algorithm 2 (arXiv 1711.05101).
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -8,8 +8,6 @@ torch file; `load` reads a checkpoint into a model of another seed, writes its l
 a few places; on a machine without one those requests are answered with the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -8,8 +8,6 @@ layout, in several splits into micro batches. Prints a line a layout and model; 
 if two numbers differ by more than `LIMIT`, in fp32.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from itertools import product

@@ -9,10 +9,7 @@ batches, which shows how far two runs of one recipe can differ. A thousand steps
 a few minutes on one core; no test runs it.
 """
 
-from __future__ import annotations
-
 import csv
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +20,7 @@ from pathlib import Path
 
 from megatron.core.settings.command_line import read_command_line
 from tests.harness.pool import REPOSITORY
+from tests.harness.started import environment
 
 RECIPES = {
     "bf16": (),
@@ -64,11 +62,8 @@ def run(*command: str) -> str:
     Raises:
         SystemExit: it failed; with the end of its output.
     """
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu",
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
+    words = [sys.executable, *command]
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done.stdout

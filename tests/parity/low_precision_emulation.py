@@ -11,8 +11,6 @@ number, ties to the even code, and saturates.
 Everything is arithmetic on fp32 or fp64 tensors, without torch's low-precision dtypes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ OCP specification's scale is computed with Python's `math.frexp`. torchao is com
 installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import math

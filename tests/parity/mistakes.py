@@ -1,7 +1,5 @@
 """Command lines of `pretrain_gpt.py`, right ones and ones with planted mistakes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

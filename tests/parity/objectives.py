@@ -4,8 +4,6 @@ Everything a loss needs besides the model is drawn for the global batch, so that
 every layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

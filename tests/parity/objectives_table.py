@@ -6,8 +6,6 @@ Trains two steps with each loss; prints the largest errors of a layout, and exit
 one exceeds its named tolerance.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ Most faults of a combination need two of its parts; nothing is claimed for three
 IEEE TSE 30(6), 2004.)
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from itertools import combinations

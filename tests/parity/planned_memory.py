@@ -7,8 +7,6 @@ second step, and what it has between steps. `tests/distributed/training/test_pla
 a few layouts.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a planner says of the memory of a rank, and what torch's CPU allocator counts in a run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -7,8 +7,6 @@ and the operations that predict them, are measured in turns over the whole run, 
 the machine does disturbs all of them; the fastest counts, which it disturbs least.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -13,8 +13,6 @@ Transformers is in fp32, and 24 tokens that are continued greedily must be equal
 one. Exits with status 1 otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

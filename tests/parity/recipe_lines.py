@@ -7,8 +7,6 @@ lines take parts of a few axes, and other flags about as often as recipes have t
 planned as `--dry-run` does, in this process; about 40 of them a second.
 """
 
-from __future__ import annotations
-
 import random
 import shlex
 import sys

@@ -7,8 +7,6 @@ learning rate, and digests over the full weights, the Adam state, and the counte
 checkpoint. Exits with status 1 if a bit differs.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -6,8 +6,6 @@ the sharded state: 5 steps, compared with one process on the same weights and da
 status 1 if any error exceeds its named tolerance.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 

@@ -8,8 +8,6 @@ beside rows of a fixed length, packed best-fit and split over all ranks: pairs o
 work of the busiest rank over the mean, and tokens whose keys and values the ring sends.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import sysconfig

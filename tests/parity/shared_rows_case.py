@@ -1,7 +1,5 @@
 """Runs on samples of uneven length, whose rows are shared by as many ranks as they need."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch

@@ -1,13 +1,10 @@
 """A tool of `tools/` as a user starts it, under torchrun on the CPU."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 import sys
 
-from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
+from tests.harness.started import environment, torchrun
 
 
 def run_tool(tool: str, num_ranks: int, *flags: str) -> str:
@@ -17,13 +14,12 @@ def run_tool(tool: str, num_ranks: int, *flags: str) -> str:
         SystemExit: it failed; with the end of its output.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE,
-        "--nproc-per-node", str(num_ranks), f"tools/{tool}.py", "--seq-length", "64",
+        sys.executable, *torchrun(num_ranks), f"tools/{tool}.py", "--seq-length", "64",
         "--transformer-impl", "local", *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu",
-                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done.stdout

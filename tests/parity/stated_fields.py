@@ -9,8 +9,6 @@ with the configs that lack a field in both programs. Here, a config may be refus
 with status 1 if a model would differ.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

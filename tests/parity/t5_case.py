@@ -1,7 +1,5 @@
 """A small T5 for `tests.parity.encoder_case`: its samples, its chunks and its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path

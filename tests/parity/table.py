@@ -7,8 +7,6 @@ the end.
 Exits with status 1 if any error exceeds its named tolerance.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import time

@@ -6,8 +6,6 @@ A small random model of Transformers is used from its directory. Prints a line a
 with status 1 if texts or scores differ.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

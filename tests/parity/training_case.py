@@ -4,8 +4,6 @@ The functions here run inside a worker process of `tests.harness.distributed`; w
 are the serial oracle. They use the library directly, as a third party's training loop would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Run `pretrain_gpt.py` inside the worker processes of the test harness, without a launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """A small language model that reads images, and its samples, for `tests.parity.encoder_case`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path

@@ -7,8 +7,6 @@ over 64 symbols, whose loss at best is known to be far below that of single symb
 the mean loss of the last steps. Takes some minutes; no test runs it.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ What is changed in them is said here, and nothing else: sizes, the number of ste
 losses of several layouts can be compared), gloo, and no files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ and built, and does nothing; calling a function of theirs is an error,
 but for `NOTHING_TO_DO`. Run it in a process of its own: it changes torch.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import sys

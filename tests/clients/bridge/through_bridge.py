@@ -3,8 +3,6 @@
 `make bridge` installs the library; the name keeps this file out of the suite.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

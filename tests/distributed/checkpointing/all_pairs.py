@@ -10,8 +10,6 @@ with expert parallelism. Prints a summary; exits 1 on any difference.
 `--others` (6) more.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

@@ -7,8 +7,6 @@ of another run, of the same sizes, in place. Exits 1 if one damaged checkpoint o
 or one file is not named.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import shutil

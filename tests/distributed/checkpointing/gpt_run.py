@@ -1,7 +1,5 @@
 """A small GPT run in any layout, saved and loaded as the training loop does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -19,8 +19,6 @@ bytes; what was saved before must be whole, and once the disk is well the save m
 counts the same calls. Prints a table; exits 1 if one point fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

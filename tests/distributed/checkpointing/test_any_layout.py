@@ -1,7 +1,5 @@
 """A real run saved in one layout is the same run in every other: weights, moments, schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

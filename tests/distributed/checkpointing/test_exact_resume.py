@@ -1,7 +1,5 @@
 """Stopping and going on changes no bit: of the state, of any loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One rank that cannot write, or a process that dies: what the others and the next run see."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

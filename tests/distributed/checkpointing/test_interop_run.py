@@ -1,7 +1,5 @@
 """`pretrain_gpt.py --load` continues checkpoints of Megatron-LM and DeepSpeed, in any layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An exception on one rank, wherever it occurs in a save or a load, is an error on all ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Non-persistent checkpoints: a process, a node or its files are lost, and the run continues."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

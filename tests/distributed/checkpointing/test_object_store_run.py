@@ -1,7 +1,5 @@
 """A run that saves to a URL and continues from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.harness.distributed import run_distributed

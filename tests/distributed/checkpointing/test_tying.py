@@ -1,7 +1,5 @@
 """A tied model becomes one with a head of its own; the way back is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A vocabulary of another size is refused; of another padding (`test_any_layout`) it is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

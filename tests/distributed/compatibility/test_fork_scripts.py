@@ -1,7 +1,5 @@
 """A training script as forks of Megatron have it, with Megatron's own names, trains truly."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

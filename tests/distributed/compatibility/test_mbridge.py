@@ -4,8 +4,6 @@ On four CPU ranks two calls of CUDA have stand-ins, and the config has the attri
 of Transformers that the library was written for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import patch
 

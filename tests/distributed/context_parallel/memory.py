@@ -8,8 +8,6 @@ rank's resident memory between before and its peak, read from the kernel (VmHWM)
 Takes about three minutes on two cores; --longest 16384 takes ten seconds.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

@@ -1,7 +1,5 @@
 """Attention of a split sequence equals attention of the whole one, output and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every kind of context parallelism sends exactly the bytes that theory says, and no more."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from unittest import mock

@@ -1,7 +1,5 @@
 """A recurrence over ranks that share a sequence is that of one process, in output and gradients."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

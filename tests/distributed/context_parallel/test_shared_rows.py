@@ -1,7 +1,5 @@
 """Samples of uneven length in rows that as many ranks split as they need: the model is the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.tolerances import FP32_REORDERED_SUM

@@ -1,7 +1,5 @@
 """Sparse attention over ranks that share a sequence: the choice, output and loss of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

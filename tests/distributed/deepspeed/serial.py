@@ -1,7 +1,5 @@
 """A plain module, and its training by a loop without an engine."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """A small model and its training on several replicas, next to the same training in one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

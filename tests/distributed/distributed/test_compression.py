@@ -1,7 +1,5 @@
 """Compressed reductions: bounded error, nothing lost over time, equal replicas, bytes counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -32,7 +32,8 @@ WAYS = [
 ]
 
 
-def check_all_ways(groups):
+@distributed(world_size=(2, 4))
+def test_replicas_get_the_serial_gradient_to_the_bit_in_every_way(groups):
     serial = serial_gradients(step=0)
     seen = {}
     for way in WAYS:
@@ -46,16 +47,6 @@ def check_all_ways(groups):
                 first = seen.setdefault((name, num_microbatches), gradient)
                 # Every way adds in rank order: the same bits.
                 assert_close(gradient[owned], first[owned], EXACT, what)
-
-
-@distributed(world_size=2)
-def test_two_replicas_get_the_serial_gradient_to_the_bit_in_every_way(groups):
-    check_all_ways(groups)
-
-
-@distributed(world_size=4)
-def test_four_replicas_get_the_serial_gradient_to_the_bit_in_every_way(groups):
-    check_all_ways(groups)
 
 
 @distributed(world_size=4, num_distributed_optimizer_instances=2)

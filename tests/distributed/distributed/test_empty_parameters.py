@@ -1,7 +1,5 @@
 """A parameter without elements trains, is saved and is loaded, as torch trains and stores it."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

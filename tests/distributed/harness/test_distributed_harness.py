@@ -115,21 +115,10 @@ def test_layout_keywords_place_the_ranks():
     ]
 
 
-def test_unknown_layout_keyword_is_refused():
-    with pytest.raises(TypeError, match="tensor_parallel"):
-        run_distributed(coordinates, 2, tensor_parallel=2)
-
-
 @distributed(world_size=2, tp=2)
 def test_decorated_body_runs_on_every_rank_with_current_groups(groups):
     assert groups is ProcessGroupCollection.current()
     assert (groups.tp.size(), groups.tp.rank()) == (2, dist.get_rank())
-
-
-@pytest.mark.parametrize("exponent", [2, 3])
-@distributed(world_size=2)
-def test_decorated_body_receives_parameters(groups, exponent):
-    assert exponent in (2, 3)
 
 
 def test_workers_live_on_between_jobs_with_one_thread_each():
@@ -209,10 +198,3 @@ def test_warnings_follow_the_filters_of_the_caller():
 def test_a_result_that_cannot_travel_is_a_failure_not_a_hang():
     with pytest.raises(DistributedFailure, match="no_such_result"):
         run_distributed(no_such_result, 1)
-
-
-def test_only_module_level_functions_are_accepted():
-    with pytest.raises(TypeError, match="module-level"):
-        run_distributed(lambda groups: None, 1)
-    with pytest.raises(TypeError, match="groups"):
-        distributed(world_size=2)(len)

@@ -1,7 +1,5 @@
 """Low-rank adapters: the same in every layout, and PEFT computes what we do with them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

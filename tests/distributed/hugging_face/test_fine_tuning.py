@@ -1,7 +1,5 @@
 """The example of fine-tuning, command by command: the tuned model gives the answers it was told."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

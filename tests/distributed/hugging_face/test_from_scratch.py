@@ -1,7 +1,5 @@
 """A model that was trained from scratch works in Transformers once it is exported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

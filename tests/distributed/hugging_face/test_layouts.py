@@ -1,7 +1,5 @@
 """`--load-hf` in several layouts: the losses of one process; `--save-hf` gives the model back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

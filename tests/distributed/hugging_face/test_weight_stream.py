@@ -36,10 +36,6 @@ BUCKET_BYTES = {"gpt_oss": 250_000, "mixtral": 250_000}
 """Of each case, 60 kB but where a tensor is larger."""
 
 
-HELD_BY_GLOO = 2048
-"""Its thread lets go of the small tensors of a collective a moment after the collective's end."""
-
-
 def streamed(groups, words, path, bucket_bytes):
     """Train a step, then compare the stream with the files; return what was held besides."""
     chunks = []

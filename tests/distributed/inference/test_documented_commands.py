@@ -1,9 +1,6 @@
 """The commands that use a model of Hugging Face, as docs and examples have them."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 import shlex
 import signal
@@ -21,6 +18,7 @@ from megatron.training.cli.parser import parse_command_line
 from megatron.training.setup.initialize import read_settings
 from tests.harness.machine import ONE_MACHINE
 from tests.harness.pool import REPOSITORY
+from tests.harness.started import environment
 from tools.evaluate_harness import HarnessFlags
 from tools.evaluate_perplexity import PerplexityFlags
 from tools.generate import GenerateFlags
@@ -77,10 +75,8 @@ def with_inputs(words, folder):
 def start(words, folder):
     words = with_inputs(words, folder)
     launcher = ["-m", "torch.distributed.run", *ONE_MACHINE] if words[0] == "torchrun" else []
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo",
-                   "OMP_NUM_THREADS": "1", "LATTICE_DEVICE": "cpu"}  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, *launcher, *words[1:]], cwd=REPOSITORY, env=environment, text=True,
+        [sys.executable, *launcher, *words[1:]], cwd=REPOSITORY, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

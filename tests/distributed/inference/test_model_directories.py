@@ -1,16 +1,11 @@
 """Tools do with a model's directory what Transformers does: special ids, ends, classes."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.harness.pool import REPOSITORY
+from tests.harness.started import run_python
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 PROMPTS = ["alpha beta", "theta", ""]
@@ -68,14 +63,7 @@ def begun(tmp_path_factory, inner):
 
 
 def printed_by(tool, *words, status=0):
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
-                   "LATTICE_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, f"tools/{tool}.py", *map(str, words)], cwd=REPOSITORY, env=environment,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == status, done.stdout[-4000:]
-    return done.stdout
+    return run_python(f"tools/{tool}.py", *words, status=status)
 
 
 def test_generation_begins_and_ends_as_that_of_transformers(begun):

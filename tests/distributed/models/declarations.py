@@ -9,8 +9,6 @@ declarations, so a test can try other declarations without another run.
 The job can also leave out the collectives of one call site: each rank keeps its own tensor.
 """
 
-from __future__ import annotations
-
 import sys
 import zlib
 from collections.abc import Iterator, Sequence

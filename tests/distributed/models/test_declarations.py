@@ -4,8 +4,6 @@
 wrong declarations, and collectives that are left out, must be found, all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Samples of the tables of encoders; all of them: `python -m tests.parity.encoders`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,5 @@
 """The examples run as their first line says, on two processes."""
 
-from __future__ import annotations
-
-import os
 import re
 import subprocess
 import sys
@@ -10,26 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.machine import ONE_MACHINE
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.harness.pool import REPOSITORY
+from tests.harness.started import environment, run_python, torchrun
 
 
 def run_on_two_ranks(script: str, *arguments: str) -> str:
     """Run an example under torchrun on the CPU and return what it printed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "LATTICE_DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
-    launcher = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE]
-    command = [*launcher, "--nproc-per-node", "2", script, *arguments]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(*torchrun(2), script, *arguments)
 
 
 @pytest.mark.distributed
@@ -57,18 +41,16 @@ def test_the_custom_model_learns_and_so_do_its_own_parameters():
 
 @pytest.mark.distributed
 def test_the_model_that_reads_images_is_trained_and_asked(tmp_path):
-    environment = {
-        **os.environ,
+    variables = {
         "PYTHON": sys.executable,
         "TORCHRUN": str(Path(sys.executable).with_name("torchrun")),
         "WORK": str(tmp_path),
         "COUNT": "40",
         "ITERS": "3",
-        "LATTICE_DEVICE": "cpu",
     }
     done = subprocess.run(
         [str(REPOSITORY / "examples/vision_language/run.sh")],
-        env=environment, capture_output=True, text=True, timeout=300,
+        env=environment(**variables), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d of 8 answers are right", done.stdout), done.stdout

@@ -1,7 +1,5 @@
 """A GPT split over tensor-parallel ranks gives the loss and gradients of the whole model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -6,8 +6,6 @@ step are compared with the formulas; the command trains 100 million parameters a
 status 1 if any number is more than 2 % off.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

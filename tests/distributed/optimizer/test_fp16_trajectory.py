@@ -4,8 +4,6 @@ Runs are compared at equal numbers of micro batches: a replica's loss is the mea
 with twice the replicas each sample's gradients are twice as large on their way through the model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights are gathered in FP8, and training computes the same numbers as with bf16 gathers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 

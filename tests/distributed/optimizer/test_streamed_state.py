@@ -1,7 +1,5 @@
 """Optimizer state in host memory and in files: the bits of state on the device, in any layout."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

@@ -1,7 +1,5 @@
 """Muon, Lion and SGD in parallel: the model of one process, and the same bits when sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -130,23 +128,14 @@ def weights_after(groups, rule: str, **way: Any) -> dict[str, torch.Tensor]:
     return ddp.state_dict()
 
 
-def check_rungs_are_bit_equal(groups) -> None:
+@distributed(world_size=(2, 4))
+def test_every_rung_gives_the_same_bits(groups) -> None:
+    # On four ranks some own nothing of some matrices, and matrices are on up to four of them.
     for rule in RULES:
         plain = weights_after(groups, rule)
         for way in WAYS:
             for name, tensor in weights_after(groups, rule, **way).items():
                 assert_close(tensor, plain[name], EXACT, f"{name} {rule} {way}")
-
-
-@distributed(world_size=2)
-def test_every_rung_of_two_ranks_gives_the_same_bits(groups) -> None:
-    check_rungs_are_bit_equal(groups)
-
-
-@distributed(world_size=4)
-def test_every_rung_of_four_ranks_gives_the_same_bits(groups) -> None:
-    # On four ranks some own nothing of some matrices, and matrices are on up to four of them.
-    check_rungs_are_bit_equal(groups)
 
 
 def state_numel(groups, rule: str) -> int:

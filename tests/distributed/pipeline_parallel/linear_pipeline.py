@@ -1,7 +1,5 @@
 """A stack of linear layers cut into stages, and its serial oracle."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

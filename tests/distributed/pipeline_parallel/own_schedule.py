@@ -4,8 +4,6 @@ Eager 1F1B ("On Optimizing the Communication of Model Parallelism", section 4, a
 1F1B with as many more forwards ahead as a message has ranks to go, which hide its transfer.
 """
 
-from __future__ import annotations
-
 from megatron.core.pipeline_parallel.instructions import BACKWARD, FORWARD, Orders, Placement, Step
 from megatron.core.pipeline_parallel.schedule import Schedule, StepPlan
 

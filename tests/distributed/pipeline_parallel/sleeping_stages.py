@@ -4,8 +4,6 @@ Neither sleeping nor waiting for a message takes processor time, so the measurem
 machine, also on a busy one with fewer cores than ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A pipeline computes, bit for bit, what one process computes."""
 
-from __future__ import annotations
-
 import math
 import time
 import weakref

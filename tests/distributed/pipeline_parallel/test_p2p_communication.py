@@ -1,7 +1,5 @@
 """Channels between pipeline ranks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

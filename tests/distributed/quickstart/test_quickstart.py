@@ -2,38 +2,18 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import REPOSITORY
+from tests.harness.started import run_python
 
 
 def run_quickstart(output: Path) -> str:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "examples/quickstart/quickstart.py",
-            *("--texts", "tests/fixtures/text"),
-            *("--output", str(output)),
-            *("--train-iters", "8"),
-        ],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "LATTICE_DEVICE": "cpu",
-            "PYTHONPATH": str(REPOSITORY),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    flags = f"--texts tests/fixtures/text --output {output} --train-iters 8".split()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return run_python("examples/quickstart/quickstart.py", *flags, PATH=path)
 
 
 @pytest.fixture(scope="module")

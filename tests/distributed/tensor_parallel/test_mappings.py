@@ -1,7 +1,5 @@
 """Each mapping, its gradient, and the bits of its result on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

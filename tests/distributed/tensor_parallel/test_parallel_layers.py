@@ -1,7 +1,5 @@
 """Layers over several ranks against the same layers on one: outputs and every gradient."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -25,10 +23,6 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -392,15 +386,3 @@ def test_recomputation_under_tensor_parallelism_changes_no_bit(groups, distribut
         results.append([out.detach(), x.grad, *(p.grad for p in mlp.parameters())])
     for plain, recomputed in zip(*results, strict=True):
         assert_close(recomputed, plain, EXACT, "recomputed")
-
-
-@distributed(world_size=2, tp=2)
-def test_sequence_shards_make_a_round_trip_with_exact_gradients(groups):
-    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(8)).requires_grad_()
-    shard = scatter_to_sequence_parallel_region(x, groups.tp)
-    whole = gather_from_sequence_parallel_region(
-        shard * 2, tensor_parallel_output_grad=False, group=groups.tp
-    )
-    whole.backward(torch.ones_like(whole))
-    assert_close(whole, x * 2, EXACT, "forward")
-    assert_close(x.grad, torch.full_like(x, 2.0), EXACT, "gradient")

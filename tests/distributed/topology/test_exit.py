@@ -1,17 +1,11 @@
 """A process whose work is done ends well, also where its backend's threads lag behind."""
 
-from __future__ import annotations
-
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.machine import ONE_MACHINE
-
-REPOSITORY = Path(__file__).resolve().parents[3]
+from tests.harness.started import run_python, torchrun
 
 ONE_RANK = """
 import os
@@ -44,11 +38,5 @@ def test_the_last_collective_may_still_be_in_another_threads_hands(tmp_path: Pat
     """Without the pause at the end about every second run is aborted."""
     script = tmp_path / "one_rank.py"
     script.write_text(ONE_RANK)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LATTICE_DEVICE": "cpu"}
-    command = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE]
     for _ in range(2):
-        done = subprocess.run(
-            [*command, "--nproc-per-node", "2", str(script)],
-            env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        run_python(*torchrun(2), script, timeout_s=120)

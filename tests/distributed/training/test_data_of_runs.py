@@ -1,7 +1,5 @@
 """What the data flags do to a whole run: orders, masks, validation sets, phases, resumes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -15,33 +13,11 @@ from tests.parity.training_run import train_with_flags
 from tests.unit.datasets.corpora import write_corpus
 
 SMALL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "16",
-    "--lr",
-    "1e-2",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "6",
-    "--log-interval",
-    "1",
-    "--hidden-dropout",
-    "0",
-    "--attention-dropout",
-    "0",
-    "--tokenizer-type",
-    "ByteTokenizer",
-    "--num-workers",
-    "0",
-]
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16",
+    "--lr", "1e-2", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6",
+    "--log-interval", "1", "--hidden-dropout", "0", "--attention-dropout", "0",
+    "--tokenizer-type", "ByteTokenizer", "--num-workers", "0",
+]  # fmt: skip
 
 
 @pytest.fixture

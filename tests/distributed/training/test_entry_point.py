@@ -1,7 +1,5 @@
 """The command itself, as a user starts it: torchrun, SIGTERM, a failing command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,49 +12,28 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.training.test_pretraining import SMALL
-from tests.harness.machine import ONE_MACHINE
+from tests.harness.pool import REPOSITORY
 from tests.harness.save_lock_holder import held_by_another_run
+from tests.harness.started import environment, torchrun
 
-ROOT = Path(__file__).parents[3]
 LINE = re.compile(r" iteration +(\d+)/ +\d+ \|.* lm loss: ([\d.E+-]+) \|")
 
 
-def environment() -> dict[str, str]:
-    """Run on the CPU with one thread and as few surprises as possible."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {
-        **kept,
-        "LATTICE_DEVICE": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def run(*words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
-        words,
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=240
     )
 
 
 def test_torchrun_trains_two_ranks_and_writes_all_kinds_of_output(tmp_path):
-    done = run(
-        sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2",
-        "pretrain_gpt.py", *SMALL.split(), "--tensor-model-parallel-size", "2",
-        "--tensorboard-dir", str(tmp_path / "tb"), "--log-throughput", "--log-params-norm",
-        "--log-num-zeros-in-grad", "--save", str(tmp_path / "save"), "--log-progress",
-        "--eval-interval", "2", "--eval-iters", "1", "--timing-log-level", "2", "--profile",
-        "--profile-step-start", "2", "--profile-step-end", "3", "--manual-gc",
-        "--check-for-spiky-loss", "--use-flash-attn", "--log-rank", "0",
-    )  # fmt: skip
+    flags = (
+        "--tensor-model-parallel-size 2 --log-throughput --log-params-norm --log-num-zeros-in-grad"
+        " --log-progress --eval-interval 2 --eval-iters 1 --timing-log-level 2 --profile"
+        " --profile-step-start 2 --profile-step-end 3 --manual-gc --check-for-spiky-loss"
+        f" --use-flash-attn --log-rank 0 --tensorboard-dir {tmp_path}/tb --save {tmp_path}/save"
+    )
+    done = run(sys.executable, *torchrun(2), "pretrain_gpt.py", *f"{SMALL} {flags}".split())
     assert done.returncode == 0, done.stderr
     assert [int(i) for i, _ in LINE.findall(done.stdout)] == [1, 2, 3, 4]
     for expected in (
@@ -83,8 +60,8 @@ def test_sigterm_to_the_process_group_saves_the_present_step_and_leaves(tmp_path
     words += ["--save", str(tmp_path / "save")]
     with subprocess.Popen(
         [sys.executable, "pretrain_gpt.py", *words],
-        cwd=ROOT,
-        env=environment(),
+        cwd=REPOSITORY,
+        env=environment(PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -113,13 +90,12 @@ def test_torchrun_starts_a_run_again_whose_rank_was_killed(tmp_path):
     save = str(tmp_path / "save")
     words = [*SMALL.split(), "--train-iters", "20", "--save", save, "--load", save]
     words += ["--save-interval", "2", "--tensor-model-parallel-size", "2"]
-    launcher = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", "2"]
     log = tmp_path / "log"
     with (
         log.open("w") as file,
         subprocess.Popen(
-            [sys.executable, *launcher, "--max-restarts", "1", "pretrain_gpt.py", *words],
-            cwd=ROOT,
+            [sys.executable, *torchrun(2), "--max-restarts", "1", "pretrain_gpt.py", *words],
+            cwd=REPOSITORY,
             env=environment(),
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -3,8 +3,6 @@
 `python -m tests.parity.planned_memory` draws more layouts.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.training.setup.traced_memory import trace_rank

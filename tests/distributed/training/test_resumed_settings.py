@@ -1,7 +1,5 @@
 """Which settings of a resumed run are the command line's, and which the checkpoint's."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A spike of loss or gradient norm: back to the newest state, past the samples, or the end."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

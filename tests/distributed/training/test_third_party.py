@@ -1,7 +1,5 @@
 """Scripts written against Megatron's functions: their own loop gives the curve of `pretrain`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

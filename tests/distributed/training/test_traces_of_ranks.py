@@ -1,7 +1,5 @@
 """The profiles of four ranks of a training run in one trace."""
 
-from __future__ import annotations
-
 from tests.harness.distributed import run_distributed
 from tests.parity.training_run import train_with_flags
 from tools.merge_traces import OF_RANK, merge_traces

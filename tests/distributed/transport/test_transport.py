@@ -28,7 +28,10 @@ def transport(name, group):
     return MessageTransport(group, 3, is_in_order=name == "messages")
 
 
-def check_protocol(group, name):
+@pytest.mark.parametrize("name", TRANSPORTS)
+@distributed(world_size=(2, 3))
+def test_ranks_exchange_by_the_protocol(groups, name):
+    group = groups.dp
     size, rank = group.size(), group.rank()
     own = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     generator = torch.Generator().manual_seed(5)
@@ -50,18 +53,6 @@ def check_protocol(group, name):
     summed = transport(name, group).all_reduce(x, SCALE).wait()
     assert summed.data_ptr() == x.data_ptr()
     assert_close(x, total, FP32_REORDERED_SUM, "all-reduce")
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-@distributed(world_size=2)
-def test_two_ranks_exchange_by_the_protocol(groups, name):
-    check_protocol(groups.dp, name)
-
-
-@pytest.mark.parametrize("name", TRANSPORTS)
-@distributed(world_size=3)
-def test_three_ranks_exchange_by_the_protocol(groups, name):
-    check_protocol(groups.dp, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,5 @@
 """The command; see the package."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ A flip in one of the lowest bits of a moment may be rounded away by the next upd
 hold equal bits everywhere at the end of the interval, it did nothing, and is counted by itself.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -12,8 +12,6 @@ What is said comes from `--result-rejected-tracker-filename`. After hardware tha
 run must go on and end with the losses of an undisturbed run, to the bit.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile

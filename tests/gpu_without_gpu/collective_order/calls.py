@@ -1,7 +1,5 @@
 """What one rank has started and waited for, in order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 MESSAGES = ("send", "recv")

@@ -1,7 +1,5 @@
 """Compare what ranks have started: the same collectives in each group, and matching messages."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -6,8 +6,6 @@ its ranks have started it. The first operation of a communicator connects it, an
 waits there for the other ranks.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """One rank of a job of the harness with the order of its collectives kept."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection

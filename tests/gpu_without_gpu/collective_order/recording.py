@@ -1,7 +1,5 @@
 """Keep the list of what this rank starts and waits for."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator

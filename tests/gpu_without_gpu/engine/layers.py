@@ -4,8 +4,6 @@
 stand-in here; its name keeps this file out of the suite.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

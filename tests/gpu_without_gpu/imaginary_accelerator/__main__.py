@@ -11,8 +11,6 @@ With --results each rank is a line of a file of JSON; those that it has are not 
 --document prints it as a table.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

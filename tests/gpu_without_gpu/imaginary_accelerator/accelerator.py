@@ -5,8 +5,6 @@ operation checks devices, dtypes and shapes as on a GPU and computes nothing; re
 counted (`waits`).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

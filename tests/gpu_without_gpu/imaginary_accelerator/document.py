@@ -1,7 +1,5 @@
 """What was seen of ranks, in lines and as tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ All `presets` from 6.7B parameters on, and all of examples/mixture_of_experts. E
 few ranks and one of 16,384; there models of long sequences have them, in 16 parts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 LATER = "--rerun-mode disabled"

@@ -1,7 +1,5 @@
 """One rank of a run, its second training step, and what was seen of it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,8 +1,6 @@
 """Where the host waits for the accelerator, what a CUDA graph of it could not replay, and how many
 bytes each group of ranks exchanges."""
 
-from __future__ import annotations
-
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

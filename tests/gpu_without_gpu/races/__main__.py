@@ -7,8 +7,6 @@ The words of --tests are given to pytest. All jobs take NCCL's ways: a test of w
 shared memory does fails there for another reason, and is counted apart.
 """
 
-from __future__ import annotations
-
 import pickle
 import shlex
 import sys

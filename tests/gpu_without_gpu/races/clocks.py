@@ -1,7 +1,5 @@
 """What each stream has waited for: the vector clocks of torch's CUDA sanitizer."""
 
-from __future__ import annotations
-
 from torch.cuda._sanitizer import StreamSynchronizations  # noqa: TID251 (needs no device)
 
 from tests.gpu_without_gpu.process_group_calls import calling_frame

@@ -1,7 +1,5 @@
 """A dispatch mode that keeps the clocks of imagined streams, and reports races."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

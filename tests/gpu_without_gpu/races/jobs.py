@@ -1,7 +1,5 @@
 """Run a job of the harness with its races reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

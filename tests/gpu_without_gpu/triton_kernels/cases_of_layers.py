@@ -1,7 +1,5 @@
 """Kernels of norms, activations, dropout, losses and rotary embedding, at sizes of models."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import triton

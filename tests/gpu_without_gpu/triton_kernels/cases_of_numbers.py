@@ -1,7 +1,5 @@
 """Kernels of the optimizer and of number formats."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.core.kernels.triton_kernels import adam, quantization

@@ -1,7 +1,5 @@
 """Compare a kernel, run by Triton's interpreter or on a device, with a plain formula in fp64."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Each kernel compiles for four generations of GPUs within their registers and shared memory."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Every comparison starts with the same numbers, on the CPU or on the accelerator."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -6,8 +6,6 @@ Kernels multiply matrices of bf16 and round to the nearest, as hardware does; Tr
 multiplies their bits and cuts.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

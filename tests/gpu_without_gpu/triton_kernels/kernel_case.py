@@ -1,7 +1,5 @@
 """One kernel at one size, as the compiler needs to know it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -3,8 +3,6 @@
 TRITON_INTERPRET=1 python -m pytest tests/gpu_without_gpu/triton_kernels/numerics.py
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

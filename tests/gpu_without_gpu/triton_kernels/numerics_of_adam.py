@@ -1,7 +1,5 @@
 """Adam on state as it is stored, by Triton's interpreter, against torch's on decoded state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

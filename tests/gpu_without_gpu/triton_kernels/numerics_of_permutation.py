@@ -1,7 +1,5 @@
 """Permutation of tokens by Triton's interpreter against torch's selection and sums of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The cast with one scale by Triton's interpreter: the codes of torch's cast, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

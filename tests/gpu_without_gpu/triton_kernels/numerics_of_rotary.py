@@ -1,7 +1,5 @@
 """Rotary embedding by Triton's interpreter against the plain passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -6,8 +6,6 @@ Registers, stack and local memory (where registers spill to) and shared memory a
 compiled program, as NVIDIA's `cuobjdump` reads them.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The command; see the package."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Many cases on several jobs, and what is told of them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

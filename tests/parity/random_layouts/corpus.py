@@ -1,7 +1,5 @@
 """Corpora of short documents of random tokens: `python -m ....corpus PREFIX` writes them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

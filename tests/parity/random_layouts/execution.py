@@ -1,7 +1,5 @@
 """Run a case on the ranks of the harness and join what they report."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

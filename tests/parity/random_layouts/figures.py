@@ -1,7 +1,5 @@
 """The numbers of a log, each with the width of its last printed digit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

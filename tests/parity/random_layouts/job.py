@@ -1,7 +1,5 @@
 """One rank of a case: train as the command line says, and report all that must not differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

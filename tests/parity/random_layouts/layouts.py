@@ -1,7 +1,5 @@
 """Where and how it is computed: flags that must not change a result, and how ranks are shared."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

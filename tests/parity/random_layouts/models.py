@@ -1,14 +1,8 @@
 """What is trained: flags of the model and of its training, which hold in every layout."""
 
-from __future__ import annotations
-
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")
-
-
-def _heads(s: Settings) -> int:
-    return int(s["num-attention-heads"])
 
 
 def _is_rotary(s: Settings) -> bool:

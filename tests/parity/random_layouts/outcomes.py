@@ -1,7 +1,5 @@
 """What became of a command line, and how two outcomes differ."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -4,8 +4,6 @@
 and writes pickled results to its standard output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

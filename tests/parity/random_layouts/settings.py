@@ -1,7 +1,5 @@
 """A command line as data: flag -> value, the parts of it that say how, and options to draw."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Make a failing command line small: drop flags, ranks and sizes while it fails alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How it is trained, in every layout: data, precision, optimizer, schedules, evaluation."""
 
-from __future__ import annotations
-
 from tests.parity.random_layouts.corpus import CONVERSATIONS, CORPUS
 from tests.parity.random_layouts.models import has_attention
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without

@@ -6,8 +6,6 @@ differs is not rounding. The half precisions stay apart from the full one: main 
 loss scales do what they do.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

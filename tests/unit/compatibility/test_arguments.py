@@ -1,7 +1,5 @@
 """Arguments of Megatron's signatures act, or are refused; none is dropped where it would matter."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """Fields of Megatron's configs that nothing here reads: found, and answered when they are set."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from types import SimpleNamespace

@@ -1,10 +1,7 @@
 """The functions behind Megatron's names do what the names promise."""
 
-from __future__ import annotations
-
 import math
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,24 +88,6 @@ def test_a_straggler_detector_is_a_context_that_cannot_be_switched_on():
         assert not detector.enabled
     with pytest.raises(ConfigError, match="--log-straggler"):
         detector.configure(2, 0, enabled=True)
-
-
-def test_a_wrapped_tensor_is_taken_out_once():
-    from megatron.core.utils import WrappedTensor
-
-    tensor = torch.ones(2)
-    wrapped = WrappedTensor(tensor)
-    assert wrapped.unwrap() is tensor
-    with pytest.raises(RuntimeError, match="taken out"):
-        wrapped.unwrap()
-
-
-def test_the_former_name_of_an_inference_context_is_taken_with_a_warning():
-    from megatron.core.utils import deprecate_inference_params
-
-    assert deprecate_inference_params("new", "old") == "new"
-    with pytest.warns(UserWarning, match="former name"):
-        assert deprecate_inference_params(None, "old") == "old"
 
 
 def test_ranges_appear_in_a_trace_when_they_are_switched_on():
@@ -314,14 +293,6 @@ def test_layers_with_a_window_are_counted_from_one():
     assert not is_layer_window_attention(None, 3, 1)
 
 
-def test_an_fp8_context_changes_nothing_because_layers_know_their_recipe():
-    from megatron.core.fp8_utils import get_fp8_context
-
-    for fp8 in (None, "e4m3"):
-        with get_fp8_context(SimpleNamespace(fp8=fp8)) as entered:
-            assert entered is None
-
-
 # Checkpoints -----------------------------------------------------------------------------------
 
 
@@ -400,17 +371,6 @@ def test_the_tracker_of_a_save_directory_is_read_by_its_name(tmp_path):
             file.write(text)
         assert read_metadata(tracker) == found
     assert get_checkpoint_name(str(tmp_path), 12) == f"{tmp_path}/iter_0000012"
-
-
-def test_nested_values_come_in_order_and_a_plain_tensor_is_local_as_it_is():
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.jit import disable_jit_fuser
-    from megatron.core.utils import to_local_if_dtensor
-
-    assert list(nested_values({"a": 1, "b": [2, {"c": 3}], "d": []})) == [1, 2, 3]
-    tensor = torch.ones(2)
-    assert to_local_if_dtensor(tensor) is tensor
-    disable_jit_fuser()
 
 
 # Tokenizers, metadata, norms and time limits ----------------------------------------------------

@@ -1,7 +1,5 @@
 """What published code imports from Megatron can be imported here, and acts or says why not."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Packed sequences: documents see themselves only, and descriptions that cannot be are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

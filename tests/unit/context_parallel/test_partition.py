@@ -1,7 +1,5 @@
 """The zigzag partition: every position once, equal causal work, and the way back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

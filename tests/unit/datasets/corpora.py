@@ -1,7 +1,5 @@
 """Small corpora for tests, on disk and not."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

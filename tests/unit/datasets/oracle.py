@@ -4,8 +4,6 @@ Follows the public description of the recipe step by step, one document and one 
 with Python numbers. Shares no code with `megatron.core.datasets`.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Random cases in which the fast index code is compared with the oracle."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

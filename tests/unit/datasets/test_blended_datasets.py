@@ -8,12 +8,11 @@ import torch
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.foundation.errors import ConfigError, DataError
 from tests.unit.datasets import oracle
 from tests.unit.datasets.corpora import (
-    Tokenizer,
     config,
     gpt_dataset,
     random_documents,
@@ -88,12 +87,6 @@ def test_validation_sets_can_be_kept_apart(corpora):
     assert all(len(part) >= 8 for part in valid)
 
 
-def test_no_data_at_all_means_mock_data():
-    parts = build([20, 5, 5], cls=MockGPTDataset, split="98,1,1", tokenizer=Tokenizer(600, 599))
-    assert [len(part) >= size for part, size in zip(parts, [20, 5, 5], strict=True)] == [True] * 3
-    assert int(parts[0][0]["tokens"].max()) < 600
-
-
 def test_an_empty_part_that_is_wanted_is_refused_and_otherwise_left_out(corpora):
     with pytest.raises(DataError) as caught:
         build([5, 5, 5], blend=([corpora[2]], None), split="969,30,1")
@@ -111,11 +104,6 @@ def test_an_empty_corpus_is_refused_as_such_and_no_share_is_advised(tmp_path):
         build([5, 0, 0], blend=([str(tmp_path / "none")], None), split="1,0,0")
     assert f"the corpus {tmp_path / 'none'} is empty" in str(caught.value)
     assert "--split" not in str(caught.value)
-
-
-def test_a_missing_corpus_in_a_blend_is_named(corpora):
-    with pytest.raises(DataError, match=r"no such corpus: .*/nothing.bin and .*/nothing.idx"):
-        build([5, 0, 0], blend=([*corpora, "/nothing"], None))
 
 
 def test_a_blend_that_would_overrun_a_corpus_is_refused(corpora):

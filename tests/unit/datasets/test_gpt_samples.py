@@ -115,14 +115,6 @@ def test_resets_without_an_end_token_are_refused():
     assert len(gpt_dataset(random_documents(1, 9), tokenizer=Tokenizer(eod=None))[0]) == 4
 
 
-def test_positions_restart_without_a_mask_being_made():
-    dataset = gpt_dataset(random_documents(1, 60, longest=9), reset_position_ids=True)
-    item = dataset[0]
-    assert "attention_mask" not in item
-    expected = slow_masks(item["tokens"].tolist(), True, False, False)[1]
-    assert item["position_ids"].tolist() == expected
-
-
 def test_a_partial_validation_sample_is_padded_without_loss():
     documents = [np.arange(1, 11)]
     kept = gpt_dataset(

@@ -1,7 +1,5 @@
 """Conversations about images: the file, patches, and rows that are packed from them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

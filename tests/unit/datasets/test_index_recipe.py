@@ -2,21 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.core.datasets.order.index_building import (
-    build_sample_index,
-    build_shuffle_index,
     document_ids,
-    plan_epochs,
     split_boundaries,
     split_bounds,
 )
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 from megatron.core.foundation.errors import ConfigError, DataError
-from tests.unit.datasets import oracle, recipe_cases
-from tests.unit.datasets.recipe_cases import greedy_blend
+from tests.unit.datasets import recipe_cases
 
 
 def test_200_random_corpora_and_200_random_blends_equal_the_recipe(implementation):
@@ -24,57 +18,6 @@ def test_200_random_corpora_and_200_random_blends_equal_the_recipe(implementatio
     assert corpora.total() == blends.total() == 200
     assert len(corpora) == 12, "every kind of epoch, extra token and tail must occur"
     assert len(blends) == 2
-
-
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any),
-    seq_length=st.integers(1, 20),
-    extra=st.integers(0, 1),
-    num_samples=st.one_of(st.none(), st.integers(1, 90)),
-    drop_last=st.booleans(),
-)
-@settings(max_examples=150, deadline=None)
-def test_sample_starts_equal_a_walk_through_the_documents(
-    lengths, seq_length, extra, num_samples, drop_last
-):
-    lengths = np.array(lengths, np.int32)
-    docs = np.arange(len(lengths), dtype=np.int32)
-    documents, samples, _, _, _ = oracle.gpt_indices(
-        docs, lengths, seq_length, extra, num_samples, 3, drop_last=drop_last
-    )
-    plan = plan_epochs(int(lengths.sum()), seq_length, extra, num_samples)
-    fast = build_sample_index(lengths, documents, plan, drop_last=drop_last)
-    assert np.array_equal(fast, samples)
-
-
-@given(
-    raw=st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=10),
-    size=st.integers(1, 3000),
-)
-@settings(max_examples=40, deadline=None)
-def test_blends_of_any_weights_equal_the_greedy_rule(raw, size):
-    weights = np.array(normalize(raw))
-    for fast, slow in zip(
-        greedy_blend(weights, size), oracle.blend(weights.tolist(), size), strict=True
-    ):
-        assert np.array_equal(fast, slow)
-
-
-def test_an_exhaustive_blend_takes_every_sample_once():
-    sizes = np.array([7, 1000, 1, 350])
-    datasets, numbers = greedy_blend(sizes / sizes.sum(), int(sizes.sum()), capacities=sizes)
-    for dataset, size in enumerate(sizes):
-        assert np.array_equal(np.sort(numbers[datasets == dataset]), np.arange(size))
-
-
-def test_the_last_epoch_stands_apart_only_when_little_of_it_is_needed():
-    # 10 samples an epoch: 13 need 3 of the second, 19 need 9.
-    assert plan_epochs(101, 10, 1, 13).separate_final_epoch
-    assert not plan_epochs(101, 10, 1, 19).separate_final_epoch
-    assert not plan_epochs(101, 10, 1, None).separate_final_epoch
-    plan = plan_epochs(101, 10, 1, 13)
-    order = build_shuffle_index(plan.num_samples(), plan, np.random.RandomState(0))
-    assert set(order[:10].tolist()) == set(range(10))
 
 
 @pytest.mark.parametrize(

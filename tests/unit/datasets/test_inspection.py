@@ -220,31 +220,11 @@ def test_exact_duplicates_are_found_within_and_between_corpora(tmp_path, capsys)
 
 
 MODEL = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "8",
-    "--num-attention-heads",
-    "1",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "6",
-    "--eval-interval",
-    "3",
-    "--eval-iters",
-    "1",
-    "--lr",
-    "1e-3",
-    "--tokenizer-type",
-    "ByteTokenizer",
-]
+    "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "16",
+    "--max-position-embeddings", "16", "--micro-batch-size", "2", "--global-batch-size", "4",
+    "--train-iters", "6", "--eval-interval", "3", "--eval-iters", "1", "--lr", "1e-3",
+    "--tokenizer-type", "ByteTokenizer",
+]  # fmt: skip
 
 
 def test_an_index_built_ahead_is_the_one_that_training_maps(tmp_path, capsys, everything_is_kept):

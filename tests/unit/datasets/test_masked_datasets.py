@@ -1,7 +1,5 @@
 """Samples of encoders: which words are hidden, and that nothing but seed and number decides it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

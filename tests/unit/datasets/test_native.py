@@ -34,13 +34,6 @@ def sample(changed: dict[str, int]) -> tuple:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("_", WITH_COMPILER)
-def test_a_sound_sample_is_copied(_):
-    arguments = sample({})
-    assert compiled_here().gather(*arguments) == (10, 0, 9, 0)
-    assert arguments[-1].tolist() == list(range(10))
-
-
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("field", ["pointer", "order", "first", "offset", "last", "end", "extra"])
 @pytest.mark.parametrize("_", WITH_COMPILER)

@@ -1,7 +1,5 @@
 """Rows of samples of uneven length: nothing is lost, work is even, nobody waits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

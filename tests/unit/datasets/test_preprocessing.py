@@ -22,7 +22,7 @@ from megatron.core.datasets.preprocessing.inputs import expand_inputs
 from megatron.core.datasets.preprocessing.job import encode_in_order
 from megatron.core.datasets.preprocessing.transforms import SentenceSplitter
 from megatron.core.datasets.preprocessing.units import read_units
-from megatron.core.foundation.errors import DataError, MissingExtraError
+from megatron.core.foundation.errors import DataError
 from megatron.core.tokenizers import make_tokenizer
 from tools import merge_datasets, preprocess_data
 
@@ -246,15 +246,6 @@ def test_empty_documents_are_left_out_and_lists_become_sequences(tmp_path, capsy
     assert "sequences                      3" in printed
 
 
-def test_progress_is_reported_every_so_many_documents(tmp_path, capsys):
-    write_lines(tmp_path / "in.jsonl", [{"text": "x" * 500}, {"text": 1}] * 5000)
-    assert run(tmp_path, "--log-interval", "2000", "--skip-bad-lines") == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Processed")]
-    assert len(lines) == 2  # a unit of one megabyte holds nearly 2,000 of them
-    for part in ("docs/s", "MB/s", "tokens/s", " %", "ETA 0:00:0", " faulty."):
-        assert part in lines[-1]
-
-
 def test_a_missing_input_or_end_token_is_named_before_any_work(tmp_path, capsys):
     assert run(tmp_path, source="none.jsonl") == 1
     assert f"{tmp_path}/none.jsonl: no such file, and no file matches it" in capsys.readouterr().err
@@ -361,15 +352,6 @@ def test_a_missing_sentence_model_is_named(tmp_path, punkt, capsys):
     write_lines(tmp_path / "in.jsonl", [{"text": "One. Two."}])
     assert run(tmp_path, "--split-sentences", "--lang", "klingon") == 1
     assert "python -m nltk.downloader punkt_tab" in capsys.readouterr().err
-
-
-def test_without_nltk_the_extra_is_named(monkeypatch):
-    for name in ("nltk", "nltk.tokenize.punkt"):  # the second is there if another test asked
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError) as caught:
-        SentenceSplitter("english").load()
-    assert "--split-sentences needs the Python library 'nltk'" in str(caught.value)
-    assert "megatron-lattice[nltk]" in str(caught.value)
 
 
 # --- merging ------------------------------------------------------------------------------------

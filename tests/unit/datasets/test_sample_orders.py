@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.datasets import native
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.document_masks import attention_mask
@@ -79,31 +78,6 @@ def test_an_id_outside_the_vocabulary_is_located_in_every_order(tmp_path, implem
         dataset = gpt_dataset(prefix, sequence_length=9, sample_order=order)
         with pytest.raises(DataError, match="token 777 at position 13 of document 1 in"):
             _ = [dataset[i] for i in range(len(dataset))]
-
-
-def test_the_compiled_part_refuses_what_lies_outside_its_arrays(implementation):
-    module = native.compiled
-    if implementation == "numpy":
-        assert module is None
-        return
-    tokens, lengths = np.zeros(10, np.uint16), np.array([6, 4], np.int32)
-    pointers, documents = np.array([0, 12]), np.array([0, 1], np.int32)
-    out, order = np.empty(8, np.int64), np.array([0], np.uint32)
-
-    def gather(row, idx=0, code=8, out=out, pointers=pointers):
-        rows = np.array(row, np.int32)
-        arrays = (tokens, code, pointers, lengths, documents, rows, 0, order, 0)
-        return module.gather(*arrays, idx, 0, 0, out)
-
-    assert gather([0, 2, 1, 3]) == (7, 0, 0, 7)
-    for row in ([0, 0, 2, 1], [0, 0, 1, 5], [0, 7, 1, 1], [-1, 0, 1, 1], [0, 0, 1, 4]):
-        with pytest.raises(IndexError):
-            gather(row)
-    for wrong in ({"idx": 1}, {"out": out[:3]}, {"pointers": np.array([0, 16])}):
-        with pytest.raises(IndexError):
-            gather([0, 2, 1, 3], **wrong)
-    with pytest.raises(ValueError):
-        gather([0, 2, 1, 3], code=7)
 
 
 def windows_of(dataset, epoch=0):

@@ -134,19 +134,6 @@ def test_the_type_follows_the_vocabulary():
     assert DType.size(np.float64) == 8
 
 
-def test_a_merged_corpus_is_the_documents_one_after_the_other(tmp_path):
-    first = write(str(tmp_path / "a"), DOCUMENTS)
-    second = write(str(tmp_path / "b"), [[[11], [12]], [[13, 14]]])
-    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
-    builder.add_index(first)
-    builder.add_index(second)
-    builder.finalize(str(tmp_path / "m.idx"))
-    write(str(tmp_path / "w"), [*DOCUMENTS, [[11], [12]], [[13, 14]]])
-    for suffix in ("bin", "idx"):
-        merged, whole = tmp_path / f"m.{suffix}", tmp_path / f"w.{suffix}"
-        assert merged.read_bytes() == whole.read_bytes()
-
-
 def test_merging_another_type_is_refused_and_nothing_is_left(tmp_path):
     other = write(str(tmp_path / "a"), dtype=np.int32)
     with (
@@ -256,15 +243,6 @@ def test_a_missing_corpus_is_named_with_a_hint(tmp_path, asked, hint):
     assert hint.format(dir=tmp_path) in str(caught.value)
 
 
-def test_nothing_has_its_final_name_before_finalize(tmp_path):
-    builder = IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=np.uint16)
-    builder.add_item([1, 2])
-    assert not (tmp_path / "c.bin").exists()
-    builder.end_document()
-    builder.finalize(str(tmp_path / "c.idx"))
-    assert sorted(os.listdir(tmp_path)) == ["c.bin", "c.idx"]
-
-
 @pytest.mark.parametrize(("function", "file"), [("fill_tokens", "c.bin"), ("fill_index", "c.idx")])
 def test_a_full_disk_is_named_with_path_and_bytes_and_leaves_nothing(tmp_path, function, file):
     code = f"from tests.unit.datasets.full_disk import {function}; {function}({str(tmp_path)!r})"
@@ -294,16 +272,6 @@ def test_the_digest_of_a_shape_changes_with_the_documents(tmp_path):
     ]
     assert len(set(prints)) == 3
     assert prints[0] == prints[3]
-
-
-def test_opening_a_corpus_does_not_load_torch():
-    code = (
-        "import sys; import megatron.core.datasets.indexed_dataset; "
-        "import megatron.core.datasets.preprocessing.job, megatron.core.tokenizers; "
-        "print('torch' in sys.modules, 'transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
 
 
 def test_more_corpora_can_be_open_than_the_soft_limit_of_files(tmp_path):

@@ -1,7 +1,5 @@
 """Errors that a caller of an engine sees name what that caller writes, not flags of a script."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The engine writes what a configuration asks for: scalars, times, operations; and its names."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import re

@@ -1,8 +1,6 @@
 """Every key that DeepSpeed takes acts, has no effect and says why, or is refused with what to use
 instead. The names, types and defaults are those of DeepSpeed 0.19.8."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

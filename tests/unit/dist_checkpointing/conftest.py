@@ -1,7 +1,5 @@
 """Directories without the cost of a real disk: thousands of fsyncs are made here."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

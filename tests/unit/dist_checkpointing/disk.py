@@ -6,8 +6,6 @@ last fsync of the directory. A stop freezes everything: after it no call has any
 clean-up code cannot tidy what a killed process would have left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

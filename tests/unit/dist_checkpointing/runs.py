@@ -1,7 +1,5 @@
 """A tiny run to checkpoint: two layers, no optimizer, values that tell which save they are from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random global states and random ways to shard them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

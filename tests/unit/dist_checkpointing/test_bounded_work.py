@@ -1,7 +1,5 @@
 """What a hostile file makes its reader do is bounded: proofs of coverage, shapes, messages."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

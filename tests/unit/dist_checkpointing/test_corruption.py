@@ -1,7 +1,5 @@
 """A checkpoint that is not what was saved is refused, and the file is named."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A save that is stopped anywhere costs nothing that was saved before."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

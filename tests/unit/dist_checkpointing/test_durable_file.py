@@ -1,7 +1,5 @@
 """Shard files hold the bytes that were put, whichever way these went to the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """What is in a save directory beside a run's checkpoints, and random state that is none."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Storage that refuses: earlier checkpoints intact, all ranks agree, the message helps."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

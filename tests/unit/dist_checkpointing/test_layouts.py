@@ -1,7 +1,5 @@
 """Any layout saves, any layout loads, exactly."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import pairwise
@@ -281,22 +279,6 @@ def test_a_vocabulary_padded_for_another_layout_keeps_its_own_padding(tmp_path: 
     small = shard(torch.zeros(10, 4), 0, 1)
     load(lambda r: {"e": small}, 1, tmp_path / "c")
     assert torch.equal(small.data, vocabulary)
-
-
-@pytest.mark.parametrize(
-    ("stored", "wanted"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float64),
-    ],
-)
-def test_floats_convert_to_the_dtype_of_the_run(tmp_path: Path, stored, wanted) -> None:
-    tensor = torch.randn(5, 3).to(stored)
-    save(lambda r: {"w": ShardedTensor.from_rank_offsets("w", tensor)}, 1, tmp_path / "c")
-    into = torch.zeros(5, 3, dtype=wanted)
-    load(lambda r: {"w": ShardedTensor.from_rank_offsets("w", into)}, 1, tmp_path / "c")
-    assert torch.equal(into, tensor.to(wanted))
 
 
 def test_reading_a_slice_touches_only_its_blocks(tmp_path: Path, monkeypatch) -> None:

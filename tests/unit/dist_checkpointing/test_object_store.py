@@ -1,7 +1,5 @@
 """Checkpoints in an object store: metadata.json last, ranged reads, no rename and no lock."""
 
-from __future__ import annotations
-
 import pickle
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Saving and loading a run: what comes back, asynchronous saves, retention, the lock."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """tools/checkpoint: what it prints and how it exits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plain values come back as exactly what they were."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import enum

@@ -1,7 +1,5 @@
 """Threads that hash and read: what they return, and how many there are."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.core.dist_checkpointing.thread_pool import (

@@ -29,14 +29,19 @@ def random_plans(first):
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 20))
-def test_shards_own_each_element_of_each_parameter_once(seed):
+def test_shards_own_each_element_of_each_parameter_once_from_block_borders_on(seed):
     for numels, size, plan in random_plans(seed):
         owned = [[0] * n for n in numels]
+        slots = {slot.index: slot for slot in plan.slots}
         for bucket in range(len(plan.buckets)):
             for rank in range(size):
-                for piece in plan.pieces(*plan.shard(bucket, rank, size)):
+                begin, end = plan.shard(bucket, rank, size)
+                for piece in plan.pieces(begin, end):
                     for element in range(piece.begin, piece.end):
                         owned[piece.index][element] += 1
+                    assert piece.begin % BLOCK == 0 and piece.offset % BLOCK == 0
+                    assert piece.offset == slots[piece.index].begin + piece.begin
+                    assert begin <= piece.offset < piece.offset + piece.end - piece.begin <= end
         assert all(set(counts) == {1} for counts in owned)
 
 
@@ -50,19 +55,6 @@ def test_buckets_tile_the_buffer_and_slots_follow_in_reverse_order(seed):
         assert all(slot.end - slot.begin == numels[slot.index] for slot in plan.slots)
         assert all(slot.begin % BLOCK == 0 for slot in plan.slots)
         assert all(a.end <= b.begin for a, b in zip(plan.slots, plan.slots[1:], strict=False))
-
-
-@pytest.mark.parametrize("seed", range(0, 100, 20))
-def test_pieces_begin_at_block_borders_of_their_parameter(seed):
-    for _, size, plan in random_plans(seed):
-        slots = {slot.index: slot for slot in plan.slots}
-        for bucket in range(len(plan.buckets)):
-            for rank in range(size):
-                begin, end = plan.shard(bucket, rank, size)
-                for piece in plan.pieces(begin, end):
-                    assert piece.begin % BLOCK == 0 and piece.offset % BLOCK == 0
-                    assert piece.offset == slots[piece.index].begin + piece.begin
-                    assert begin <= piece.offset < piece.offset + piece.end - piece.begin <= end
 
 
 @pytest.mark.parametrize("seed", range(10))

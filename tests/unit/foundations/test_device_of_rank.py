@@ -1,7 +1,5 @@
 """Which accelerator a rank computes on, where the node has fewer of them than ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

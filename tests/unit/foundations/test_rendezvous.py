@@ -1,7 +1,5 @@
 """A job that is started again meets in a store that holds what the last attempt left there."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The flags of a tool are the fields of a dataclass."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """Stages B and C run to their end without a GPU, where their figures mean nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

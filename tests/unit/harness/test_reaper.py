@@ -1,7 +1,5 @@
 """A killed test run takes its processes and temporary files with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Compare the gradients of a model of Transformers with those of the same model here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

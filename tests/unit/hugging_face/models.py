@@ -1,7 +1,5 @@
 """Small models of Transformers with every special feature on, and ours built from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

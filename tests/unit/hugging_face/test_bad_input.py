@@ -1,7 +1,5 @@
 """Directories that are not what they should be, and models that cannot be built, are refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 
@@ -48,7 +46,7 @@ def change_config(model, **fields):
         ({"model_type": "mamba"}, "mamba"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"a_field_of_tomorrow": 3}, "a_field_of_tomorrow"),
+        ({"a_field_of_tomorrow": 3}, "(?s)a_field_of_tomorrow.*delete its line"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5,
                            "original_max_position_embeddings": 16}}, "attention_factor"),
@@ -109,21 +107,6 @@ def test_a_half_precision_model_trained_in_fp32_is_told_the_flag(
     change_config(model, **{field: stored})
     said = note_on_precision(model, trained)
     assert said is None if flag is None else f"trained in float32; {flag} computes" in said
-
-
-def test_an_unknown_field_of_a_config_is_refused_with_a_way_to_go_on(model):
-    change_config(model, finished_on="a Sunday")
-    with pytest.raises(ConfigError, match="delete its line") as caught:
-        read_model_directory(model)
-    assert "config.json" in str(caught.value)
-
-
-def test_all_problems_of_a_config_come_in_one_message(model):
-    change_config(model, attention_bias=True, hidden_act="gelu", new_field=1)
-    with pytest.raises(ConfigError) as caught:
-        read_model_directory(model)
-    for name in ("attention_bias", "hidden_act", "new_field"):
-        assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A model of Transformers and ours from the same files: equal logits, gradients, files again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

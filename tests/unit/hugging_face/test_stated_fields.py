@@ -1,7 +1,5 @@
 """A `config.json` means here what it means in Transformers, whichever fields it states."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 

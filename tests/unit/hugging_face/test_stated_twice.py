@@ -1,8 +1,6 @@
 """Where config and weights, or two files, contradict each other, a model is that of Transformers,
 with a line that says so, or is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Which attention kernel is chosen, and that all of them compute the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention

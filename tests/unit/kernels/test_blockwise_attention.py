@@ -1,7 +1,5 @@
 """Blockwise attention: the numbers of the formula in fp64, and never an [s, s] tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

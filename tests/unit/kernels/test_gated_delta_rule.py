@@ -1,7 +1,5 @@
 """Delta rules in chunks give what the recurrences of their papers give, token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is said of the kernels of a run is what its layers take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 The stand-ins attend by the formula on the CPU; that the libraries do the same is theirs to keep.
 """
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """Which kernels of norms, activations, losses and grouped products are chosen."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

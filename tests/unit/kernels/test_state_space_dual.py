@@ -1,7 +1,5 @@
 """The state-space dual recurrence in chunks gives what its paper gives, token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Products that add to an fp32 main gradient: which kernel, and what it must compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """GPTModel gives the logits, losses and gradients of independently written models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

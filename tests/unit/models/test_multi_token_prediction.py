@@ -1,7 +1,5 @@
 """Later tokens are predicted as section 2.2 of the DeepSeek-V3 report says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

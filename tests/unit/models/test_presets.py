@@ -1,7 +1,5 @@
 """Presets: sizes of published models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -28,15 +26,6 @@ def count(chosen) -> int:
         layer += 2 * d
     positions = chosen.model["max_sequence_length"] * h if is_gpt else 0
     return c["num_layers"] * layer + norm + positions + chosen.vocab_size * h * (1 if tied else 2)
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_has_the_published_number_of_parameters(name):
-    chosen = preset(name)
-    if chosen.is_exact:
-        assert count(chosen) == chosen.published_parameters
-    else:
-        assert count(chosen) == pytest.approx(chosen.published_parameters, rel=0.02)
 
 
 @pytest.mark.parametrize(

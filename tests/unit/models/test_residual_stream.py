@@ -1,7 +1,5 @@
 """Where the residual stream is taken and in which precision it is kept, in every kind of model."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark measures what it says, on a model small enough for a test."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.candidates import CANDIDATES, FAMILIES, model_flops, sizes_of

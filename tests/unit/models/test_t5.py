@@ -1,7 +1,5 @@
 """T5 by itself: its buckets, its constructors, its size, and what its flags mean."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention

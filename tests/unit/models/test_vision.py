@@ -1,7 +1,5 @@
 """Models that read images: their sizes, positions, parts, and what they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Copy weights of other implementations into a `GPTModel`: written for the tests alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Activations in host memory: the same numbers, free device memory, one fetch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef

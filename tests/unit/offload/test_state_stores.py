@@ -1,7 +1,5 @@
 """Columns in files behave as columns in memory, in bounded memory, and fail with a reason."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon against the singular value decomposition, and who gets which rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """State in few bytes trains as state in fp32 does, within bounds, and takes what the table says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """State in few bytes: error bounds, no drift, no division by zero, exact resume."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ package is installed and their own folder is all that is on the path. Benchmarks
 comparisons are modules: `python -m benchmarks.data`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

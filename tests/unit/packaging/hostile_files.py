@@ -6,8 +6,6 @@ reads each in a process of its own, whose processor time and memory are bounded,
 of JSON: the case, and how it ended.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -25,8 +23,6 @@ import torch
 from megatron.core.datasets.corpus.files import token_files
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing.chat_template import find_chat_template
-from megatron.core.datasets.preprocessing.inputs import expand_inputs
-from megatron.core.datasets.preprocessing.units import blocks_of
 from megatron.core.dist_checkpointing.interop.opening import open_any
 from megatron.core.foundation.errors import MegatronError
 from megatron.core.tokenizers.megatron_tokenizer import make_tokenizer
@@ -96,12 +92,6 @@ def yaml(folder: Path) -> None:
     read_yaml(str(folder / "s.yaml"), problems)
     if problems:
         raise problems[0]
-
-
-def every_block(folder: Path) -> None:
-    """Read all text of the inputs."""
-    for file in expand_inputs([str(folder)]):
-        assert all(len(block) <= 32 << 20 for block, _ in blocks_of(file.path))
 
 
 def aliases(opening: str, closing: str) -> str:

@@ -1,7 +1,5 @@
 """Code that names one kind of device is refused by the linter that every commit passes."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

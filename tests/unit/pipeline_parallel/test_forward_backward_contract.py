@@ -1,7 +1,5 @@
 """The contract of `get_forward_backward_func`, on one process."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import namedtuple
 from dataclasses import dataclass, field

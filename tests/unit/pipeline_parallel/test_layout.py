@@ -1,7 +1,5 @@
 """Which layers live on which stage."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

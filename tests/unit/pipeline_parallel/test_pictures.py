@@ -1,7 +1,5 @@
 """Timelines as text, SVG, PNG and JSON."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter

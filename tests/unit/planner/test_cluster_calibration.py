@@ -1,7 +1,5 @@
 """The planner for a cluster on which runs were measured, and what the log says of it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import statistics

@@ -1,7 +1,5 @@
 """The search for a layout: what it leaves out, what it prefers, and the command line it prints."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

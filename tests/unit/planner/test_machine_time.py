@@ -1,7 +1,5 @@
 """Seconds of a step on this machine, from the work that its program does."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The planner's closed forms against simulations, published figures, and its own command."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 from pathlib import Path

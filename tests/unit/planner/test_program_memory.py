@@ -1,7 +1,5 @@
 """The memory of a rank, read from the program that would run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

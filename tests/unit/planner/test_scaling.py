@@ -1,7 +1,5 @@
 """Scaling curves, what a training costs, and their pictures."""
 
-from __future__ import annotations
-
 import csv
 import shlex
 from pathlib import Path

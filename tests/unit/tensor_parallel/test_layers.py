@@ -1,7 +1,5 @@
 """Parallel layers: shards, facts, main gradients and errors, on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,13 +81,6 @@ def test_layers_state_the_facts_of_their_parameters():
     assert get_param_meta(e.weight).is_embedding_or_output
     assert (e.vocab_start_index, e.vocab_end_index) == (8, 16)
     assert a.weight.partition_stride == 2 and b.weight.partition_dim == 1
-
-
-def test_the_bias_of_a_sequence_parallel_row_layer_has_a_partial_gradient():
-    sequence_parallel = config(tensor_model_parallel_size=2, sequence_parallel=True)
-    layer = row(config=sequence_parallel, tp_group=FakeGroup(0, 2))
-    assert get_param_meta(layer.bias).partial_grad_axes == ("tp",)
-    assert get_param_meta(layer.weight).partial_grad_axes == ()
 
 
 def test_expert_layers_split_over_the_expert_axis():

@@ -1,7 +1,5 @@
 """Mappings, batches and splitting on one rank: nothing happens, and nothing is copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

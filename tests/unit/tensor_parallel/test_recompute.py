@@ -1,7 +1,5 @@
 """Recomputed activations give bit-equal gradients, whatever draws random numbers inside."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

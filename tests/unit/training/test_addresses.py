@@ -1,7 +1,5 @@
 """Ranks on several machines that announce their loopback address are told so, and what to set."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

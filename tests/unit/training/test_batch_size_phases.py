@@ -1,7 +1,5 @@
 """Batch sizes that change at numbers of tokens: --step-batch-size-schedule."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator

@@ -1,7 +1,5 @@
 """Constants of the update rule are the command line's, and a change is told."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megatron.training.checkpointing.run_state import CheckpointContext, apply_optimizer

@@ -1,7 +1,5 @@
 """What --use-checkpoint-args takes, and what it leaves to the command line."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The hook that saves: which failures a run survives."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

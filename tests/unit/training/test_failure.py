@@ -1,7 +1,5 @@
 """A failed run says one final line, leaves failure.json, and exits with the code of its class."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -251,13 +249,6 @@ def test_torchrun_is_told_what_to_show_as_the_root_cause(tmp_path, monkeypatch, 
         assert abs(found.timestamp - time.time()) < 60
     assert all("broken file" in text and "FATAL[DATA]" in text for text in shown)
     assert "Broken pipe" not in shown[1] + capsys.readouterr().err
-
-
-def test_ctrl_c_has_no_traceback(capsys):
-    fail(KeyboardInterrupt(), RunStatus(activity="training", has_begun=True))
-    err = capsys.readouterr().err
-    assert "Traceback" not in err
-    assert "interrupted while training" in err
 
 
 def test_a_run_whose_output_nobody_reads_lost_no_rank(capsys):

@@ -1,7 +1,5 @@
 """The loop and its hooks, on a fake step."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

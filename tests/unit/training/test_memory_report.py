@@ -38,11 +38,6 @@ def test_rows_that_do_not_fit_are_left_out(capsys):
     assert not found and lines == ["nothing fits in 0 GiB"]
 
 
-def test_a_mistake_in_the_flags_is_told(capsys):
-    assert main(["--no-such-flag"]) == 2
-    assert "unknown flag --no-such-flag" in capsys.readouterr().err
-
-
 def test_an_axis_without_ranks_is_told(capsys):
     assert main([*MODEL.split(), "--world-size", "2", "--tensor-model-parallel-size", "0"]) == 2
     assert "--tensor-model-parallel-size 0" in capsys.readouterr().err

@@ -1,8 +1,5 @@
 """FLOPs and parameters against hand-computed numbers; the log line against a parser's regex."""
 
-from __future__ import annotations
-
-import re
 from datetime import datetime
 
 import pytest
@@ -32,29 +29,12 @@ from megatron.training.metrics.log_line import (
     validation_lines,
 )
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.metrics.peak_flops import peak_flops, peak_of_gpu
+from megatron.training.metrics.peak_flops import peak_of_gpu
 
 
 def words_of(text: str) -> list[str]:
     """Split a command line."""
     return text.split()
-
-
-TINY = ModelSize(
-    config=TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=2, num_query_groups=1, ffn_hidden_size=16
-    ),
-    vocab_size=10,
-    seq_length=6,
-)
-
-
-def test_forward_flops_of_a_tiny_model_by_hand():
-    # One token, one layer: qkv 8 x 16, proj 8 x 8, fc1 8 x 16, fc2 16 x 8: 448 multiply-adds.
-    # Scores and values with half of the 6 keys: 2 heads * 4 wide * 3 keys * 2 products = 48.
-    # Head: 8 x 10 = 80. Each multiply-add is 2 operations.
-    assert forward_flops_per_token(TINY) == 2 * (2 * (448 + 48) + 80)
-    assert training_flops(TINY, num_samples=5) == 3 * 5 * 6 * 2 * (2 * (448 + 48) + 80)
 
 
 def masked_half(size):
@@ -116,7 +96,7 @@ SPARSE = (
 def test_parameters_of_published_models_are_counted(name):
     found = preset(name)
     count = size_of(found, seq_length=1024).total_parameters
-    tolerance = 0 if found.is_exact else 0.08
+    tolerance = 0 if found.is_exact else 0.02
     assert count == pytest.approx(found.published_parameters, rel=tolerance, abs=0)
 
 
@@ -247,12 +227,6 @@ def test_a_gpu_is_known_by_a_part_of_its_name():
     assert peak_of_gpu("Some new card", torch.bfloat16) is None
 
 
-def test_no_share_of_a_cpu_is_told_since_other_processes_use_its_cores():
-    import torch
-
-    assert peak_flops(torch.float32) is None
-
-
 LINE = TrainingLine(
     iteration=12,
     train_iters=500,
@@ -268,27 +242,6 @@ LINE = TrainingLine(
     tokens_per_second_per_device=1000.0,
     mfu=0.4,
 )
-
-MEGATRON_PARSER = re.compile(
-    r" \[(?P<time>[\d\- :]+)\] iteration +(?P<iteration>\d+)/ *(?P<total>\d+) \|"
-    r" consumed samples: +(?P<samples>\d+) \|"
-    r" elapsed time per iteration \(ms\): (?P<ms>[\d.]+) \|"
-    r" throughput per GPU \(TFLOP/s/GPU\): (?P<tflops>[\d.]+) \|"
-    r" learning rate: (?P<lr>[\d.E+-]+) \| global batch size: +(?P<batch>\d+) \|"
-    r" lm loss: (?P<loss>[\d.E+-]+) \| loss scale: (?P<scale>[\d.]+) \|"
-    r" grad norm: (?P<norm>[\d.]+) \| number of skipped iterations: +(?P<skipped>\d+) \|"
-    r" number of nan iterations: +(?P<nan>\d+) \|"
-)
-
-
-def test_the_log_line_is_read_by_parsers_of_megatron():
-    found = MEGATRON_PARSER.match(training_line(LINE, datetime(2026, 1, 2, 3, 4, 5)))
-    assert found is not None
-    assert found["time"] == "2026-01-02 03:04:05"
-    assert (int(found["iteration"]), int(found["total"])) == (12, 500)
-    assert float(found["ms"]) == 123.4
-    assert float(found["loss"]) == 6.54321
-    assert (float(found["norm"]), int(found["skipped"])) == (1.234, 1)
 
 
 def test_the_log_line_is_megatrons_to_the_letter_and_goes_on_after_it():

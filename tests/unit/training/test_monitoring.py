@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.foundation import optional_imports
-from megatron.core.foundation.errors import ConfigError, MissingExtraError
+from megatron.core.foundation.errors import ConfigError
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.hooks.monitoring import (
     MlflowSink,
@@ -109,19 +109,6 @@ def test_a_collector_gets_one_gauge_for_each_scalar():
         "lattice.iteration": [1, 2],
     }
     assert ended
-
-
-@pytest.mark.parametrize(
-    ("settings", "extra"),
-    [({"mlflow_experiment": "e"}, "mlflow"), ({"otel_enabled": True}, "otel")],
-)
-def test_a_missing_library_is_told_with_its_extra(settings, extra, monkeypatch):
-    def absent(name):
-        raise ImportError(name=name)
-
-    monkeypatch.setattr(optional_imports.importlib, "import_module", absent)
-    with pytest.raises(MissingExtraError, match=rf"megatron-lattice\[{extra}\]"):
-        monitoring_sinks(ResolvedRun().overlaid(settings))
 
 
 def test_nothing_is_opened_unasked():

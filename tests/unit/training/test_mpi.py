@@ -3,8 +3,6 @@
 The packages of torch have no MPI: where a test needs one, the calls that would reach it are noted.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

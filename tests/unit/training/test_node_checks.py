@@ -1,7 +1,5 @@
 """Checks of nodes find what differs and what is missing, and name the host."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

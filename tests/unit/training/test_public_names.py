@@ -1,13 +1,10 @@
 """What scripts written for Megatron import from `megatron.training` is there."""
 
-from __future__ import annotations
-
 import importlib
 from argparse import Namespace
 
 import pytest
 
-import megatron.training
 from megatron.core.enums import ModelType
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,11 +38,6 @@ def _empty_slots():
 
 def arguments(more: str = "") -> Namespace:
     return parse_args(args=(SMALL + " " + more).split())
-
-
-@pytest.mark.parametrize("name", megatron.training.__all__)
-def test_a_public_name_exists(name):
-    assert getattr(megatron.training, name) is not None
 
 
 @pytest.mark.parametrize(

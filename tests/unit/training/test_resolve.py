@@ -1,10 +1,7 @@
 """Derived values, each with its formula."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-import dataclasses
 import io
 import os
 from unittest import mock
@@ -42,86 +39,71 @@ def run(*words: str, world_size: int = 1, machine: Machine | None = None):
 @pytest.mark.parametrize(
     ("words", "world_size", "name", "value"),
     [
-        ([], 1, "ffn_hidden_size", 256),
-        (["--swiglu"], 1, "ffn_hidden_size", 128),  # 4*64*2/3 = 170 -> 128
-        (["--hidden-size", "4096", "--swiglu"], 1, "ffn_hidden_size", 10880),
-        ([], 1, "kv_channels", 16),
-        ([], 1, "num_query_groups", 4),
-        (["--group-query-attention"], 1, "num_query_groups", 1),
-        (["--group-query-attention", "--num-query-groups", "2"], 1, "num_query_groups", 2),
-        ([], 1, "max_position_embeddings", 32),
+        ("", 1, "ffn_hidden_size", 256),
+        ("--swiglu", 1, "ffn_hidden_size", 128),  # 4*64*2/3 = 170 -> 128
+        ("--hidden-size 4096 --swiglu", 1, "ffn_hidden_size", 10880),
+        ("", 1, "kv_channels", 16),
+        ("", 1, "num_query_groups", 4),
+        ("--group-query-attention", 1, "num_query_groups", 1),
+        ("--group-query-attention --num-query-groups 2", 1, "num_query_groups", 2),
+        ("", 1, "max_position_embeddings", 32),
         # (0.1 ln 1 + 1)^2 / sqrt(16)
-        (["--position-embedding-type", "yarn"], 1, "softmax_scale", 0.25),
-        (["--tensor-model-parallel-size", "2"], 8, "data_parallel_size", 4),
-        ([], 8, "global_batch_size", 16),
-        (["--global-batch-size", "64"], 8, "global_batch_size", 64),
-        (["--sequence-parallel"], 1, "sequence_parallel", False),
+        ("--position-embedding-type yarn", 1, "softmax_scale", 0.25),
+        ("--tensor-model-parallel-size 2", 8, "data_parallel_size", 4),
+        ("", 8, "global_batch_size", 16),
+        ("--global-batch-size 64", 8, "global_batch_size", 64),
+        ("--sequence-parallel", 1, "sequence_parallel", False),
+        ("--sequence-parallel --tensor-model-parallel-size 2", 2, "sequence_parallel", True),
+        ("--bf16", 1, "params_dtype", torch.bfloat16),
+        ("--bf16", 1, "grad_reduce_in_fp32", True),
+        ("--bf16 --grad-reduce-in-bf16", 1, "grad_reduce_in_fp32", False),
         (
-            ["--sequence-parallel", "--tensor-model-parallel-size", "2"],
-            2,
-            "sequence_parallel",
-            True,
-        ),
-        (["--bf16"], 1, "params_dtype", torch.bfloat16),
-        (["--bf16"], 1, "grad_reduce_in_fp32", True),
-        (["--bf16", "--grad-reduce-in-bf16"], 1, "grad_reduce_in_fp32", False),
-        (
-            ["--bf16", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32"],
+            "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
             1,
             "grad_reduce_in_fp32",
             False,
         ),
-        (["--fp16"], 1, "params_dtype", torch.float16),
-        (["--use-rotary-position-embeddings"], 1, "position_embedding_type", "rope"),
-        (["--no-position-embedding"], 1, "position_embedding_type", "none"),
-        (["--multi-latent-attention"], 1, "position_embedding_type", "rope"),
+        ("--fp16", 1, "params_dtype", torch.float16),
+        ("--use-rotary-position-embeddings", 1, "position_embedding_type", "rope"),
+        ("--no-position-embedding", 1, "position_embedding_type", "none"),
+        ("--multi-latent-attention", 1, "position_embedding_type", "rope"),
         (
-            ["--no-position-embedding", "--position-embedding-type", "rope"],
+            "--no-position-embedding --position-embedding-type rope",
             1,
             "position_embedding_type",
             "rope",
         ),
-        (["--no-rope-freq", "2"], 1, "no_rope_freq", [0, 1, 0, 1]),
-        (["--recompute-activations"], 1, "recompute_granularity", "selective"),
-        ([], 1, "train_samples", 20),
-        ([], 1, "lr_decay_steps", 20),
-        (["--lr-warmup-iters", "3"], 1, "lr_warmup_steps", 6),
-        (["--lr-warmup-fraction", "0.25"], 1, "lr_warmup_steps", 5),
-        (["--lr-decay-iters", "7", "--global-batch-size", "4"], 1, "lr_decay_steps", 28),
-        (["--weight-decay", "0.1"], 1, "end_weight_decay", 0.1),
-        (["--mock-data"], 1, "tokenizer_type", "NullTokenizer"),
-        ([], 1, "mock_data", True),
-        (["--data-path", "corpus"], 1, "mock_data", False),
-        (["--data-path", "corpus"], 1, "split", "969,30,1"),
-        (["--train-data-path", "corpus"], 1, "split", None),
-        ([], 2, "data_parallel_sharding_strategy", "no_shard"),
-        (["--use-distributed-optimizer"], 2, "data_parallel_sharding_strategy", "optim"),
-        (["--use-megatron-fsdp"], 2, "data_parallel_sharding_strategy", "optim_grads_params"),
+        ("--no-rope-freq 2", 1, "no_rope_freq", [0, 1, 0, 1]),
+        ("--recompute-activations", 1, "recompute_granularity", "selective"),
+        ("", 1, "train_samples", 20),
+        ("", 1, "lr_decay_steps", 20),
+        ("--lr-warmup-iters 3", 1, "lr_warmup_steps", 6),
+        ("--lr-warmup-fraction 0.25", 1, "lr_warmup_steps", 5),
+        ("--lr-decay-iters 7 --global-batch-size 4", 1, "lr_decay_steps", 28),
+        ("--weight-decay 0.1", 1, "end_weight_decay", 0.1),
+        ("--mock-data", 1, "tokenizer_type", "NullTokenizer"),
+        ("", 1, "mock_data", True),
+        ("--data-path corpus", 1, "mock_data", False),
+        ("--data-path corpus", 1, "split", "969,30,1"),
+        ("--train-data-path corpus", 1, "split", None),
+        ("", 2, "data_parallel_sharding_strategy", "no_shard"),
+        ("--use-distributed-optimizer", 2, "data_parallel_sharding_strategy", "optim"),
+        ("--use-megatron-fsdp", 2, "data_parallel_sharding_strategy", "optim_grads_params"),
         (
-            ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim"],
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim",
             2,
             "data_parallel_sharding_strategy",
             "optim",
         ),
-        (
-            ["--data-parallel-sharding-strategy", "optim_grads"],
-            2,
-            "use_distributed_optimizer",
-            True,
-        ),
-        (["--use-tp-pp-dp-mapping"], 1, "rank_order", "tp-cp-ep-pp-dp"),
-        ([], 1, "transformer_impl", "local"),
-        ([], 1, "distributed_backend", "gloo"),
-        (
-            ["--global-batch-size", "7", "--decrease-batch-size-if-needed"],
-            1,
-            "global_batch_size",
-            6,
-        ),
+        ("--data-parallel-sharding-strategy optim_grads", 2, "use_distributed_optimizer", True),
+        ("--use-tp-pp-dp-mapping", 1, "rank_order", "tp-cp-ep-pp-dp"),
+        ("", 1, "transformer_impl", "local"),
+        ("", 1, "distributed_backend", "gloo"),
+        ("--global-batch-size 7 --decrease-batch-size-if-needed", 1, "global_batch_size", 6),
     ],
 )
 def test_a_value_is_derived(words, world_size, name, value):
-    assert run(*words, world_size=world_size).values[name] == value
+    assert run(*words.split(), world_size=world_size).values[name] == value
 
 
 @pytest.mark.parametrize(
@@ -181,15 +163,6 @@ def test_every_derived_value_says_its_formula():
     assert "4 ranks / (tp 1 * pp 1 * cp 1)" in str(named["data_parallel_size"])
 
 
-def test_what_was_asked_for_is_not_changed():
-    config = parse_command_line(SMALL).config
-    before = config.flat()
-    resolve(config, world_size=4)
-    assert config.flat() == before
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.model.num_layers = 5
-
-
 class Unreadable(dict):
     """An environment that must not be read."""
 
@@ -238,12 +211,6 @@ def test_resolve_is_a_pure_function(flags, world_size, machine):
     assert config == before == first.config
     assert output.getvalue() == ""
     assert first.topology.rank == machine.rank
-
-
-def test_changing_the_namespace_does_not_change_the_run():
-    found = run()
-    found.namespace().num_layers = 99
-    assert found.model.num_layers == 4
 
 
 @pytest.mark.parametrize(

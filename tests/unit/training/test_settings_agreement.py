@@ -1,7 +1,5 @@
 """Ranks with different settings end at once, naming flag, ranks and values."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress

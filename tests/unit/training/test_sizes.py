@@ -1,7 +1,5 @@
 """No whole number on the command line leads to anything but a run or a clean message."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

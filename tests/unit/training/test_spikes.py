@@ -1,7 +1,5 @@
 """Losses and gradient norms far above the recent ones: warn, skip, roll back or stop."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

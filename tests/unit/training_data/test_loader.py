@@ -299,14 +299,6 @@ def test_the_last_row_is_dropped_or_filled_with_samples_without_loss():
     assert all_batches(1, False) == [[6, 7], [-1, -1]]
 
 
-def test_external_loaders_and_missing_datasets_pass_through():
-    loader = object()
-    settings = {"micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
-    external = build_pretraining_data_loader(loader, 0, dataloader_type="external", **settings)
-    assert external is loader
-    assert build_pretraining_data_loader(None, 0, **settings) is None
-
-
 def test_impossible_requests_are_refused():
     with pytest.raises(DataError, match="64 samples were consumed of a dataset of 64"):
         MegatronPretrainingSampler(64, 64, 2, 0, 2)

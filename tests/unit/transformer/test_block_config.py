@@ -1,7 +1,5 @@
 """What a layer is made of: combinations that cannot be are refused, all in one message."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.core.foundation.errors import ConfigError

@@ -1,7 +1,5 @@
 """Core attention: every path gives the numbers of the formula in fp64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -14,7 +12,6 @@ from megatron.core.parameters.rng import rng_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.harness.groups import fake_groups
 from tests.harness.tolerances import FP32_REORDERED_SUM, assert_close
 
 SCALE = 0.3
@@ -167,20 +164,6 @@ def test_dropout_drops_the_same_probabilities_on_every_path(n, g):
         assert not torch.allclose(out, plain)
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs, FP32_REORDERED_SUM, "with dropout")
-
-
-def test_dropout_of_a_tensor_parallel_rank_is_that_of_its_heads():
-    q, k, v = draw(16, 2, 4, 4, 8)
-
-    def run(rank, size):
-        core = make_core(attention_dropout=0.3)
-        core.pg_collection = fake_groups(tp=(rank, size))
-        heads = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        with rng_state().in_scope("decoder", 1):
-            return core(*(t[:, :, heads] for t in (q, k, v)), None)
-
-    halves = torch.cat([run(0, 2), run(1, 2)], -1)
-    assert_close(halves, run(0, 1), FP32_REORDERED_SUM, "output of both ranks")
 
 
 def test_bf16_attention_on_the_cpu_has_less_than_twice_the_error_of_torchs_kernel():

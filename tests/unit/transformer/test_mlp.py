@@ -1,7 +1,5 @@
 """The MLP: every activation, gated or not, gives its formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

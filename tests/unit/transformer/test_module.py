@@ -1,7 +1,5 @@
 """The base module and the half-precision wrapper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Rotary positions: the rotation, its gradient, and the angles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -49,21 +47,6 @@ def test_gradient_of_the_rotation_passes_gradcheck(interleaved):
     cos, sin = cos_sin(angles, torch.float64)
     x = torch.randn(5, 2, 2, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: rotate(t, cos, sin, interleaved), x)
-
-
-def test_scores_depend_on_the_distance_of_positions_only():
-    embedding = RotaryEmbedding(32)
-    q, k = torch.randn(1, 1, 1, 32), torch.randn(1, 1, 1, 32)
-
-    def score(query_position: int, key_position: int) -> float:
-        rotated = [
-            rotate(t, *cos_sin(embedding.freqs_of(torch.tensor([p])), torch.float32))
-            for t, p in ((q, query_position), (k, key_position))
-        ]
-        return float((rotated[0] * rotated[1]).sum())
-
-    assert score(5, 2) == pytest.approx(score(105, 102), rel=1e-4)
-    assert score(5, 2) != pytest.approx(score(5, 3), rel=1e-2)
 
 
 def test_rotation_reads_strided_views_without_changing_them():

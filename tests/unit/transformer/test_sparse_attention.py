@@ -1,7 +1,5 @@
 """Sparse attention: the choice, the output and the indexer's loss as their formulas say them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

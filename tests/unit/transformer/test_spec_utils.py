@@ -1,7 +1,5 @@
 """Specs: what is built from which description, and the messages when it cannot be."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,18 +1,13 @@
 """Layers and stacks: recomputation, stages, checkpoint keys, custom parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
 from megatron.core.parameters.rng import rng_state
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -137,11 +132,6 @@ def test_stages_hold_the_layers_that_the_layout_says(fields, expected):
         assert numbers == list(range(offset + 1, offset + count + 1))
 
 
-def test_the_layout_class_is_where_megatron_has_it():
-    layout = PipelineParallelLayerLayout("Ettt|tL", 2)
-    assert layout.get_num_layers_to_build(pp_rank=1) == 1
-
-
 def test_a_stage_behind_the_first_runs_on_its_input_tensor_and_only_the_last_has_a_final_norm():
     config = make_config(pipeline_model_parallel_size=2)
     groups = [fake_groups(pp=(rank, 2)) for rank in range(2)]
@@ -168,17 +158,6 @@ def test_checkpoint_keys_stack_the_layers_and_name_norms_after_the_linear_behind
     weight = separate["decoder.layers.1.mlp.linear_fc2.weight"]
     assert weight.key == "decoder.layers.3.mlp.linear_fc2.weight"
     assert weight.global_shape == (16, 64)
-
-
-def test_a_block_spec_gives_the_same_stack_as_a_layer_spec():
-    config = make_config()
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    assert len(spec.layer_specs) == 4
-    names = [
-        [name for name, _ in TransformerBlock(config, s).named_parameters()]
-        for s in (spec, get_gpt_layer_local_spec())
-    ]
-    assert names[0] == names[1]
 
 
 class Doubling(torch.nn.Module):
@@ -218,29 +197,6 @@ def test_custom_parts_and_cross_attention_are_called_where_the_spec_puts_them():
     x, context = torch.randn(4, 1, 16), torch.randn(4, 1, 16)
     hidden, _ = layer(x, context=context)
     assert_close(hidden, 3 * x + context, FP32_REORDERED_SUM, "x + 2x + context")
-
-
-def test_the_residual_can_be_taken_behind_the_norm_and_kept_in_fp32():
-    config = make_config(
-        num_layers=1, params_dtype=torch.bfloat16, bf16=True, fp32_residual_connection=True,
-        apply_residual_connection_post_layernorm=True,
-    )  # fmt: skip
-    block = TransformerBlock(config, get_gpt_layer_local_spec(), post_layer_norm=False)
-    assert block(torch.randn(4, 1, 16), None).dtype == torch.float32
-    parts = get_submodules(get_gpt_layer_local_spec())
-    layer = TransformerLayer(
-        make_config(apply_residual_connection_post_layernorm=True, hidden_dropout=0.0),
-        TransformerLayerSubmodules(
-            input_layernorm=parts.input_layernorm,
-            self_attention=Doubling,
-            self_attn_bda=parts.self_attn_bda,
-            mlp=IdentityOp,
-            mlp_bda=IdentityFuncOp,
-        ),
-    )
-    x = torch.randn(4, 1, 16)
-    normed = layer.input_layernorm(x)
-    assert_close(layer(x)[0], 3 * normed, FP32_REORDERED_SUM, "residual behind the norm")
 
 
 def test_layers_without_rotary_positions_ignore_the_angles():

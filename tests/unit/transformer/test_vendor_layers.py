@@ -1,7 +1,5 @@
 """Layers of a vendor library, with stand-ins for what needs a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

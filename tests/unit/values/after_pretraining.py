@@ -1,7 +1,5 @@
 """Losses after pretraining, of masked words, and of images and text."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of all losses."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pretrain_gpt

@@ -4,8 +4,6 @@ A case returns the gradients of a step and what the step reports. `plant` shifts
 token at the place where the product reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

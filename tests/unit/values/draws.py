@@ -1,7 +1,5 @@
 """Batches of one step, drawn: uneven masks, padding, documents, several micro batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The losses of the next token and of later tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

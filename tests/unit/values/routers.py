@@ -1,7 +1,5 @@
 """The losses and counts of routers of experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Layouts agree with one process where both are wrong in the same way: only a form
 mask belongs to another token, or that a mean is over other tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -4,8 +4,6 @@ The layouts are written out here by their descriptions, not by the code under te
 files come from torch's own writer. `tests.parity.interop` compares with the real program.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

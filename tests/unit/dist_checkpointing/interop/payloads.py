@@ -1,7 +1,5 @@
 """Hostile pickles, written by hand: what a loader must end on, without doing what it says."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Checkpoints of Megatron-LM and DeepSpeed load into a GPT here, in another layout, exactly."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

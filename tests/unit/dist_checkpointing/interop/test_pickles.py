@@ -1,7 +1,5 @@
 """The reader of pickles: plain data comes through, and nothing else, whatever a pickle says."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import pickletools

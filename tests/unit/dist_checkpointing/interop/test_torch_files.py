@@ -1,7 +1,5 @@
 """Files of torch.save: every tensor is read as torch reads it, and damage is refused."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

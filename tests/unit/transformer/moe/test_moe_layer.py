@@ -140,13 +140,6 @@ def test_padding_visits_no_expert_and_changes_no_other_token():
     assert_close(out[:4], plain[:4], FP32_REORDERED_SUM, "moe")
 
 
-def test_full_experts_drop_tokens_of_each_sequence():
-    tight, x = layer(moe_expert_capacity_factor=0.5, add_bias_linear=False), tokens(s=8)
-    probs, routing_map = tight.router(x)
-    assert routing_map.view(8, 2, E).sum(0).max() <= 2  # half of 8 * 2 / 4
-    assert probs[~routing_map].eq(0).all()
-
-
 def test_side_losses_are_weighted_like_the_micro_batch_and_leave_the_output_alone():
     grads = {}
     for factor in (1.0, 0.25):

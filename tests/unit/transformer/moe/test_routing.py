@@ -53,12 +53,6 @@ def test_weights_of_normalised_routers_add_up_to_the_scaling_factor(options):
     assert_close(total, torch.full_like(total, expected), FP32_ROUNDED_ONCE, "moe")
 
 
-def test_without_groups_the_best_experts_are_visited():
-    x = logits()
-    best = topk_routing(x, config()).routing_map
-    assert best.equal(torch.zeros(50, 8).scatter(1, x.topk(3).indices, 1).bool())
-
-
 def test_a_token_visits_no_more_groups_than_allowed():
     limited = config(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4)
     assignments = topk_routing(logits(), limited).routing_map
