@@ -21,7 +21,7 @@ from megatron.core.settings.command_line import read_command_line
 from megatron.core.settings.flags import positional
 from tests.architecture.source import ROOT
 
-BOUND = 1830
+BOUND = 20
 """How many places there may be. The bound only falls."""
 HABITS = {
     "that of": r"\b(?:that|those) (?:of|which|who|that)\b",

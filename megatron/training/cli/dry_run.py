@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.foundation.errors import MegatronError, MissingInputError, raise_together
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -19,6 +19,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.resilience.status import RunStatus
 from megatron.training.cli.parser import ParsedCommand
+from megatron.training.cli.pretrain_call import PretrainCall
 from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, all_flags, plain
 from megatron.training.datasets.iterators import build_data
@@ -35,9 +36,6 @@ from megatron.training.setup.distributed import create_groups
 from megatron.training.setup.initialize import Session, publish
 from megatron.training.setup.model import kernels_of_run
 from megatron.training.setup.stages import first_rank_of_stages
-
-if TYPE_CHECKING:
-    from megatron.training.training import PretrainCall
 
 _IDS_OF: Mapping[str, tuple[int, str]] = {
     "GPT2BPETokenizer": (50257, "the size of GPT-2"),
