@@ -151,6 +151,11 @@ def address_space(folder: Path, source: random.Random, jobs: list[Job], result: 
         except MissedMomentError:
             break
         job.end()
+    if "terminate called" in job.text():  # in gloo, before any rank can name a cause
+        if job.wait_until_gone(ENDED_WITHIN_S) or FATAL.search(job.text()):
+            result.problems.append("the job goes on, or names a cause, after gloo has aborted")
+        result.facts = f"{limit_mib} MiB: gloo aborted; no cause is named"
+        return
     _judge(job, folder, result, "LIMIT OOM", "ulimit -v")
     result.facts = f"{limit_mib} MiB: {result.facts}"
 
