@@ -6,6 +6,7 @@ status 1 if one is accepted and the other is refused, or if they name other prob
 """
 
 import functools
+import pickle
 import shutil
 import sys
 import tempfile
@@ -66,6 +67,10 @@ def started(words: list[str], num_ranks: int) -> list[str]:
     try:
         per_rank = run_distributed(start, num_ranks, words, timeout_s=TIMEOUT_S)
     except DistributedFailure as error:
+        # A rank that has found a problem leaves; its peers lose the connection to it.
+        per_rank = [pickle.loads(o.result) for o in error.outcomes if o.result]
+        if found := list(dict.fromkeys(found for rank in per_rank for found in rank)):
+            return found
         failed = sorted((o for o in error.outcomes if o.failed), key=lambda o: o.failed_at)
         return [f"{failed[0].error_type}: {failed[0].error_message}"]
     return list(dict.fromkeys(found for rank in per_rank for found in rank))
