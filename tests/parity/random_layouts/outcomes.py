@@ -186,8 +186,12 @@ def _slack(case: Case, figure: Figure) -> float:
     if "zeros" not in figure.name:
         return 0.0
     s = case.settings
-    width = number(s, "kv-channels", number(s, "hidden-size") // number(s, "num-attention-heads"))
-    return float(number(s, "num-layers") * number(s, "num-attention-heads") * width)
+    hidden = number(s, "hidden-size")
+    width = number(s, "kv-channels", hidden // number(s, "num-attention-heads"))
+    # Nothing learns from the last position of a conversation: its rows in the tables of words and
+    # positions have gradients of 1e-18 at most.
+    ends = 2 * hidden * number(s, "global-batch-size") if "sft" in s else 0
+    return float(number(s, "num-layers") * number(s, "num-attention-heads") * width + ends)
 
 
 def _different_weights(case: Case, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
