@@ -146,5 +146,5 @@ def test_flags_of_the_library_are_checked():
     assert config_of(moe_flex_dispatcher_backend="hybridep",
                      moe_enable_deepep=True).exchange_library == "deepep"  # fmt: skip
     assert config_of(moe_deepep_num_sms=8, moe_flex_dispatcher_num_sms=4).exchange_num_sms == 8
-    with pytest.raises(ConfigError, match="half of them send"):
+    with pytest.raises(ConfigError, match="half of the multiprocessors send"):
         config_of(moe_deepep_num_sms=3)

@@ -37,7 +37,7 @@ def test_lengths_and_ids_say_the_same():
         (
             PackedSeqParams(cu_seqlens_q=lengths(0, 8), cu_seqlens_kv=lengths(0, 4, 8)),
             1,
-            "keys differ",
+            "keys and of queries differ",
         ),
         (PackedSeqParams(seq_idx=torch.zeros(1, 4)), 1, r"seq_idx has shape \(1, 4\)"),
         (PackedSeqParams(seq_idx=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0]])), 1, "falls"),

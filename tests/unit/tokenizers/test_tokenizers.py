@@ -414,7 +414,7 @@ def test_settings_by_the_names_of_megatron_are_taken_and_others_say_what_to_do(r
         "TikTokenizer", tokenizer_model=rank_list, tiktoken_pattern="v1",
         tiktoken_num_special_tokens=10,
     ).vocab_size  # fmt: skip
-    with pytest.raises(ConfigError, match="beside the tokenizer as chat_template.jinja"):
+    with pytest.raises(ConfigError, match="next to the tokenizer as chat_template.jinja"):
         MegatronTokenizer.from_pretrained(rank_list, chat_template="{{ messages }}")
     with pytest.raises(ConfigError, match="leave use_fast out"):
         MegatronTokenizer.from_pretrained(rank_list, use_fast=True)
