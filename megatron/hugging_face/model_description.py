@@ -8,6 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.models.model_settings import (
+    EncoderSettings,
+    ExpertSettings,
+    LatentAttentionSettings,
+    ModelSettings,
+    VisionSettings,
+)
 from megatron.core.transformer.config.layer_kinds import (
     DENSE,
     GATED_DELTA_NET,
@@ -18,13 +25,6 @@ from megatron.core.transformer.config.layer_kinds import (
 )
 from megatron.core.transformer.config.linear_attention import MIXER_OF_VARIANT
 from megatron.core.transformer.yarn import yarn_softmax_scale
-from megatron.training.config.model import (
-    EncoderSettings,
-    ExpertSettings,
-    LatentAttentionSettings,
-    ModelSettings,
-    VisionSettings,
-)
 
 _OF_TRAINING = {
     "init_method", "output_layer_init_method", "embedding_init_method", "init_method_std",

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.models.model_settings import ModelSettings
 from megatron.core.settings.flags import from_args
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import TextTokenizer
@@ -17,7 +18,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as ma
 from megatron.training.config.batch import ScheduleSettings
 from megatron.training.config.data import TokenizerSettings
 from megatron.training.config.logging import LoggingSettings
-from megatron.training.config.model import ModelSettings
 from megatron.training.config.resolved import Topology
 
 _slots: dict[str, Any] = {}

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.models.model_settings import LatentAttentionSettings, ModelSettings
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flag_expressions import expand_layer_pattern
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.checkpoint import CheckpointSettings
 from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.model import LatentAttentionSettings, ModelSettings
 from megatron.training.config.optimizer import OptimizerSettings, PrecisionSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 from megatron.training.config.resolve_batch import resolve_batch, resolve_lengths

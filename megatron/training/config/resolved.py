@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.core.models.model_settings import ModelSettings
 from megatron.core.settings.flags import arg_name, derived_args, flag_specs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.data import TokenizerSettings
-from megatron.training.config.model import ModelSettings
 from megatron.training.config.run import GROUP_CLASSES, RunConfig
 from megatron.training.config.transformer_settings import transformer_config
 

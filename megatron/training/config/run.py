@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.settings.flags import FlagSpec, flag_specs
-from megatron.core.settings.inert_flags import with_inert_fields
-from megatron.training.config.batch import ScheduleSettings
-from megatron.training.config.checkpoint import CheckpointSettings
-from megatron.training.config.data import DataSettings, TokenizerSettings
-from megatron.training.config.logging import LaunchSettings, LoggingSettings
-from megatron.training.config.model import (
+from megatron.core.models.model_settings import (
     EncoderSettings,
     ExpertSettings,
     LatentAttentionSettings,
@@ -23,6 +17,12 @@ from megatron.training.config.model import (
     ModelSettings,
     VisionSettings,
 )
+from megatron.core.settings.flags import FlagSpec, flag_specs
+from megatron.core.settings.inert_flags import with_inert_fields
+from megatron.training.config.batch import ScheduleSettings
+from megatron.training.config.checkpoint import CheckpointSettings
+from megatron.training.config.data import DataSettings, TokenizerSettings
+from megatron.training.config.logging import LaunchSettings, LoggingSettings
 from megatron.training.config.optimizer import OptimizerSettings, PrecisionSettings
 from megatron.training.config.parallelism import DataParallelSettings, ParallelismSettings
 

@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.models.model_settings import (
+    ExpertSettings,
+    LatentAttentionSettings,
+    ModelSettings,
+)
 from megatron.core.settings.flags import arg_name, from_args
 from megatron.core.settings.inert_flags import inert_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.model import ExpertSettings, LatentAttentionSettings, ModelSettings
 from megatron.training.config.optimizer import PrecisionSettings
 from megatron.training.config.parallelism import ParallelismSettings
 

@@ -11,8 +11,8 @@ from megatron.core.datasets.order.index_building import split_boundaries
 from megatron.core.datasets.preprocessing.chat_template import ChatTemplate, find_chat_template
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError
+from megatron.core.models.model_settings import VisionSettings
 from megatron.core.tokenizers.base import TextTokenizer
-from megatron.training.config.model import VisionSettings
 from megatron.training.config.resolved import ResolvedRun
 
 _NORMALISATION = {

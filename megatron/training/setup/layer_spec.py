@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.model_settings import ModelSettings
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.model import ModelSettings
 
 LOCAL = ["local"]
 """Megatron's value of --spec for layers in plain torch, instead of a module and a name."""

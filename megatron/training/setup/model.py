@@ -20,6 +20,7 @@ from megatron.core.enums import ModelType
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, refuse_given, shown
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
+from megatron.core.models.model_settings import LoraSettings
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
@@ -33,7 +34,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
-from megatron.training.config.model import LoraSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.launch.printing import print_rank_0
 from megatron.training.rules.support import why_no_fp8_param_gather
