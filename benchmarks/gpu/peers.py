@@ -91,7 +91,7 @@ def simple_step(
 def plain_compiled(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Step:
     """Return the step of `plain_gpt.PlainLlama` with compiled layers and a compiled loss.
 
-    Each layer is compiled by itself, and one compilation serves all layers: compiling the whole
+    Each layer is compiled separately, and one compilation serves all layers: compiling the whole
     model would take minutes.
     """
     with _in_bf16(device):

@@ -79,7 +79,7 @@ def state_bytes(
     if optimizer.use_precision_aware_optimizer and precision.bf16 and main == 4.0:
         main = 2.0  # the other two bytes of fp32 are the bf16 weight
     # Muon leaves some parameters to another rule; they are too few to count.
-    names = OPTIMIZERS[optimizer.optimizer].state_names
+    names = OPTIMIZERS[optimizer.optimizer].states_of(optimizer)
     moments = sum(second if name == "exp_avg_sq" else first for name in names)
     kept = 1.0
     if optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_path:

@@ -36,7 +36,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     fim_extra_tokens: Mapping[str, str] = field(default_factory=dict)
     """Text of the tokens "prefix", "middle", "suffix", "pad" and "eod"."""
     fim_split_sample: str | None = None
-    """Token that separates files inside a document; each file is cut by itself."""
+    """Token that separates files inside a document; each file is cut separately."""
     fim_fragment_rate: float | None = None
     """Probability that such a file is cut, in a document that was chosen; None is `fim_rate`."""
     fim_no_prefix: str | None = None

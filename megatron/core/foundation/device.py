@@ -257,14 +257,6 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def total_memory_bytes() -> int:
-    """Return the bytes of memory of this rank's accelerator, or on CPU of the machine."""
-    if device_type() != "cpu":
-        module = torch.get_device_module(device_type())
-        return int(module.get_device_properties(current_device()).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def device_name() -> str:
     """Return the product name of the accelerator, or "cpu"."""
     if device_type() == "cpu":

@@ -74,7 +74,7 @@ class AttentionOptions:
 
     @contextmanager
     def seeded_dropout(self, query: Tensor) -> Iterator[None]:
-        """Seed the generator of a kernel that draws dropout by itself, per layout.
+        """Seed the generator of a kernel that draws its own dropout, per layout.
 
         Recomputation and a resumed run drop the same probabilities again.
 

@@ -23,7 +23,7 @@ from megatron.core.optimizer.chunk_updates import OTHER_UPDATE
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
     from megatron.core.optimizer.main_param_shard import MainParamShard
-    from megatron.core.optimizer.update_settings import UpdateSettings
+    from megatron.core.optimizer.update_settings import UpdateFlags, UpdateSettings
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 States = Mapping[str, Sequence[Tensor]]
@@ -98,7 +98,7 @@ class OptimizerDefinition:
     state_names: tuple[str, ...]
     """Names of the state tensors, as in checkpoints; each has the shape of its parameter.
     `--exp-avg-sq-dtype` sets the dtype of "exp_avg_sq", `--exp-avg-dtype` the dtype of others."""
-    has_state: Callable[[UpdateSettings], bool] = lambda _config: True
+    has_state: Callable[[UpdateFlags], bool] = lambda _config: True
     """Whether the update of a run needs the state tensors."""
     constants: Callable[[UpdateSettings], dict[str, Any]] = lambda _config: {}
     """Settings of parameter groups in addition to "lr" and "weight_decay": a schedule may change
@@ -112,6 +112,10 @@ class OptimizerDefinition:
     """Returns a `torch.optim.Optimizer` over parameter groups of main tensors, if
     `ElementwiseOptimizer` is slower or not possible."""
 
+    def states_of(self, config: UpdateFlags) -> tuple[str, ...]:
+        """Return the names of the state tensors that the update of a run needs."""
+        return self.state_names if self.has_state(config) else ()
+
     def elementwise(self, config: UpdateSettings) -> ElementwiseUpdate:
         """Return the update with the constants of a run.
 
@@ -121,12 +125,12 @@ class OptimizerDefinition:
         if self.update is None:
             raise ConfigError(
                 f"{self.name} with optimizer state in low precision or off the device.",
-                rule="only optimizers that update each element by itself work on chunks of state",
+                rule="only optimizers that update elements independently work on chunks of state",
                 flags=["--optimizer", "--param-rules", "--use-precision-aware-optimizer",
                        "--optimizer-cpu-offload", "--optimizer-offload-path"],
                 fix="use --use-distributed-optimizer to shard its state, or --optimizer lion",
             )  # fmt: skip
-        names = self.state_names if self.has_state(config) else ()
+        names = self.states_of(config)
         found = ElementwiseUpdate(names, self.update(config), self.constants(config))
         return found if self.kind is None else replace(found, kind=self.kind(config))
 

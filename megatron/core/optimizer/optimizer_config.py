@@ -262,14 +262,14 @@ def _check_state(config: OptimizerConfig) -> Iterator[MegatronError]:
         (
             config.use_precision_aware_optimizer,
             "use_precision_aware_optimizer",
-            "only optimizers that update each element by itself work in low precision",
+            "only optimizers that update elements independently work in low precision",
             ["--use-precision-aware-optimizer"],
             "drop --use-precision-aware-optimizer, or use --optimizer lion",
         ),
         (
             config.offloads_optimizer,
             "offloaded optimizer state",
-            "only optimizers that update each element by itself can offload their state",
+            "only optimizers that update elements independently can offload their state",
             ["--optimizer-cpu-offload", "--optimizer-offload-path"],
             "use --use-distributed-optimizer to shard it over data-parallel ranks",
         ),

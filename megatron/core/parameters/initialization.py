@@ -35,7 +35,7 @@ _PENDING = "_deferred_weights"
 
 
 class NormalInit:
-    """Fill a tensor with N(mean, std^2). Elementwise: any block of rows can be drawn by itself."""
+    """Fill a tensor with N(mean, std^2). Elementwise: any block of rows can be drawn alone."""
 
     is_elementwise = True
 

@@ -42,8 +42,8 @@ def draws_by_counter(device: torch.device) -> bool:
 class ActivationDraw:
     """The places of the numbers of one draw for activations [rows, b, ...].
 
-    A kernel that draws by itself uses `counter_random` at (`seed`, position of the row, sample,
-    column), with columns counted over all dimensions after b.
+    A kernel that draws its own numbers uses `counter_random` at (`seed`, position of the row,
+    sample, column), with columns counted over all dimensions after b.
 
     rows: positions of the activations.
     samples: the samples that are packed there, if there are several.
@@ -134,8 +134,8 @@ class AttentionKeepMask:
 
     Keyed by (seed, scope, call, sample, global head, query row), on the CPU by block of rows. A
     kernel that never holds the whole matrix draws one piece at a time, in forward and again in
-    backward; a kernel that draws by itself uses `counter_random` at (`seed`, row, sample, head,
-    key).
+    backward; a kernel that draws its own numbers uses `counter_random` at (`seed`, row, sample,
+    head, key).
 
     num_keys: length of the whole sequence, also if a rank holds a part of the keys.
     """

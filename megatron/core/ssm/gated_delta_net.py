@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.foundation.device import current_device
-from megatron.core.kernels.chunks import CHUNK, DocumentRows
+from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.delta_rules import DeltaChunks, delta_chunks, kimi_delta_chunks
 from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.ssm.mixer_sizes import MixerSizes
@@ -54,9 +54,6 @@ class GatedDeltaNet(RecurrentMixer):
     def sizes_of(config: Any) -> MixerSizes:
         g, n = config.linear_num_key_heads, config.linear_num_value_heads
         d, e, r = config.linear_key_head_dim, config.linear_value_head_dim, n // g
-        # fp32 copies of the inputs of the rule, and in each chunk scores, decays, the solved
-        # systems and the state. Within 12 % for widths 16 to 128.
-        kept = 12 * g * d + 11 * n * e + 4 * n * d + CHUNK * (4 * n + 3 * g) + 3 * n * d * e / CHUNK
         return MixerSizes(
             num_blocks=g,
             num_heads=n,
@@ -68,7 +65,6 @@ class GatedDeltaNet(RecurrentMixer):
             # Read by the key, erase, write, read by the query.
             state_products=4,
             vector_parameters=2 * n + e,
-            kept_elements=kept,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:
@@ -138,16 +134,11 @@ class KimiDeltaAttention(GatedDeltaNet):
         sizes = GatedDeltaNet.sizes_of(config)
         g, n, d, e = sizes.num_blocks, sizes.num_heads, sizes.key_width, sizes.value_width
         r, share = n // g, -(-e // g)
-        # As for Gated DeltaNet, and channel decays at each doubling of a block. Within 2 %.
-        kept = (
-            11.2 * n * e + 26 * n * d + 12 * g * d + CHUNK * (2.9 * n + g) + 1.2 * n * d * e / CHUNK
-        )
         return replace(
             sizes,
             rows_of_block=(d, d, r * e, r, share, share),
             vector_parameters=n + n * d + e,
             inner_matrices=share * g * n * (d + e),
-            kept_elements=kept,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:

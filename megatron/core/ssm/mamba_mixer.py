@@ -17,7 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.kernels.chunks import CHUNK, DocumentRows
+from megatron.core.kernels.chunks import DocumentRows
 from megatron.core.kernels.state_space_dual import StateSpaceChunks, state_space_chunks
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.recurrent_mixer import (
@@ -43,9 +43,6 @@ class MambaMixer(RecurrentMixer):
         d, e = config.mamba_state_dim, config.mamba_head_dim
         r = n // g
         channels = n * e + 2 * g * d
-        # fp32 copies of the inputs and outputs of the recurrence, and in each chunk scores, decays
-        # and the state. Within 4 % of autograd's memory for widths 16 to 128 and several heads.
-        kept = 16 * n * e + n * d / 2 + 14 * g * d + CHUNK * 3 * n + 1.2 * n * d * e / CHUNK
         return MixerSizes(
             num_blocks=g,
             num_heads=n,
@@ -57,7 +54,6 @@ class MambaMixer(RecurrentMixer):
             # Decay, write, read.
             state_products=3,
             vector_parameters=channels + 3 * n + n * e,
-            kept_elements=kept,
         )
 
     def add_parameters(self, layer: ParallelLayer) -> None:

@@ -32,9 +32,6 @@ class MixerSizes:
     """Parameters other than the matrices and the taps."""
     inner_matrices: int = 0
     """Elements of the matrices between the two projections."""
-    kept_elements: float
-    """fp32 elements per token that are saved for backward between the two projections. Measured on
-    the plain implementation."""
 
     @property
     def values(self) -> int:
@@ -68,14 +65,3 @@ class MixerSizes:
     def token_products(self) -> int:
         """Multiplications per token with states and taps; independent of the sequence length."""
         return self.state_products * self.state_elements + self.channels * self.taps
-
-    def activation_bytes(self, item: int, *, recomputes_core: bool) -> float:
-        """Return the bytes per token that are saved for backward between the two projections.
-
-        Args:
-            item: bytes of an activation element.
-            recomputes_core: everything between the projections is recomputed in backward.
-        """
-        if recomputes_core:
-            return float(item * (self.projected + self.values))
-        return 4 * self.kept_elements

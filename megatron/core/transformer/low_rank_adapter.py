@@ -77,7 +77,7 @@ class WeightSplit(Enum):
 
 
 class UniformInit:
-    """Fill with U(-bound, bound). Elementwise, so any block of rows can be drawn by itself."""
+    """Fill with U(-bound, bound). Elementwise, so any block of rows can be drawn alone."""
 
     is_elementwise = True
 

@@ -285,6 +285,6 @@ def _memory(run: ResolvedRun, call: PretrainCall | None) -> list[str]:
     except UntraceableStepError as error:
         return [f"not traced: {error.found}"]
     lines = [stage.describe() for stage in stages]
-    if len(stages) < (last := run.parallelism.pipeline_model_parallel_size - 1):
+    if len(stages) <= (last := run.parallelism.pipeline_model_parallel_size - 1):
         lines.append(f"stages 1 to {last - 1}: tools/memory_report.py with these flags traces them")
     return lines

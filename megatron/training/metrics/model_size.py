@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class ModelSize:
             has_binary_head=traits.has_word_head and encoders.bert_binary_head,
         )
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Kind of each layer. The last layer of an encoder has a final norm; layers of a decoder
         behind it have cross-attention."""
@@ -88,7 +89,7 @@ class ModelSize:
         """Tokens after the next one that are predicted."""
         return self.config.mtp_num_layers or 0
 
-    @property
+    @cached_property
     def passed_kinds(self) -> tuple[LayerKind, ...]:
         """Kinds of all layers that a token passes; a shared prediction layer repeats."""
         repeats = self.prediction_depths // max(1, len(self.config.prediction_kinds()))

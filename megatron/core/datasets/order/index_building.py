@@ -32,14 +32,14 @@ _SEARCH_BLOCK = 1 << 22
 _NUMBER = re.compile(r"[.0-9]+")
 
 _SEPARATE_BELOW = 0.80
-"""If less than this share of the last epoch is used, it is shuffled by itself."""
+"""If less than this share of the last epoch is used, it is shuffled separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """The number of epochs, and whether the last epoch is shuffled by itself.
+    """The number of epochs, and whether the last epoch is shuffled separately.
 
-    If only a small part of the last epoch is needed, it is shuffled by itself. Otherwise its
+    If only a small part of the last epoch is needed, it is shuffled separately. Otherwise its
     documents would be seen more often than the others during the first epochs.
     """
 

@@ -226,7 +226,7 @@ def _usual_documents(
 ) -> Documents | None:
     """Return the documents of a unit whose lines are all usual, read together.
 
-    None if a line is unusual: then the caller reads each line by itself and describes every fault.
+    None if a line is unusual: then the caller reads lines one by one and describes every fault.
     """
     lines, columns = _split(data), []
     try:

@@ -169,7 +169,7 @@ class _Rank:
                     position += count
 
     def _read_stage_3(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Read parameters: each is cut by itself, and a rank's parts follow each other."""
+        """Read parameters: each is cut separately, and a rank's parts follow each other."""
         world = len(states)
         for kind in _KINDS:
             rows = [_stage_3_row(state, kind) for state in states]
@@ -264,7 +264,7 @@ def _cut(row: Sequence[StoredView], first: int, count: int, directory: Path) -> 
 
 
 def _has_gaps(state: Mapping[str, Any]) -> bool:
-    """Return whether each parameter is padded by itself, at offsets that the file omits."""
+    """Return whether each parameter is padded separately, at offsets that the file omits."""
     groups = state.get("param_alignment_paddings") or ()
     return any(any(group) for group in groups if isinstance(group, (list, tuple)))
 
