@@ -16,6 +16,7 @@ GPU_ARGS ?=
 LINT = (status=0; \
 	for check in "ruff format --check --quiet ." "ruff check --quiet ." "mypy" \
 	             "lint-imports --no-logo" "codespell" \
+	             "proselint check README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs" \
 	             "python -m tests.architecture.prose --check"; do \
 	    echo "== $$check"; $$check || status=1; \
 	done; exit $$status)
