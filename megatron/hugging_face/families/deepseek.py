@@ -22,6 +22,11 @@ _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _OF_TRAINING = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 _FOLLOWING = ("head_dim", "qk_head_dim")
 """Widths that Transformers writes and that follow from other fields."""
+_LATENT_SIZES = {
+    "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "v_head_dim": "v_head_dim",
+    "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
+}  # fmt: skip
+"""Field -> setting."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
@@ -44,11 +49,7 @@ def latent_settings(config: ConfigFields) -> ModelDescription:
         position_embedding_type="rope",
         multi_latent_attention=True,
         qk_layernorm=True,
-        q_lora_rank=config.take("q_lora_rank", None),
-        kv_lora_rank=config.take("kv_lora_rank"),
-        qk_head_dim=config.take("qk_nope_head_dim"),
-        qk_pos_emb_head_dim=config.take("qk_rope_head_dim"),
-        v_head_dim=config.take("v_head_dim"),
+        **config.take_all(_LATENT_SIZES, q_lora_rank=None),
         latent_norm_epsilon=_LATENT_EPSILON,
     )
 
@@ -104,13 +105,9 @@ def latent_fields(settings: ModelDescription) -> dict[str, Any]:
         **fields,
         **rope_fields(settings),
         **experts_fields(settings),
+        **settings.fields(_LATENT_SIZES),
         "num_key_value_heads": settings.num_attention_heads,
         "attention_bias": False,
-        "q_lora_rank": settings.q_lora_rank,
-        "kv_lora_rank": settings.kv_lora_rank,
-        "qk_nope_head_dim": settings.qk_head_dim,
-        "qk_rope_head_dim": settings.qk_pos_emb_head_dim,
-        "v_head_dim": settings.v_head_dim,
     }
 
 

@@ -83,6 +83,15 @@ class Family:
         return settings
 
 
+SIZES = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "intermediate_size": "ffn_hidden_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "unpadded_vocab_size",
+}
+"""Field -> setting, in most families."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

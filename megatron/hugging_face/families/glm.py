@@ -22,7 +22,7 @@ from megatron.hugging_face.families.deepseek import (
 from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, identity
+from megatron.hugging_face.weight_map import WeightRule, identity, with_others
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _GATE_AND_UP = identity(_MEGATRON + "mlp.linear_fc1.weight", _HF + "mlp.gate_up_proj.weight")
@@ -43,12 +43,7 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
 
 
 def _rules(settings: ModelDescription) -> list[WeightRule]:
-    fused = _GATE_AND_UP.megatron_name
-    return [_GATE_AND_UP if rule.megatron_name == fused else rule for rule in LLAMA.rules(settings)]
-
-
-def _glm4_settings(config: ConfigFields) -> ModelDescription:
-    return replace(_settings(config), sandwich_norm=True)
+    return with_others(LLAMA.rules(settings), _GATE_AND_UP)
 
 
 def _glm4_rules(settings: ModelDescription) -> list[WeightRule]:
@@ -108,7 +103,7 @@ GLM4 = replace(
     GLM,
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    settings=_glm4_settings,
+    settings=lambda config: replace(_settings(config), sandwich_norm=True),
     rules=_glm4_rules,
 )
 GLM4_MOE = replace(

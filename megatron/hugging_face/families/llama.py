@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
-from megatron.hugging_face.families.family import Family
+from megatron.hugging_face.families.family import SIZES, Family
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import rope_fields, with_rope
 from megatron.hugging_face.weight_map import (
@@ -23,26 +23,22 @@ from megatron.hugging_face.weight_map import (
 )
 
 _LAYER, _HF = "decoder.layers.{}.", "model.layers.{}."
+_NAMES = SIZES | {"rms_norm_eps": "layernorm_epsilon"}
 
 
 def gated_settings(config: ConfigFields) -> ModelDescription:
     """Return the settings that all models with RMSNorm and a gated MLP share."""
-    heads, hidden = config.take("num_attention_heads"), config.take("hidden_size")
+    same = config.take_all(_NAMES)
+    heads = same["num_attention_heads"]
     groups = config.take("num_key_value_heads", heads)
     return ModelDescription(
-        num_layers=config.take("num_hidden_layers"),
-        hidden_size=hidden,
-        num_attention_heads=heads,
+        **same,
         group_query_attention=groups != heads,
         num_query_groups=groups,
-        kv_channels=config.take("head_dim", hidden // heads),
-        ffn_hidden_size=config.take("intermediate_size"),
-        max_position_embeddings=config.take("max_position_embeddings"),
+        kv_channels=config.take("head_dim", same["hidden_size"] // heads),
         untie_embeddings_and_output_weights=not config.take("tie_word_embeddings", False),
         normalization="RMSNorm",
-        layernorm_epsilon=config.take("rms_norm_eps"),
         add_bias_linear=False,
-        unpadded_vocab_size=config.take("vocab_size"),
         hidden_dropout=0.0,
         attention_dropout=config.take("attention_dropout", 0.0),
     )
@@ -56,18 +52,12 @@ def _common_settings(config: ConfigFields) -> ModelDescription:
 
 def _common_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
-        "num_hidden_layers": settings.num_layers,
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_attention_heads,
+        **settings.fields(_NAMES),
         "num_key_value_heads": settings.num_key_value_heads,
         "head_dim": settings.head_dim,
-        "intermediate_size": settings.ffn_hidden_size,
-        "max_position_embeddings": settings.max_position_embeddings,
-        "rms_norm_eps": settings.layernorm_epsilon,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "vocab_size": settings.unpadded_vocab_size,
         **rope_fields(settings),
     }
 

@@ -18,16 +18,21 @@ from megatron.hugging_face.families.family import Family, window_fields, with_wi
 from megatron.hugging_face.families.llama import LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.rope import with_rope
-from megatron.hugging_face.weight_map import WeightRule, fused_query_key_value, identity
+from megatron.hugging_face.weight_map import (
+    WeightRule,
+    fused_query_key_value,
+    identity,
+    with_others,
+)
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
-_PHI3_FUSED = {
-    _MEGATRON + "self_attention.linear_qkv.weight": fused_query_key_value(
+_PHI3_FUSED = (
+    fused_query_key_value(
         _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
     ),
-    _FC1: identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
-}
+    identity(_FC1, _HF + "mlp.gate_up_proj.weight"),
+)
 
 
 def _seed_oss_settings(config: ConfigFields) -> ModelDescription:
@@ -178,16 +183,12 @@ def _with_biases(rules: Iterable[WeightRule], parts: tuple[str, ...]) -> list[We
 
 def _without_gate(rules: Iterable[WeightRule], name: str = "up_proj") -> list[WeightRule]:
     """Return `rules` with one tensor for the first layer of the MLP."""
-    one = identity(_FC1, f"{_HF}mlp.{name}.weight")
-    return [one if rule.megatron_name == _FC1 else rule for rule in rules]
+    return with_others(rules, identity(_FC1, f"{_HF}mlp.{name}.weight"))
 
 
 def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
     second = identity(_MEGATRON + "mlp.linear_fc2.weight", _HF + "mlp.c_proj.weight")
-    rules = [
-        second if rule.megatron_name == second.megatron_name else rule
-        for rule in _without_gate(LLAMA.rules(settings), "c_fc")
-    ]
+    rules = with_others(_without_gate(LLAMA.rules(settings), "c_fc"), second)
     return _with_biases(rules, ("norm", "linear_"))
 
 
@@ -207,10 +208,6 @@ def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
         "original_max_position_embeddings": settings.max_position_embeddings,
         "pad_token_id": None,
     }
-
-
-def _phi3_rules(settings: ModelDescription) -> list[WeightRule]:
-    return [_PHI3_FUSED.get(rule.megatron_name, rule) for rule in MISTRAL.rules(settings)]
 
 
 def _family(
@@ -284,7 +281,7 @@ PHI3 = replace(
     architecture="Phi3ForCausalLM",
     settings=_phi3_settings,
     fields=_phi3_fields,
-    rules=_phi3_rules,
+    rules=lambda settings: with_others(MISTRAL.rules(settings), *_PHI3_FUSED),
     absent={},
 )
 FAMILIES = (
