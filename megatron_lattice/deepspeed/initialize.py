@@ -23,7 +23,7 @@ from megatron.core.transport import torch_collectives
 from megatron.core.transport.object_collectives import raise_on_all_ranks
 from megatron_lattice.deepspeed import lr_schedules
 from megatron_lattice.deepspeed.advice import advises_callers_of_an_engine
-from megatron_lattice.deepspeed.comm import init_distributed
+from megatron_lattice.deepspeed.comm import get_rank, get_world_size, init_distributed
 from megatron_lattice.deepspeed.engine import DeepSpeedEngine, ReplicaLoader
 from megatron_lattice.deepspeed.optimizers import (
     OptimizerSource,
@@ -87,7 +87,7 @@ def initialize(
     source = _source(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     settings, client, groups = _checked(source, model, optimizer, model_parameters)
-    if get_rank_of_world() == 0:
+    if get_rank() == 0:
         print(settings.describe(), flush=True)
     pg_collection = _process_groups(settings.num_instances)
     _prepare_module(model, settings, groups, client, pg_collection)
@@ -112,11 +112,6 @@ class _SumOverReplicas:
     """Model config that `DistributedDataParallel` reads: gradients are not averaged."""
 
     calculate_per_token_loss = True
-
-
-def get_rank_of_world() -> int:
-    """Return this process's rank."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _source(args: Any, config: ConfigSource | None) -> ConfigSource:
@@ -150,11 +145,7 @@ def _checked(
     try:
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         model_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        settings = engine_settings(
-            source,
-            replicas=dist.get_world_size() if dist.is_initialized() else 1,
-            model_dtype=model_dtype,
-        )
+        settings = engine_settings(source, replicas=get_world_size(), model_dtype=model_dtype)
         client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         groups = groups_of(model, model_parameters if client is None else client.param_groups)
         if optimizer is not None and client is None:
@@ -174,9 +165,9 @@ def _checked(
 
 def _process_groups(num_instances: int) -> ProcessGroupCollection:
     """Return the process groups of the replicas."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if get_world_size() == 1:
         return ProcessGroupCollection.single()
-    layout = plan_layout(dist.get_world_size())
+    layout = plan_layout(get_world_size())
     return build_process_groups(layout, num_distributed_optimizer_instances=num_instances)
 
 

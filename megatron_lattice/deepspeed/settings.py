@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_lattice.deepspeed.batch import ACCUMULATION, MICRO, TRAIN, BatchSizes, resolve_batch
 from megatron_lattice.deepspeed.comm import get_world_size
 from megatron_lattice.deepspeed.components import OPTIMIZERS
-from megatron_lattice.deepspeed.lr_schedules import BY_NAME
+from megatron_lattice.deepspeed.lr_schedules import BY_NAME, params_of_schedule
 from megatron_lattice.deepspeed.reading import (
     ConfigSource,
     ReadSettings,
@@ -136,9 +135,8 @@ def _default_param(read: ReadSettings, path: str) -> Any:
     kind = read.sections.get(section, {}).get("type", "")
     if section == "optimizer":
         return getattr(OPTIMIZERS.get(kind.lower(), {}).get(name), "default", None)
-    schedule = BY_NAME.get(kind)
-    known = {} if schedule is None else inspect.signature(schedule).parameters
-    default = known[name].default if name in known else None
+    known = {p.name: p.default for p in params_of_schedule(kind)} if kind in BY_NAME else {}
+    default = known.get(name)
     return "the optimizer's" if default is None and name.endswith("_lr") else default
 
 
