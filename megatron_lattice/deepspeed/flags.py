@@ -15,20 +15,18 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.training.config.run import all_flags
 from megatron.training.launch import rank_info
-from megatron_lattice.deepspeed.batch import (
+from megatron_lattice.deepspeed.monitors import destination_of
+from megatron_lattice.deepspeed.reading import ReadSettings, collect
+from megatron_lattice.deepspeed.settings import (
     ACCUMULATION,
     DEFAULT,
     MICRO,
     TRAIN,
     BatchSizes,
-    resolve_batch,
-)
-from megatron_lattice.deepspeed.monitors import destination_of
-from megatron_lattice.deepspeed.reading import ReadSettings, collect
-from megatron_lattice.deepspeed.settings import (
     EngineSettings,
     data_parallel_config,
     optimizer_config,
+    resolve_batch,
 )
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

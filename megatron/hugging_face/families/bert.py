@@ -34,12 +34,6 @@ _DEFAULTS = {
 
 
 def _settings(config: ConfigFields, *, is_post_norm: bool, prefix: str) -> ModelDescription:
-    config.only("position_embedding_type", "absolute")
-    config.only("type_vocab_size", 2)
-    config.only("is_decoder", False)  # its mask would be causal
-    config.take("classifier_dropout", None)
-    # An untied head of Transformers has a second bias, without effect.
-    config.only("tie_word_embeddings", True)
     architectures = config.take("architectures", [])
     activation = config.only("hidden_act", *_ACTIVATIONS)
     return ModelDescription(
@@ -58,8 +52,6 @@ def _fields(settings: ModelDescription, prefix: str) -> dict[str, Any]:
         "architectures": [f"{prefix}For{task}"],
         **settings.fields(_NAMES),
         "hidden_act": "gelu_new" if settings.openai_gelu else "gelu",
-        "type_vocab_size": 2,
-        "tie_word_embeddings": True,
     }
 
 
@@ -119,6 +111,14 @@ def _family(model_type: str, prefix: str, *, is_post_norm: bool) -> Family:
         settings=lambda config: _settings(config, is_post_norm=is_post_norm, prefix=prefix),
         fields=lambda settings: _fields(settings, prefix),
         rules=lambda settings: _rules(settings, norms(settings)),
+        # The mask of a decoder is causal; an untied head has a second bias, without effect.
+        only={
+            "position_embedding_type": "absolute",
+            "type_vocab_size": 2,
+            "is_decoder": False,
+            "tie_word_embeddings": True,
+        },
+        unused=("classifier_dropout",),
         prefixes=("bert.",),
         without_meaning=(r"embeddings\.position_ids",),
         copies={

@@ -28,7 +28,7 @@ _NAMES = {
     "vocab_size": "unpadded_vocab_size",
 }  # fmt: skip
 """Field -> setting."""
-_WITHOUT_EFFECT = (
+_UNUSED = (
     "embd_pdrop", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "n_ctx", "n_special",
     "predict_special_tokens", "reorder_and_upcast_attn",
@@ -36,10 +36,6 @@ _WITHOUT_EFFECT = (
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    for name in _WITHOUT_EFFECT:
-        config.take(name, None)
-    config.only("scale_attn_weights", True)
-    config.only("scale_attn_by_inverse_layer_idx", False)
     activation = config.only("activation_function", *_ACTIVATIONS)
     same = config.take_all(_NAMES, layer_norm_epsilon=1e-5)
     return ModelDescription(
@@ -94,10 +90,7 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _bigcode_settings(config: ConfigFields) -> ModelDescription:
-    config.only("multi_query", True)
     config.only("num_key_value_heads", 1)
-    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
-        config.only(name, True)
     settings = _settings(config)
     return replace(
         settings,
@@ -109,11 +102,7 @@ def _bigcode_settings(config: ConfigFields) -> ModelDescription:
 
 def _bigcode_fields(settings: ModelDescription) -> dict[str, Any]:
     tanh = "gelu_pytorch_tanh" if settings.openai_gelu else "gelu"
-    return {**_fields(settings), "activation_function": tanh, "multi_query": True}
-
-
-def _bigcode_rules(settings: ModelDescription) -> list[WeightRule]:
-    return [replace(rule, is_transposed=False) for rule in _rules(settings)]
+    return {**_fields(settings), "activation_function": tanh}
 
 
 GPT2 = Family(
@@ -122,6 +111,8 @@ GPT2 = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    unused=_UNUSED,
     prefixes=("transformer.", ""),
     without_meaning=(r"h\.\d+\.attn\.(masked_)?bias",),
 )
@@ -131,5 +122,11 @@ GPT_BIGCODE = replace(
     architecture="GPTBigCodeForCausalLM",
     settings=_bigcode_settings,
     fields=_bigcode_fields,
-    rules=_bigcode_rules,
+    rules=lambda settings: [replace(rule, is_transposed=False) for rule in _rules(settings)],
+    only={
+        **GPT2.only,
+        "multi_query": True,
+        "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True,
+    },
 )

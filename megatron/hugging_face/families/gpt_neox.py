@@ -19,8 +19,6 @@ _NAMES = SIZES | {
 
 
 def _settings(config: ConfigFields) -> ModelDescription:
-    config.take("classifier_dropout", None)
-    config.only("attention_bias", True)
     activation = config.only("hidden_act", *_ACTIVATIONS)
     model = ModelDescription(
         **config.take_all(_NAMES, layer_norm_eps=1e-5, use_parallel_residual=True),
@@ -36,7 +34,6 @@ def _fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **settings.fields(_NAMES),
         "hidden_act": "gelu_fast" if settings.openai_gelu else "gelu",
-        "attention_bias": True,
         "rotary_pct": settings.rotary_percent,
         "rotary_emb_base": float(settings.rotary_base),
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
@@ -68,6 +65,8 @@ GPT_NEOX = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    only={"attention_bias": True},
+    unused=("classifier_dropout",),
     absent={"partial_rotary_factor": 0.25},
     prefixes=("gpt_neox.", ""),
     without_meaning=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),

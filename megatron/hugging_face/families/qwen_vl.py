@@ -64,7 +64,7 @@ def _text(config: ConfigFields, decoder: Family) -> ModelDescription:
     else:
         text.only("tie_word_embeddings", is_tied)
     whole = text.with_fields({"rope_parameters": rope, "tie_word_embeddings": is_tied})
-    settings = decoder.settings(whole)
+    settings = decoder.described(whole)
     if nested is not None:
         text.finish()
     if settings.position_embedding_type != "rope":
@@ -139,7 +139,7 @@ def _qwen3_settings(config: ConfigFields) -> ModelDescription:
 
 
 def _fields(settings: ModelDescription, decoder: Family) -> dict[str, Any]:
-    text = decoder.fields(replace(settings, position_embedding_type="rope"))
+    text = decoder.exported(replace(settings, position_embedding_type="rope"))
     is_tied = text.pop("tie_word_embeddings")
     rope: dict[str, Any] = {
         "rope_type": "default",

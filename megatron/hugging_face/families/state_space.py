@@ -127,9 +127,6 @@ def _ends(settings: ModelDescription) -> list[WeightRule]:
 
 
 def _mamba2_settings(config: ConfigFields) -> ModelDescription:
-    config.only("hidden_act", "silu")
-    config.take("time_step_min", None)
-    config.take("expand", None)  # follows from the number and width of heads
     sizes, same = _sizes(config, "mamba2"), config.take_all(_MAMBA2)
     hidden = same["hidden_size"]
     return ModelDescription(
@@ -156,7 +153,6 @@ def _mamba2_fields(settings: ModelDescription) -> dict[str, Any]:
         **_size_fields(settings, "mamba2"),
         **settings.fields(_MAMBA2),
         "expand": inner // settings.hidden_size,
-        "hidden_act": "silu",
         "use_bias": False,
         "use_conv_bias": True,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
@@ -178,14 +174,6 @@ _OLDER = {"mamba": "M", "attention": "*"}
 
 
 def _nemotron_settings(config: ConfigFields) -> ModelDescription:
-    for name in ("mlp_hidden_act", "mamba_hidden_act"):
-        config.only(name, "relu2" if name.startswith("mlp") else "silu")
-    for name in ("attention_bias", "mlp_bias"):
-        config.only(name, False)
-    config.only("n_shared_experts", 1)
-    for name in ("expand", "time_step_limit", "sliding_window", "num_nextn_predict_layers",
-                 "mtp_layers_block_type"):  # fmt: skip
-        config.take(name, None)  # Transformers' model ignores them, or their layers are left out
     letters = config.take("hybrid_override_pattern", None)
     if letters is None or config.stated("layers_block_type") is not None:
         kinds = config.take("layers_block_type")
@@ -244,14 +232,12 @@ def _nemotron_fields(settings: ModelDescription) -> dict[str, Any]:
         "num_key_value_heads": settings.num_key_value_heads,
         "head_dim": settings.head_dim,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
-        "mlp_hidden_act": "relu2",
         "time_step_min": settings.mamba_step_limits[0],
     }
     if settings.num_moe_experts is None:
         return fields
     return fields | {
         "n_routed_experts": settings.num_moe_experts,
-        "n_shared_experts": 1,
         "num_experts_per_tok": settings.moe_router_topk,
         "moe_intermediate_size": settings.experts_width,
         "moe_latent_size": settings.moe_latent_size,
@@ -384,13 +370,36 @@ def _bamba_rules(settings: ModelDescription) -> list[WeightRule]:
     return layer_rules(found, settings)
 
 
-MAMBA2 = Family("mamba2", "Mamba2ForCausalLM", _mamba2_settings, _mamba2_fields, _mamba2_rules)
+MAMBA2 = Family(
+    "mamba2",
+    "Mamba2ForCausalLM",
+    _mamba2_settings,
+    _mamba2_fields,
+    _mamba2_rules,
+    only={"hidden_act": "silu"},
+    unused=("time_step_min", "expand"),  # `expand` follows from the number and width of heads
+)
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",
     _nemotron_settings,
     _nemotron_fields,
     _nemotron_rules,
+    only={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "n_shared_experts": 1,
+    },
+    # Transformers' model ignores them, or their layers are left out.
+    unused=(
+        "expand",
+        "time_step_limit",
+        "sliding_window",
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+    ),
     absent={"moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688},
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )
@@ -400,6 +409,7 @@ BAMBA = Family(
     _bamba_settings,
     _bamba_fields,
     _bamba_rules,
+    only=LLAMA.only,
     absent={"num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     without_meaning=LLAMA.without_meaning,
 )

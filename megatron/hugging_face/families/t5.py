@@ -44,11 +44,6 @@ def _settings(config: ConfigFields) -> ModelDescription:
     num_encoder = config.take("num_layers")
     is_tied = config.take("tie_word_embeddings", True)
     kind = config.only("feed_forward_proj", _RELU, _GATED)
-    # These two fields follow from the kind of MLP.
-    config.take("dense_act_fn", None)
-    config.take("is_gated_act", None)
-    config.take("initializer_factor", None)
-    config.take("classifier_dropout", None)
     return ModelDescription(
         architecture="t5",
         encoder_num_layers=num_encoder,
@@ -134,6 +129,8 @@ T5 = Family(
     settings=_settings,
     fields=_fields,
     rules=_rules,
+    # The first two follow from the kind of MLP.
+    unused=("dense_act_fn", "is_gated_act", "initializer_factor", "classifier_dropout"),
     copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     without_meaning=(
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
