@@ -35,7 +35,7 @@ RowMap = Callable[[ModelDescription, Sequence[int]], list[RowRange]]
 """(model, number of rows of each Hugging Face tensor) -> ranges in the order of Megatron's rows."""
 
 
-def _concatenated(_model: ModelDescription, heights: Sequence[int]) -> list[RowRange]:
+def concatenated(_model: object, heights: Sequence[int]) -> list[RowRange]:
     """Concatenate the tensors along dimension 0."""
     found, megatron_begin = [], 0
     for source, height in enumerate(heights):
@@ -50,7 +50,7 @@ class WeightRule:
 
     megatron_name: str
     hf_names: tuple[str, ...]
-    row_map: RowMap = _concatenated
+    row_map: RowMap = concatenated
     is_transposed: bool = False
     """Hugging Face's tensors are [in, out], Megatron's parameter is [out, in]."""
     has_vocabulary_rows: bool = False
