@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.compatibility.state import STATE
 from megatron.core import num_microbatches_calculator
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.foundation.optional_imports import require
@@ -30,6 +30,17 @@ from megatron.core.utils import get_pg_rank, get_pg_size
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+@dataclass
+class _State:
+    """The settings of this process that functions of this module keep between calls."""
+
+    is_experimental: bool = False
+    annotates_ranges: bool = False
+    open_ranges: list[tuple[str, Any]] = field(default_factory=list)
+
+
+STATE = _State()
 __package_name__ = "megatron-lattice"
 
 
@@ -73,12 +84,12 @@ def jit_fuser(function: _Function) -> _Function:
     return function
 
 
-def correct_amax_history_if_needed(model: object) -> None:
-    """Do nothing: linear layers, not parameters, hold the amax histories."""
+def do_nothing(*_: object, **__: object) -> None:
+    """Replace functions without effect here.
 
-
-def disable_jit_fuser() -> None:
-    """Do nothing: `jit_fuser` compiles nothing."""
+    `jit_fuser` compiles nothing, linear layers hold the amax histories, and the launcher sets the
+    CPU affinity.
+    """
 
 
 def nested_values(x: dict[Any, Any] | list[Any]) -> Iterator[Any]:
@@ -370,10 +381,6 @@ class MultiStorageClientFeature:
     def import_package() -> Any:
         """Import the client, for code that opens paths by itself."""
         return require("multistorageclient", purpose="MultiStorageClientFeature")
-
-
-def set_ideal_affinity_for_current_gpu() -> None:
-    """Do nothing: the launcher sets the CPU affinity of this process."""
 
 
 def local_multi_tensor_applier(

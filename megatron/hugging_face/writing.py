@@ -347,7 +347,7 @@ def _write_config(
         name: carried[name] for name in sorted(carried) if is_without_effect(name, carried[name])
     }
     fields["architectures"] = [family.architecture]
-    fields |= family.fields(settings) | ids
+    fields |= family.exported(settings) | ids
     fields |= {
         "model_type": family.model_type,
         "torch_dtype": str(dtype).removeprefix("torch."),

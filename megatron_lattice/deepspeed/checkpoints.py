@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,10 @@ def load(
             wanted["optimizer"] = optimizer.sharded_state_dict(model, is_loading=True)
         if isinstance(contents, InteropContents):
             _check_interop(contents, needs_moments="optimizer" in wanted)
-            wanted = map_leaves(partial(_place_in, contents), wanted)
+            placed = contents.as_slice_of_stack
+            wanted = map_leaves(
+                lambda value: placed(value) if isinstance(value, ShardedTensor) else value, wanted
+            )
         return wanted, _strictness(wanted, is_strict, contents)
 
     def apply() -> None:
@@ -134,10 +136,6 @@ def load(
     state = load_state(wanted, contents, peers=peers, strict=strictness).state
     run_collectively(peers, f"applying the state of {path}", apply)
     return str(path), state.get("client_state", {})
-
-
-def _place_in(contents: InteropContents, value: Any) -> Any:
-    return contents.as_slice_of_stack(value) if isinstance(value, ShardedTensor) else value
 
 
 def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) -> StrictHandling:

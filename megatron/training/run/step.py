@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of all micro batches, then check, clip and update.
 
-Other modules wrap a step: `megatron.resilience.rollback` skips iterations and rolls back, and
+Other modules wrap a step: `megatron.resilience.spike_guard` skips iterations and rolls back, and
 `megatron.resilience.rerun` reruns a step.
 """
 

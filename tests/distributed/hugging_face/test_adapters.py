@@ -138,23 +138,27 @@ def test_checkpoints_hold_the_adapters_alone_and_a_run_goes_on_from_them(base, t
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
-@pytest.fixture(scope="module")
-def trained_elsewhere(base, tmp_path_factory):
-    """An adapter of PEFT's, with an A for each projection and none for keys; and the merged."""
+def trained_by_peft(base, directory, **settings):
+    """Save an adapter of PEFT with random factors; return the merged weights."""
     import peft
 
-    directory = tmp_path_factory.mktemp("peft")
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    places = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=places, use_rslora=True)
     torch.manual_seed(5)
-    model = peft.get_peft_model(model, config)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=12, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.1)
     model.save_pretrained(directory)
-    return directory, model.merge_and_unload().state_dict()
+    return model.merge_and_unload().state_dict()
+
+
+@pytest.fixture(scope="module")
+def trained_elsewhere(base, tmp_path_factory):
+    """An adapter of PEFT's, with an A for each projection and none for keys; and the merged."""
+    directory = tmp_path_factory.mktemp("peft")
+    places = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]
+    return directory, trained_by_peft(base, directory, target_modules=places, use_rslora=True)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -231,23 +235,13 @@ def test_adapters_have_the_logits_and_gradients_of_peft(case, is_dora, layout, t
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_layers_may_have_ranks_and_strengths_of_their_own(base, tmp_path):
-    import peft
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    config = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules=["q_proj", "up_proj", "o_proj"],
+    merged = trained_by_peft(
+        base, tmp_path / "adapter", target_modules=["q_proj", "up_proj", "o_proj"],
         rank_pattern={"up_proj": 6},
         alpha_pattern={r"layers\.1\.self_attn\.q_proj": 5, "o_proj": 7},
     )  # fmt: skip
-    model = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(tmp_path / "adapter")
     words = f"--load-adapter {tmp_path / 'adapter'} --lr 0 --min-lr 0 --train-iters 1 {ZERO_3}"
     _, found = train(base, tmp_path, "run", 2, words)
-    merged = model.merge_and_unload().state_dict()
     for name, tensor in found.items():
         assert_close(tensor, merged[name], FP32_REORDERED_SUM, name)
 

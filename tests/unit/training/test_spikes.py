@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-import megatron.resilience.rollback as rollback
 import megatron.training.run.loop as loop
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.foundation.errors import SpikeError
-from megatron.resilience.rollback import (
+from megatron.resilience import spike_guard
+from megatron.resilience.spike_guard import (
     Rollback,
+    SpikeGuard,
+    WarnOfSpikes,
     next_skipped,
     num_rollbacks_at,
 )
-from megatron.resilience.spike_guard import SpikeGuard, WarnOfSpikes
 from megatron.resilience.status import RunStatus
 from megatron.training.checkpointing.run_state import (
     CheckpointContext,
@@ -158,7 +159,7 @@ class Run:
             data=SimpleNamespace(close=lambda: None), groups=None, plan_step=lambda consumed: plan,
         )  # fmt: skip
         monkeypatch.setattr(
-            rollback, "build_data", lambda run, provider, groups, state: self.open(state)
+            spike_guard, "build_data", lambda run, provider, groups, state: self.open(state)
         )
         loaded = None
         if kept is not None:
