@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.order.blend_order import (
+    BlendOrder,
     GreedyOrder,
     SpacedOrder,
     greedy_counts,
@@ -120,7 +121,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         """int64 [len], the number of every sample within its dataset; made anew each time."""
         return self._order.arrays()[1]
 
-    def _make_order(self) -> GreedyOrder | SpacedOrder:
+    def _make_order(self) -> BlendOrder:
         weights = np.array(self.weights)
         if self._table is None:
             return SpacedOrder(weights, self._length)

@@ -16,11 +16,12 @@ class NullTokenizer(TextTokenizer):
     The last id of the given vocabulary ends a document.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        if vocab_size < 1:
+    def __init__(self, vocab_size: int | None) -> None:
+        if vocab_size is None or vocab_size < 1:
+            given = "no number of ids" if vocab_size is None else f"a vocabulary of {vocab_size}"
             raise ConfigError(
-                f"NullTokenizer with a vocabulary of {vocab_size}.",
-                rule="at least one id",
+                f"NullTokenizer with {given}.",
+                rule="it has no files that state its vocabulary, which has at least one id",
                 flags=["--vocab-size"],
                 fix="--vocab-size 32000",
             )

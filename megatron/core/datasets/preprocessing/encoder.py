@@ -29,7 +29,7 @@ from megatron.core.datasets.preprocessing.documents import (
     documents_of,
 )
 from megatron.core.datasets.preprocessing.transforms import FillInMiddle
-from megatron.core.datasets.preprocessing.units import LONGEST_LINE_BYTES, UNIT_BYTES, Unit
+from megatron.core.datasets.preprocessing.units import UNIT_BYTES, Unit
 from megatron.core.foundation.errors import DataError, MegatronError, UntokenizableTextError
 
 
@@ -108,7 +108,6 @@ class Encoder:
     end_of_document: int | None = None
     split: Callable[[str], list[str]] | None = None
     transform: FillInMiddle | None = None
-    longest_line_bytes: int = LONGEST_LINE_BYTES
     identity: Mapping[str, object] = field(default_factory=dict)
     """`unique_identifiers` of the tokenizer."""
 
@@ -119,7 +118,7 @@ class Encoder:
 
     def __call__(self, unit: Unit) -> EncodedUnit:
         """Parse and tokenize; faulty documents are returned by name, not raised."""
-        documents = documents_of(unit, self.keys, longest_line_bytes=self.longest_line_bytes)
+        documents = documents_of(unit, self.keys)
         texts, positions = documents.texts, documents.positions
         if self.split is not None:
             split = self.split
@@ -279,7 +278,6 @@ class ConversationEncoder:
     vocab_size: int
     end_of_document: int | None = None
     pack_length: int | None = None
-    longest_line_bytes: int = LONGEST_LINE_BYTES
     identity: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -289,9 +287,7 @@ class ConversationEncoder:
 
     def __call__(self, unit: Unit) -> EncodedUnit:
         """Parse, render with the template and tokenize; return faulty documents by name."""
-        documents = documents_of(
-            unit, [self.key], parse=self.template, longest_line_bytes=self.longest_line_bytes
-        )
+        documents = documents_of(unit, [self.key], parse=self.template)
         segments = [document[self.key] for document in documents.texts]
         flat = [*chain.from_iterable(segments)]
         ids, counts = self.engine.encode_flat(flat)
