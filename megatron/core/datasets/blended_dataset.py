@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Sized
@@ -68,15 +69,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         self.unique_identifiers = self._identify()
         self._length = sum(map(len, self.datasets)) if size is None else size
         self._table = self._load_or_walk()
-        self._order = self._make_order()
         self._check_sizes()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_order": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._order = self._make_order()
 
     def __len__(self) -> int:
         return self._length
@@ -121,7 +114,8 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         """int64 [len], the number of every sample within its dataset; made anew each time."""
         return self._order.arrays()[1]
 
-    def _make_order(self) -> BlendOrder:
+    @functools.cached_property
+    def _order(self) -> BlendOrder:
         weights = np.array(self.weights)
         if self._table is None:
             return SpacedOrder(weights, self._length)

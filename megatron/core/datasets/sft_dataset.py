@@ -17,7 +17,7 @@ from megatron.core.datasets.corpus.files import MASK_SUFFIX
 from megatron.core.datasets.document_masks import attention_mask
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.order.permutation import KeyedPermutation
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import DataError
@@ -180,10 +180,7 @@ class SFTDataset(MegatronDataset):
     def _check_ids(self, pack: np.ndarray, document: int) -> None:
         wrong = np.flatnonzero((pack < 0) | (pack >= self._vocab_size))
         if len(wrong):
-            raise DataError(
-                f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document} "
-                f"in {self.dataset_path}.bin is outside the vocabulary of {self._vocab_size}.",
-                rule="token ids must be between 0 and the vocabulary size - 1",
-                flags=["--data-path", "--tokenizer-type", "--tokenizer-model", "--vocab-size"],
-                fix="train with the tokenizer that the corpus was preprocessed with",
+            found = (
+                f"token {int(pack[wrong[0]])} at position {int(wrong[0])} of document {document}"
             )
+            raise outside_vocabulary(f"{found} in {self.dataset_path}.bin", self._vocab_size)

@@ -320,6 +320,3 @@ class MockImageTexts:
         width = self._channels * shape.temporal_size * shape.patch_size**2
         random = np.random.default_rng((3, number, image))
         return random.standard_normal((rows * columns, width)).astype(np.float32)
-
-
-__all__ = ["IMAGE_MARK", "ImageTexts", "JsonLines", "MockImageTexts", "Part"]

@@ -250,6 +250,3 @@ class VisionTextDataset:
             name: (torch.cat if name in RAGGED else torch.stack)([s[name] for s in samples])
             for name in samples[0]
         }
-
-
-__all__ = ["RAGGED", "VisionTextConfig", "VisionTextDataset"]
