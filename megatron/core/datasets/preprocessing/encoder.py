@@ -63,25 +63,17 @@ class EncodedPart:
 class EncodedUnit:
     """The result of a worker for a `Unit`."""
 
-    file: int
-    next_position: tuple[int, int]
-    consumed: int
     parts: dict[str, EncodedPart]
     """Name of the output corpus -> its part."""
     num_lines: int
-    bad: list[BadDocument] = field(default_factory=list)
+    bad: list[BadDocument]
+    """In the order of the input."""
 
     @classmethod
-    def of(cls, unit: Unit, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
+    def of(cls, documents: Documents, parts: dict[str, EncodedPart]) -> EncodedUnit:
         """Return the result for the documents of a unit."""
-        return cls(
-            file=unit.file,
-            next_position=unit.next_position,
-            consumed=unit.consumed,
-            parts=parts,
-            num_lines=documents.num_lines,
-            bad=sorted(documents.bad, key=lambda bad: bad.number),
-        )
+        bad = sorted(documents.bad, key=lambda bad: bad.number)
+        return cls(parts=parts, num_lines=documents.num_lines, bad=bad)
 
 
 @dataclass(kw_only=True)
@@ -146,7 +138,7 @@ class Encoder:
         for key, (ids, counts) in encoded.items():
             parts[key] = self._pack(ids, counts, per_document[key], is_kept)
             parts[key].text_bytes = sum(map(_num_bytes, chain.from_iterable(d[key] for d in texts)))
-        return EncodedUnit.of(unit, documents, parts)
+        return EncodedUnit.of(documents, parts)
 
     def _encode(self, texts: list[Texts]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found = {}
@@ -320,7 +312,7 @@ class ConversationEncoder:
                 num_cut=num_cut,
                 text_bytes=size if name == self.key else 0,
             )
-        return EncodedUnit.of(unit, documents, parts)
+        return EncodedUnit.of(documents, parts)
 
     def _conversations(
         self, ids: np.ndarray, mask: np.ndarray, ends: np.ndarray

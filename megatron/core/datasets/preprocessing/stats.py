@@ -41,10 +41,10 @@ class CorpusStats:
     seconds: float = 0.0
     """Seconds of all runs that worked on the output."""
 
-    def add(self, unit: EncodedUnit) -> None:
-        """Count one unit."""
-        if unit.file != self.file:
-            self.file, self.lines_of_file = unit.file, 0
+    def add(self, file: int, unit: EncodedUnit) -> None:
+        """Count one unit of a file."""
+        if file != self.file:
+            self.file, self.lines_of_file = file, 0
         self.lines += unit.num_lines
         self.lines_of_file += unit.num_lines
         self.skipped.update(bad.reason for bad in unit.bad)
