@@ -81,17 +81,14 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][inner]}  # type: ignore[index]
 
     def num_tokens(self, idx: int) -> int:
-        """Return how many tokens sample `idx` has before it is filled up."""
         dataset_id, number = self._order[idx]
         return self.datasets[dataset_id].num_tokens(number)
 
     def without_padding(self, idx: int) -> dict[str, Any]:
-        """Return sample `idx` as it is before it is filled up."""
         dataset_id, number = self._order[idx]
         return self.datasets[dataset_id].without_padding(number)
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the inputs of the samples' order, see `GPTDataset.order_fingerprint`."""
         identity: dict[str, Any] = {
             "weights": self.weights,
             "members": [dataset.order_fingerprint() for dataset in self.datasets],

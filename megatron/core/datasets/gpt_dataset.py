@@ -169,7 +169,6 @@ class GPTDataset(MegatronDataset):
 
     @property
     def samples_per_epoch(self) -> float | None:
-        """Number of samples, possibly fractional, in one pass over the documents."""
         return self._plan.tokens_per_epoch / self.config.sequence_length
 
     @functools.cached_property
@@ -204,7 +203,6 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Any:
-        """Open and check a corpus."""
         return IndexedDataset(
             dataset_path,
             multimodal=False,
@@ -394,5 +392,4 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> Any:
-        """Return the computed corpus."""
         return MockTokens(config.tokenizer, config.vocab_size)

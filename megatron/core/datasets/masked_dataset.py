@@ -125,7 +125,6 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Return the number of documents."""
         return len(low_level_dataset.document_indices) - 1
 
     @staticmethod

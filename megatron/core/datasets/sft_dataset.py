@@ -49,11 +49,9 @@ class Conversations:
         return len(self.tokens.document_indices) - 1
 
     def shape_digest(self) -> str:
-        """Return the digests of both corpora, see `IndexedDataset.shape_digest`."""
         return f"{self.tokens.shape_digest()} {self.mask.shape_digest()}"
 
     def contents_digest(self) -> str:
-        """Return the digests of both corpora, see `IndexedDataset.contents_digest`."""
         return f"{self.tokens.contents_digest()} {self.mask.contents_digest()}"
 
 
@@ -91,7 +89,6 @@ class SFTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> Conversations:
-        """Open the tokens and their mask."""
         return Conversations(
             dataset_path,
             mmap=config.mmap_bin_files,
@@ -99,7 +96,6 @@ class SFTDataset(MegatronDataset):
         )
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the values that determine the order of the samples."""
         return {
             "sample_order": "packs",
             "seed": self.config.random_seed,
@@ -135,13 +131,11 @@ class SFTDataset(MegatronDataset):
         return sample
 
     def num_tokens(self, idx: int) -> int:
-        """Return the tokens of pack `idx`."""
         document = self._document_of(idx)
         first, last = self.dataset.tokens.document_indices[document : document + 2].tolist()
         return int(self.dataset.tokens.sequence_lengths[first:last].sum())
 
     def without_padding(self, idx: int) -> dict[str, Tensor]:
-        """Return pack `idx` as it is."""
         return self._sample(self.num_tokens(idx), idx)
 
     def _sample(self, size: int, idx: int) -> dict[str, Tensor]:

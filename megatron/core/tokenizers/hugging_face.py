@@ -51,12 +51,7 @@ class FastTokenizer(TextTokenizer):
         self._backend = backend
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         # Ids may have holes: then the count of tokens is too small for the embedding.
-        self._vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        return self._vocab_size
+        self.vocab_size = max(highest + 1, backend.get_vocab_size(with_added_tokens=True))
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids, with the special tokens of the post-processor if it is used."""
@@ -71,12 +66,10 @@ class FastTokenizer(TextTokenizer):
         return ids
 
     def tokenize_parts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of several texts without the special tokens of the post-processor."""
         encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encoded]
 
     def load_into_gigatoken(self, library: Any) -> Any | None:
-        """Return the same tokenizer as a `gigatoken.Tokenizer`."""
         return library.Tokenizer.from_json(self._backend.to_str())
 
     def fast_form(self) -> Any:
@@ -94,7 +87,6 @@ class FastTokenizer(TextTokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Token text to id."""
         vocab: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocab
 

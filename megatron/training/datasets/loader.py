@@ -138,7 +138,6 @@ class PretrainingDataLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield batches."""
         killed_before = num_killed_for_memory()
         with stop_signals_blocked():
             batches = super().__iter__()

@@ -101,7 +101,6 @@ class VisionTextDataset:
         return float(len(self._epochs[0]))
 
     def order_fingerprint(self) -> dict[str, Any]:
-        """Return the inputs of the samples' order."""
         config = self.config
         return {
             "sample_order": "packed images and texts",

@@ -178,7 +178,6 @@ class ShuffledWindows:
         return (shift + order[position] * self._stride) % self._stream.num_tokens
 
     def read(self, idx: int, out: np.ndarray) -> Fetched:
-        """Copy sample `idx` to the front of `out`, int64."""
         begin = self.window(idx)
         wanted, num_tokens = self._stride + self._extra_token, self._stream.num_tokens
         if self._is_one_epoch:
@@ -192,7 +191,6 @@ class ShuffledWindows:
         return _seen(out, filled, self._pad)
 
     def locate_sample(self, idx: int, at: int) -> tuple[int, int]:
-        """Return (document, position in it) of the `at`-th token of sample `idx`."""
         return self._stream.locate((self.window(idx) + at) % self._stream.num_tokens)
 
 

@@ -274,7 +274,6 @@ class ConversationEncoder:
 
     @property
     def corpora(self) -> dict[str, type[np.number]]:
-        """Names of the output corpora and the types of their tokens."""
         return {self.key: self.dtype, self.key + MASK_SUFFIX: np.uint8}
 
     def __call__(self, unit: Unit) -> EncodedUnit:
