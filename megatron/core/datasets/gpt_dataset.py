@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.document_masks import across_documents, causal_mask, document_starts
 from megatron.core.datasets.indexed_dataset import IndexedDataset, get_bin_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.mock_tokens import MockTokens, special_id
@@ -35,7 +34,7 @@ from megatron.core.datasets.order.sample_order import (
 from megatron.core.datasets.utils import Split
 from megatron.core.foundation.errors import ConfigError, DataError
 
-__all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens", "causal_mask"]
+__all__ = ["GPTDataset", "GPTDatasetConfig", "MockGPTDataset", "MockTokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +276,7 @@ class GPTDataset(MegatronDataset):
         assert self._eod is not None
         starts = document_starts(tokens, self._eod)
         if config.create_attention_mask and config.reset_attention_mask:
-            made["attention_mask"] = plain["attention_mask"] | across_documents(starts)
+            made["attention_mask"] = attention_mask(starts[None])[0]
         if config.document_starts:
             made["document_starts"] = starts.to(torch.int32)
         if config.reset_position_ids:
@@ -376,15 +375,40 @@ class GPTDataset(MegatronDataset):
 
 
 @functools.lru_cache(maxsize=8)  # one for all corpora of a blend
-def _shared(num_tokens: int, attention_mask: bool, document_starts: bool) -> dict[str, Tensor]:
+def _shared(num_tokens: int, with_mask: bool, with_starts: bool) -> dict[str, Tensor]:
     """Return masks and positions of a sample that is treated as one document."""
     positions = torch.arange(num_tokens)
     made = {}
-    if attention_mask:
-        made["attention_mask"] = causal_mask(positions)
-    if document_starts:
+    if with_mask:
+        made["attention_mask"] = attention_mask(torch.zeros(1, num_tokens))[0]
+    if with_starts:
         made["document_starts"] = torch.zeros(num_tokens, dtype=torch.int32)
     return {**made, "loss_mask": torch.ones(num_tokens), "position_ids": positions}
+
+
+def document_starts(tokens: Tensor, eod: int) -> Tensor:
+    """Return, for each token, where its document begins: int64 [s].
+
+    An end-of-document token belongs to the document it ends.
+    """
+    starts = torch.zeros_like(tokens)
+    ends = torch.nonzero(tokens[:-1].eq(eod)).flatten()
+    starts[ends + 1] = ends + 1
+    return torch.cummax(starts, 0).values
+
+
+def attention_mask(starts: Tensor) -> Tensor:
+    """Return the whole mask of samples with several documents: bool [b, 1, s, s], True = forbidden.
+
+    Only this function makes [s, s] masks. A training script calls it on the device that uses them:
+    the loader, its worker processes and the copy to the device handle [b, s].
+
+    Args:
+        starts: [b, s], from `document_starts`.
+    """
+    positions = torch.arange(starts.shape[-1], device=starts.device)
+    ahead = positions[None, :] > positions[:, None]
+    return ((starts[:, :, None] != starts[:, None, :]) | ahead).unsqueeze(1)
 
 
 class MockGPTDataset(GPTDataset):

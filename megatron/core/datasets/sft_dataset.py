@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.corpus.files import MASK_SUFFIX
-from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, attention_mask
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset, outside_vocabulary
 from megatron.core.datasets.order.permutation import KeyedPermutation

@@ -10,11 +10,11 @@ import json
 import os
 import socket
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError
+from megatron.core.foundation.errors import ConfigError, DataError, MissingInputError, shown
 from megatron.core.foundation.json_text import read_json
 from megatron.core.foundation.optional_imports import require
 from megatron.core.tokenizers.base import (
@@ -23,9 +23,9 @@ from megatron.core.tokenizers.base import (
     digest_of_file,
     existing_file,
 )
-from megatron.core.tokenizers.special_ids import ends_of_generation
 
 END_OF_TEXT = "<|endoftext|>"
+GENERATION_NAME = "generation_config.json"
 
 _USUAL_END_TOKENS = (
     END_OF_TEXT,
@@ -244,6 +244,37 @@ class HuggingFaceTokenizer(FastTokenizer):
         candidates = otherwise if token is None else (token,)
         ids = (self._backend.token_to_id(candidate) for candidate in candidates)
         return next((number for number in ids if number is not None), None)
+
+
+def ends_of_generation(folder: str) -> frozenset[int] | None:
+    """Return the ids that end a text in `generate()` of Transformers.
+
+    They are the `eos_token_id` of generation_config.json, one id or a list. Without that file
+    they are the ids of config.json, or of its `text_config`.
+
+    Returns:
+        None if neither file names an end.
+    Raises:
+        DataError: a file holds no JSON object, or its value is not an id or a list of ids.
+    """
+    for name in (GENERATION_NAME, "config.json"):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        fields = read_json(path, dict, "--tokenizer-model", "--load-hf")
+        found = fields.get("eos_token_id")
+        if found is None and isinstance(fields.get("text_config"), Mapping):
+            found = fields["text_config"].get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if any(type(number) is not int for number in ids):
+            raise DataError(
+                f"{path}: eos_token_id = {shown(found)}.",
+                rule="an id or a list of ids ends a text",
+                flags=["--tokenizer-model", "--load-hf"],
+                fix="correct the file, or copy it again",
+            )
+        return frozenset(ids) or None
+    return None
 
 
 def _named_tokens(folder: str) -> dict[str, str]:

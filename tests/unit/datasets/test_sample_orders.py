@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.document_masks import attention_mask
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset, attention_mask
 from megatron.core.datasets.order.blend_order import SpacedOrder
 from megatron.core.datasets.order.index_building import _shuffle
 from megatron.core.datasets.order.permutation import KeyedPermutation
