@@ -282,15 +282,6 @@ def continues_word(tokenizer: Any, vocab_size: int) -> np.ndarray:
     return found
 
 
-def special_ids(tokenizer: Any, names: Sequence[str], purpose: str) -> list[int]:
-    """Return ids of special tokens of a tokenizer.
-
-    Raises:
-        DataError: it lacks one.
-    """
-    return [int(tokenizer.special_id(name, purpose=purpose)) for name in names]
-
-
 def padded(values: Sequence[int] | np.ndarray, length: int, filler: int) -> np.ndarray:
     """Return int64 [length], the values and then the filler."""
     made = np.full(length, filler, np.int64)
