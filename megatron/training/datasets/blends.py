@@ -32,9 +32,10 @@ def gpt_dataset_class(data: DataSettings) -> type[MegatronDataset]:
 def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDatasetConfig:
     """Return the dataset config of the data flags, for `pretrain_gpt.py` and tools."""
     data = run.data
-    kind, fill_in_middle = GPTDatasetConfig, {}
+    kind = GPTFIMDatasetConfig if data.fim_data else GPTDatasetConfig
+    fill_in_middle: dict[str, Any] = {}
     if data.fim_data:
-        kind, names = GPTFIMDatasetConfig, ("prefix", "middle", "suffix", "pad", "eod")
+        names = ("prefix", "middle", "suffix", "pad", "eod")
         tokens = {name: getattr(data, f"fim_{name}_token") for name in names}
         fill_in_middle = {"fim_extra_tokens": tokens}
     return kind(
