@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.order.blend_order import (
-    BlendOrder,
     GreedyOrder,
     SpacedOrder,
     greedy_counts,
@@ -112,7 +111,7 @@ class BlendedDataset(Fingerprinted, Dataset[dict[str, Any]]):
         return self._order.arrays()[1]
 
     @functools.cached_property
-    def _order(self) -> BlendOrder:
+    def _order(self) -> GreedyOrder | SpacedOrder:
         weights = np.array(self.weights)
         if self._table is None:
             return SpacedOrder(weights, self._length)

@@ -119,14 +119,6 @@ class BlendOrder(ABC):
     def _between(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the datasets of a block's samples, and their numbers within them."""
 
-    @abstractmethod
-    def totals(self) -> list[int]:
-        """Return how many samples each dataset gives in all."""
-
-    @abstractmethod
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the whole order: int16 datasets and int64 numbers within them."""
-
 
 class GreedyOrder(BlendOrder):
     """The greedy rule, from a table of counts.
@@ -160,10 +152,12 @@ class GreedyOrder(BlendOrder):
         return greedy_walk(self.weights, counts, start, steps, self.capacities)
 
     def totals(self) -> list[int]:
+        """Return how many samples each dataset gives in all."""
         totals: list[int] = self._table[-1].tolist()
         return totals
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the whole order: int16 datasets and int64 numbers within them."""
         picks = np.concatenate(
             [np.empty(0, np.int16), *map(self._picks, range(len(self._table) - 1))]
         )

@@ -46,7 +46,6 @@ from megatron.core.datasets.preprocessing.units import (
     Unit,
     lines_before,
     read_units,
-    sizes_are_known,
 )
 from megatron.core.foundation.errors import DataError, MegatronError
 from megatron.core.foundation.processes import die_with_parent
@@ -147,7 +146,8 @@ class Job:
                 }
             )
 
-        total = sum(file.size for file in self.files) if sizes_are_known(self.files) else 0
+        is_known = all(file.size > 0 or os.path.isfile(file.path) for file in self.files)
+        total = sum(file.size for file in self.files) if is_known else 0
         progress = Progress(self.log_interval, total, self.tally)
         is_noted = note is not None
         try:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.core.datasets.preprocessing.encoder import EncodedUnit
 
@@ -105,17 +105,9 @@ class Progress:
         begun_with: counts of an earlier run that this run continues.
     """
 
-    def __init__(
-        self,
-        interval: int,
-        total_bytes: int,
-        begun_with: CorpusStats,
-        *,
-        stream: TextIO | None = None,
-    ) -> None:
+    def __init__(self, interval: int, total_bytes: int, begun_with: CorpusStats) -> None:
         self.interval = max(1, interval)
         self.total_bytes = total_bytes
-        self.stream = stream or sys.stderr
         self._begun = time.perf_counter()
         self._before = (begun_with.documents, begun_with.text_bytes, begun_with.tokens)
         self._first_consumed: int | None = None
@@ -150,4 +142,4 @@ class Progress:
                 line += f", ETA {timedelta(seconds=round(left))}"
         if tally.num_bad:
             line += f", {tally.num_bad} faulty"
-        print(line + ".", file=self.stream, flush=True)
+        print(line + ".", file=sys.stderr, flush=True)
