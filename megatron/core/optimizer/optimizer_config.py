@@ -37,8 +37,8 @@ NONFINITE_POLICIES = ("raise", "skip")
 FLOOR_POLICIES = ("raise", "skip", "warn")
 DTYPES = {
     "fp32": torch.float32,
-    "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "bf16": torch.bfloat16,
     "fp8": torch.uint8,
 }
 """Names of the dtypes of optimizer state in flags."""
@@ -88,23 +88,13 @@ class OptimizerFlags(UpdateFlags):
     """Dtype of main weights: float32, or float16 with a scale per block."""
     exp_avg_dtype: torch.dtype = flag(
         torch.float32,
-        values={
-            "fp32": DTYPES["fp32"],
-            "fp16": DTYPES["fp16"],
-            "bf16": DTYPES["bf16"],
-            "fp8": DTYPES["fp8"],
-        },
+        values=DTYPES,
         part_of="use_precision_aware_optimizer",
     )
     """Dtype of the first moment: float32, bfloat16, float16 or uint8 (which means fp8)."""
     exp_avg_sq_dtype: torch.dtype = flag(
         torch.float32,
-        values={
-            "fp32": DTYPES["fp32"],
-            "fp16": DTYPES["fp16"],
-            "bf16": DTYPES["bf16"],
-            "fp8": DTYPES["fp8"],
-        },
+        values=DTYPES,
         part_of="use_precision_aware_optimizer",
     )
     """Dtype of the second moment, with the same choices as the first."""

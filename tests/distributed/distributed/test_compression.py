@@ -10,7 +10,6 @@ from megatron.core.distributed.compression import (
     BFloat16Codec,
     BlockInt8Codec,
     CompressedReduction,
-    CompressionSettings,
     TrafficCount,
 )
 from megatron.core.distributed.sharding_arithmetic import BLOCK
@@ -45,7 +44,12 @@ def meshes(groups) -> dict[str, Mesh]:
 def compression(
     kind: str, rank: int = 4, warmup: int = 0, fraction: float = 0.25
 ) -> CompressedReduction:
-    settings = CompressionSettings(kind, rank, warmup, fraction)
+    settings = DistributedDataParallelConfig(
+        grad_compression=kind,
+        powersgd_rank=rank,
+        grad_compression_warmup=warmup,
+        topk_fraction=fraction,
+    )
     return CompressedReduction(settings, [(0, ROWS, COLUMNS)], NUMEL, TrafficCount())
 
 
