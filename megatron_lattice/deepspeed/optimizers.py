@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.factory import assemble_optimizer, torch_optimizer_of_groups
+from megatron.core.optimizer.factory import assemble_optimizer, build_torch_optimizer
 from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -120,7 +120,7 @@ def build_optimizer(
         ours, matrices = _named_groups(config.optimizer, config, settings, groups, replica)
         for group in ours:
             group["params"] = _mains(group["params"], shards)
-        return torch_optimizer_of_groups(config, ours, shards, matrices, [replica], pg_collection)
+        return build_torch_optimizer(config, ours, shards, matrices, [replica], pg_collection)
 
     return assemble_optimizer(config, [replica], pg_collection, make_torch_optimizer)
 

@@ -137,11 +137,6 @@ class FileStateStore(StateStore):
         ]
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="offload")
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that this store takes."""
-        return sum(part.nbytes for buffer in self._buffers for part in buffer)
-
     def sweep(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield each chunk; the next ones are read and the last ones written meanwhile.
 

@@ -9,7 +9,7 @@ copied.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.offload import FileStateStore, HostStateStore, StateStore, host_memory_problem
+from megatron.core.offload.host_memory import host_memory_problem
+from megatron.core.offload.state_stores import FileStateStore, HostStateStore, StateStore
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard
@@ -117,6 +118,16 @@ class ChunkedStateOptimizer:
             if part.has_main:
                 for item, values in part.states():
                     part.set_state(item, {MAIN: values[MAIN]})
+
+
+def streamed_params(optimizers: Iterable[object]) -> dict[int, ChunkedStateOptimizer]:
+    """Return id of a main tensor -> its optimizer, if that one updates chunks of state."""
+    return {
+        main: optimizer
+        for optimizer in optimizers
+        if isinstance(optimizer, ChunkedStateOptimizer)
+        for main in optimizer.main_params
+    }
 
 
 def build_chunked_state_optimizer(

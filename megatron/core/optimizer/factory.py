@@ -84,32 +84,9 @@ def get_megatron_optimizer(
             config,
         )
         matrices = [p for _, p in named if optimizer_name_of(keys[id(p)], config) == "muon"]
-        return torch_optimizer_of_groups(
-            config, param_groups, shards, matrices, model_chunks, groups
-        )
+        return build_torch_optimizer(config, param_groups, shards, matrices, model_chunks, groups)
 
     return assemble_optimizer(config, model_chunks, groups, make_torch_optimizer)
-
-
-def torch_optimizer_of_groups(
-    config: OptimizerConfig,
-    param_groups: list[dict[str, object]],
-    shards: Sequence[MainParamShard],
-    matrices: Sequence[nn.Parameter],
-    model_chunks: Sequence[nn.Module],
-    groups: ProcessGroupCollection,
-) -> Any:
-    """Return the optimizer of the config over torch parameter groups of main tensors.
-
-    Args:
-        matrices: the parameters of Muon on this model-parallel rank, whether this rank owns a
-            piece of them or not.
-    Communication: see `build_torch_optimizer`.
-    """
-    meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
-    return build_torch_optimizer(
-        config, param_groups, ModelTensors(shards, matrices, groups, meshes)
-    )
 
 
 def assemble_optimizer(
@@ -282,22 +259,32 @@ def chunks_state(config: OptimizerConfig) -> bool:
 
 
 def build_torch_optimizer(
-    config: OptimizerConfig, param_groups: list[dict[str, Any]], parts: ModelTensors
+    config: OptimizerConfig,
+    param_groups: list[dict[str, Any]],
+    shards: Sequence[MainParamShard],
+    matrices: Sequence[nn.Parameter],
+    model_chunks: Sequence[nn.Module],
+    groups: ProcessGroupCollection,
 ) -> Any:
     """Return one optimizer, or `MultiOptimizer` where groups name different ones.
 
     Args:
-        param_groups: a group's "optimizer" names its optimizer, `config.optimizer` without one. The
-            groups of the result are the same dictionaries, in this order.
+        param_groups: over the main tensors of `shards`. A group's "optimizer" names its optimizer,
+            `config.optimizer` without one. The groups of the result are the same dictionaries, in
+            this order.
+        matrices: the parameters of Muon on this model-parallel rank, whether this rank owns a
+            piece of them or not.
     Communication: as of `MuonRedistribute`, if Muon updates any group.
     """
+    meshes = (_mesh(model_chunks, False), _mesh(model_chunks, True))
+    parts = ModelTensors(shards, matrices, groups, meshes)
     names = [group.get("optimizer", config.optimizer) for group in param_groups]
     groups_of: dict[str, list[dict[str, Any]]] = {}
     for name, group in zip(names, param_groups, strict=True):
         groups_of.setdefault(name, []).append(group)
     optimizers = {
-        name: _build_one(OPTIMIZERS[name], config, groups, parts)
-        for name, groups in groups_of.items()
+        name: _build_one(OPTIMIZERS[name], config, its_groups, parts)
+        for name, its_groups in groups_of.items()
     }
     if len(optimizers) == 1:
         return optimizers[names[0]]

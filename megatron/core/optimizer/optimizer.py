@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer
+from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer, streamed_params
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
 from megatron.core.optimizer.main_param_shard import MainParamShard
@@ -64,13 +64,7 @@ class MegatronOptimizer:
         self.num_updates = step_count(optimizer)
         """Updates of the weights so far; equal on all ranks, also on ranks without shards."""
         self._optimizers = getattr(optimizer, "optimizers", [optimizer])
-        self._streamed = {
-            main: optimizer
-            for optimizer in self._optimizers
-            if isinstance(optimizer, ChunkedStateOptimizer)
-            for main in optimizer.main_params
-        }
-        """id of a main tensor -> its optimizer, which accepts gradients of any dtype."""
+        self._streamed = streamed_params(self._optimizers)
         copies = [item for item in self.shards if item.is_copy]
         self._copies = [(item.shard.values.detach(), item.main_param) for item in copies]
 

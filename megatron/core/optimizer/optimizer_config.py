@@ -11,13 +11,13 @@ import torch
 from megatron.core.distributed.distributed_data_parallel_config import ShardedOptimizerFlags
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.model_parallel_config import HalfPrecision
-from megatron.core.optimizer.definitions import OPTIMIZERS
-from megatron.core.optimizer.update_settings import (
+from megatron.core.optimizer.definition import (
     SCALE_MODES,
     TP_MODES,
     UpdateFlags,
     UpdateSettings,
 )
+from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.settings.config_base import check_all
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag

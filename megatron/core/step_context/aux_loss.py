@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.step_context.context import AuxLossScale, current_step
-
-
-def set_aux_loss_scale(scale: AuxLossScale) -> None:
-    """Set the weight of the auxiliary losses of the following forward passes."""
-    current_step().aux_loss_scale = scale
+from megatron.core.step_context.context import current_step
 
 
 def attach_aux_loss(carrier: Tensor, loss: Tensor, num_tokens: Tensor | float) -> Tensor:

@@ -7,7 +7,7 @@ from torch import nn
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.kernels.registry import OTHER_DEVICES, KernelTable
 from megatron.core.kernels.triton_kernels import adam
-from megatron.core.optimizer import chunk_updates, chunked_state
+from megatron.core.optimizer import chunked_state
 from megatron.core.optimizer.chunked_state import CHUNK_UPDATES
 from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
 from megatron.core.optimizer.definitions import OPTIMIZERS
@@ -55,7 +55,7 @@ def optimizer_of(model, first, second, main, monkeypatch, *, stored, **settings)
             patch.setattr(
                 chunked_state, "CHUNK_UPDATES", KernelTable("u", {OTHER_DEVICES: (chosen,)})
             )
-            patch.setattr(chunk_updates, "update_blocks", adam.update_blocks)
+            patch.setattr(chunked_state, "update_blocks", adam.update_blocks)
             optimizer.step(factor)
 
     return optimizer, weights, step
