@@ -20,8 +20,13 @@ class NumMicroBatchesCalculator(ABC):
     """Number of micro batches of the step that begins after some consumed samples."""
 
     def __init__(
-        self, micro_batch_size: int, data_parallel_size: int, decrease_batch_size_if_needed: bool
+        self,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        decrease_batch_size_if_needed: bool,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.micro_batch_size = micro_batch_size
         self.data_parallel_size = data_parallel_size
         self.decrease_batch_size_if_needed = decrease_batch_size_if_needed
@@ -53,6 +58,9 @@ class NumMicroBatchesCalculator(ABC):
         return self.micro_batch_size
 
     @abstractmethod
+    def planned(self, consumed_samples: int) -> int:
+        """Return the global batch size of the step after `consumed_samples`."""
+
     def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
         """Set the batch for the step after `consumed_samples`.
 
@@ -60,17 +68,16 @@ class NumMicroBatchesCalculator(ABC):
             consistency_check: refuse a batch that the replicas cannot share evenly; without it
                 the batch is rounded down.
         """
-
-    def _use(self, global_batch_size: int, consistency_check: bool) -> None:
-        rounded = global_batch_size // self.samples_at_once * self.samples_at_once
-        if consistency_check and not self.decrease_batch_size_if_needed:
-            raise_together(
-                _check_division(global_batch_size, self.samples_at_once, "the global batch size"),
-                summary="the batch size",
-            )
-        self.current_global_batch_size = global_batch_size
-        self.current_running_global_batch_size = rounded
-        self.num_micro_batches = rounded // self.samples_at_once
+        planned, before = self.planned(consumed_samples), self.current_global_batch_size
+        self.num_micro_batches = planned // self.samples_at_once
+        checks = consistency_check and not self.decrease_batch_size_if_needed
+        if checks or self.num_micro_batches == 0:
+            found = _check_division(planned, self.samples_at_once, "the batch of this step")
+            raise_together(found, summary="the batch size")
+        self.current_global_batch_size = planned
+        self.current_running_global_batch_size = self.num_micro_batches * self.samples_at_once
+        if verbose and self.rank == 0 and planned != before:
+            _LOG.info("global batch size is now %d (was %d)", planned, before)
 
 
 class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -99,7 +106,8 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             if not decrease_batch_size_if_needed or global_batch_size < at_once:
                 problems += _check_division(global_batch_size, at_once, "global-batch-size")
         raise_together(problems, summary="the batch size")
-        self._use(global_batch_size, consistency_check=False)
+        self.global_batch_size = global_batch_size
+        self.update(0, consistency_check=False)
         if rank == 0 and self.current_running_global_batch_size != global_batch_size:
             _LOG.info(
                 "global batch of %d samples decreased to %d, a multiple of %d",
@@ -108,8 +116,9 @@ class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
                 self.samples_at_once,
             )
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Do nothing: the batch is constant."""
+    def planned(self, consumed_samples: int) -> int:
+        """Return the constant size."""
+        return self.global_batch_size
 
 
 class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -134,8 +143,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         Raises:
             ConfigError: all contradictions together.
         """
-        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-        self.rank = rank
+        super().__init__(micro_batch_size, data_parallel_size, decrease_batch_size_if_needed, rank)
         self.global_batch_size = global_batch_size
         self.start_global_batch_size = start_global_batch_size
         self.batch_size_increment = batch_size_increment
@@ -185,22 +193,13 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
                 problems += _check_division(value, at_once, name)
         return problems
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Set the batch for the step after `consumed_samples`."""
-        planned = self.global_batch_size
-        if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment > 0:
-            steps = int(consumed_samples / self.rampup_samples_per_increment)
-            planned = self.start_global_batch_size + steps * self.batch_size_increment
-            planned = min(planned, self.global_batch_size)
-        before = self.current_global_batch_size
-        self._use(planned, consistency_check)
-        if self.num_micro_batches == 0:
-            raise_together(
-                _check_division(planned, self.samples_at_once, "the batch of this step"),
-                summary="the batch size ramp",
-            )
-        if verbose and self.rank == 0 and planned != before:
-            _LOG.info("global batch size is now %d (was %d)", planned, before)
+    def planned(self, consumed_samples: int) -> int:
+        """Return the size that the ramp has reached."""
+        if consumed_samples > self.ramup_samples or self.rampup_samples_per_increment <= 0:
+            return self.global_batch_size
+        steps = int(consumed_samples / self.rampup_samples_per_increment)
+        planned = self.start_global_batch_size + steps * self.batch_size_increment
+        return min(planned, self.global_batch_size)
 
 
 class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
@@ -230,9 +229,9 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         raise_together(problems, summary="the batch size schedule")
         self.update(0, consistency_check=False)
 
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Set the batch for the step after `consumed_samples`."""
-        self._use(size_in_phases(consumed_samples, self.phases), consistency_check)
+    def planned(self, consumed_samples: int) -> int:
+        """Return the size of the phase."""
+        return size_in_phases(consumed_samples, self.phases)
 
 
 def _check_positive(**sizes: int) -> list[MegatronError]:

@@ -9,9 +9,9 @@ buckets, works in pipelines, and adds gradients in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.core.dist_checkpointing.collective import as_checkpoint_error
-from megatron.core.distributed.communication import Mesh
+from megatron.core.distributed.communication import Mesh, gather_on_all_ranks
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -28,14 +27,12 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.distributed.model_parameters import names_in_model, units_of
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.foundation.device import is_fake
-from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, raise_together
 from megatron.core.parameters.initialization import fill_deferred_weights
 from megatron.core.parameters.param_meta import get_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transport.transport import averages
-
-Result = TypeVar("Result")
 
 
 class TorchFullyShardedDataParallel(DistributedDataParallel):
@@ -246,16 +243,14 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             self._reserve(state.values())
             return state
 
-        state = self._all_ranks(own_state)
+        state = gather_on_all_ranks(own_state, [self.mesh(), self.mesh(is_expert=True)])
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
-    def summon_full_params(self) -> AbstractContextManager[None]:
-        """Inside the returned context all parameters are whole."""
-        return self._unsharded()
-
     @contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        self._all_ranks(lambda: self._reserve(self.module.parameters()))
+    def summon_full_params(self) -> Iterator[None]:
+        """Inside the returned context all parameters are whole."""
+        meshes = [self.mesh(), self.mesh(is_expert=True)]
+        gather_on_all_ranks(lambda: self._reserve(self.module.parameters()), meshes)
         for module in self._fsdp_modules:
             module.unshard()
         try:
@@ -272,20 +267,6 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             if isinstance(v, DTensor)
         ]
         reserved.clear()  # the allocator keeps it for torch
-
-    def _all_ranks(self, step: Callable[[], Result]) -> Result:
-        """Call `step` on all ranks that shard parameters; all raise if one fails."""
-        problem: MegatronError | None = None
-        result: Any = None
-        try:
-            result = step()
-        except Exception as error:
-            problem = as_checkpoint_error(error, "gathering parameters")
-        for mesh in (self.mesh(), self.mesh(is_expert=True)):
-            problem = mesh.agreed(problem)
-        if problem is not None:
-            raise problem
-        return result
 
 
 def _scale(shard: ParameterShard, factor: float | Tensor) -> None:
