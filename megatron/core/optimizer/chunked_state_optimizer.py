@@ -18,8 +18,12 @@ from torch import Tensor
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.offload.host_memory import host_memory_problem
-from megatron.core.offload.state_stores import FileStateStore, HostStateStore, StateStore
+from megatron.core.offload.state_stores import (
+    FileStateStore,
+    HostStateStore,
+    StateStore,
+    host_memory_problem,
+)
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.main_param_shard import MainParamShard

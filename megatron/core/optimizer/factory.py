@@ -236,11 +236,6 @@ class MultiOptimizer:
             for tensor, entry in optimizer.state.items()
         }
 
-    def step(self) -> None:
-        """Update the tensors of all optimizers."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each optimizer under its number."""
         return {

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.offload.host_memory import available_host_bytes, host_memory_problem
-from megatron.core.offload.state_stores import FileStateStore, HostStateStore
+from megatron.core.offload.state_stores import (
+    FileStateStore,
+    HostStateStore,
+    available_host_bytes,
+    host_memory_problem,
+)
 
 BLOCK_BYTES = [16, 5, 8]
 

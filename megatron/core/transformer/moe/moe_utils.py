@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
-from megatron.core.step_context.aux_loss import attach_aux_loss
-from megatron.core.step_context.context import AuxLossScale, current_step
+from megatron.core.step_context.context import AuxLossScale, attach_aux_loss, current_step
 
 
 class MoEAuxLossAutoScaler:
-    """Attach a loss to a tensor, so that both are differentiated; see `core.aux_loss`."""
+    """Attach a loss to a tensor, so that both are differentiated; see `attach_aux_loss`."""
 
     @staticmethod
     def apply(output: Tensor, aux_loss: Tensor) -> Tensor:
