@@ -73,13 +73,14 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         self._param_index, self._spans, self._units = {}, [], None
         self._gathers_in_forward = False
         self._syncs_in_backward, self._awaits_end = True, False
+        self._meshes = [self.mesh(), self.mesh(is_expert=True)]
         self._fsdp_modules: list[Any] = []
         self._shard_modules(sub_modules_to_wrap)
         self._read_shards()
         is_half = any(p.dtype == torch.float16 for p in self._shards_of)
         # torch itself divides gradients that are sent in fp16, against overflow.
         self._averages = (is_half and not ddp_config.grad_reduce_in_fp32) or averages(
-            max((self.mesh(), self.mesh(is_expert=True)), key=lambda mesh: mesh.shard_size).shard
+            max(self._meshes, key=lambda mesh: mesh.shard_size).shard
         )
 
     def _shard_modules(self, kinds: Sequence[type[nn.Module]] | None) -> None:
@@ -243,14 +244,13 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             self._reserve(state.values())
             return state
 
-        state = gather_on_all_ranks(own_state, [self.mesh(), self.mesh(is_expert=True)])
+        state = gather_on_all_ranks(own_state, self._meshes)
         return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
     @contextmanager
     def summon_full_params(self) -> Iterator[None]:
         """Inside the returned context all parameters are whole."""
-        meshes = [self.mesh(), self.mesh(is_expert=True)]
-        gather_on_all_ranks(lambda: self._reserve(self.module.parameters()), meshes)
+        gather_on_all_ranks(lambda: self._reserve(self.module.parameters()), self._meshes)
         for module in self._fsdp_modules:
             module.unshard()
         try:
@@ -297,35 +297,27 @@ def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
 
 def _problems(
     config: Any, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
-) -> list[ConfigError]:
-    """Return the errors for a layout or settings that torch does not support."""
-    problems = []
+) -> Iterator[ConfigError]:
+    """Yield the errors for a layout or settings that torch does not support."""
     if groups.pp.size() > 1:
-        problems.append(
-            ConfigError(
-                f"torch's FSDP2 in a pipeline of {groups.pp.size()} stages.",
-                rule="its hooks expect forward and backward of a micro batch to follow each other",
-                flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
-                fix="use --use-megatron-fsdp, which shards the same in pipelines",
-            )
+        yield ConfigError(
+            f"torch's FSDP2 in a pipeline of {groups.pp.size()} stages.",
+            rule="its hooks expect forward and backward of a micro batch to follow each other",
+            flags=["--use-torch-fsdp2", "--pipeline-model-parallel-size"],
+            fix="use --use-megatron-fsdp, which shards the same in pipelines",
         )
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        problems.append(
-            ConfigError(
-                "torch's FSDP2 with forwards and backwards that overlap.",
-                rule="its hooks free a layer after forward, though the backward of another micro"
-                " batch may still use it",
-                flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
-                fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
-            )
+        yield ConfigError(
+            "torch's FSDP2 with forwards and backwards that overlap.",
+            rule="its hooks free a layer after forward, though the backward of another micro"
+            " batch may still use it",
+            flags=["--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"],
+            fix="use --use-megatron-fsdp, which shards the same and keeps what either needs",
         )
     if ddp_config.use_distributed_optimizer:
-        problems.append(
-            ConfigError(
-                "torch's FSDP2 with the distributed optimizer.",
-                rule="torch shards parameters, gradients and state already",
-                flags=["--use-torch-fsdp2", "--use-distributed-optimizer"],
-                fix="drop --use-distributed-optimizer",
-            )
+        yield ConfigError(
+            "torch's FSDP2 with the distributed optimizer.",
+            rule="torch shards parameters, gradients and state already",
+            flags=["--use-torch-fsdp2", "--use-distributed-optimizer"],
+            fix="drop --use-distributed-optimizer",
         )
-    return problems

@@ -18,7 +18,7 @@ from megatron.core.optimizer.definition import (
     UpdateSettings,
 )
 from megatron.core.optimizer.definitions import OPTIMIZERS
-from megatron.core.settings.config_base import check_all
+from megatron.core.settings.config_base import check_all, choice_problems, range_problems
 from megatron.core.settings.field_types import check_types
 from megatron.core.settings.flags import flag
 from megatron.core.settings.inert_flags import (
@@ -156,7 +156,7 @@ class OptimizerConfig(OptimizerFlags, UpdateSettings, HalfPrecision, ShardedOpti
 
 
 def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
-    limits = [
+    limits: list[tuple[str, str, float, float | None]] = [
         ("adam_beta1", "--adam-beta1", 0.0, 1.0),
         ("adam_beta2", "--adam-beta2", 0.0, 1.0),
         ("sgd_momentum", "--sgd-momentum", 0.0, 1.0),
@@ -169,32 +169,16 @@ def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
         ("weight_decay", "--weight-decay", 0.0, None),
         ("adam_eps", "--adam-eps", 0.0, None),
     ]
-    for name, spelling, low, high in limits:
-        value = getattr(config, name)
-        if not (value >= low and (high is None or value < high)):
-            default = OptimizerConfig.__dataclass_fields__[name].default
-            span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g})"
-            yield ConfigError(
-                f"{name}={value}.",
-                rule=f"{name} is {span}",
-                flags=[spelling],
-                fix=f"drop {spelling} to use {default}",
-            )
-    for name, known in (
+    yield from range_problems(config, limits)
+    choices = [
         ("optimizer", tuple(OPTIMIZERS)),
         ("muon_scale_mode", SCALE_MODES),
         ("muon_tp_mode", TP_MODES),
         ("muon_scalar_optimizer", _ELEMENTWISE_OPTIMIZERS),
         ("on_nonfinite_grad", NONFINITE_POLICIES),
         ("on_loss_scale_floor", FLOOR_POLICIES),
-    ):
-        if getattr(config, name) not in known:
-            yield ConfigError(
-                f"{name}={getattr(config, name)!r}.",
-                rule=f"{name} is one of {', '.join(known)}",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use {known[0]!r}",
-            )
+    ]
+    yield from choice_problems(config, choices)
 
 
 def _check_precision(config: OptimizerConfig) -> Iterator[MegatronError]:

@@ -71,6 +71,7 @@ class ParameterUnits:
             self._locations.append(sorted(found, key=lambda location: location[1]))
             self._unit_of |= dict.fromkeys(sharded, number)
         self._buffers = list(dict.fromkeys(b for b, _ in chain.from_iterable(self._locations)))
+        self._meshes = [buffer.flat.mesh for buffer in self._buffers]
         self._last = len(units) - 1
         self._read_late: set[int] = set()
         """Units with a weight that a later module has read, too: a tied weight."""
@@ -236,11 +237,10 @@ class ParameterUnits:
             CheckpointError: on all ranks, if one of them fails, for example out of memory.
         """
         try:
-            meshes = [buffer.flat.mesh for buffer in self._buffers]
-            gather_on_all_ranks(self._allocate, meshes)
+            gather_on_all_ranks(self._allocate, self._meshes)
             for number in range(len(self._locations)):
-                gather_on_all_ranks(partial(self._prefetch, [number]), meshes)
-                gather_on_all_ranks(partial(self._gather, [number], Pass.FORWARD), meshes)
+                gather_on_all_ranks(partial(self._prefetch, [number]), self._meshes)
+                gather_on_all_ranks(partial(self._gather, [number], Pass.FORWARD), self._meshes)
             yield
         finally:
             self._reshard()
