@@ -32,6 +32,16 @@ class HalfPrecision:
     params_dtype: torch.dtype = no_flag(torch.float32, is_arg=True)
     """Dtype of the model's weights."""
 
+    def check_precision(self) -> Iterator[ConfigError]:
+        """Yield the problem of two half precisions."""
+        if self.fp16 and self.bf16:
+            yield ConfigError(
+                "fp16 and bf16 are both on.",
+                rule="a model computes in one half precision",
+                flags=["--fp16", "--bf16"],
+                fix="keep --bf16",
+            )
+
 
 @dataclass
 class ParallelFlags:
@@ -205,10 +215,4 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
                 flags=["--no-overlap-p2p-communication"],
                 fix="switch one of them off",
             )
-        if self.fp16 and self.bf16:
-            yield ConfigError(
-                "fp16 and bf16 are both on.",
-                rule="a model computes in one half precision",
-                flags=["--fp16", "--bf16"],
-                fix="keep --bf16",
-            )
+        yield from self.check_precision()

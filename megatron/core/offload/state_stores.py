@@ -60,10 +60,6 @@ class StateStore(Protocol):
         """Return a column, uint8 [num_blocks, block_bytes]; changes in place are kept."""
         ...
 
-    def close(self) -> None:
-        """Free all memory and disk space."""
-        ...
-
 
 class HostStateStore(StateStore):
     """Columns in the memory of a device or of the host."""
@@ -95,9 +91,6 @@ class HostStateStore(StateStore):
 
     def column(self, number: int) -> Tensor:
         return self._columns[number]
-
-    def close(self) -> None:
-        self._columns = []
 
 
 class FileStateStore(StateStore):
@@ -190,12 +183,6 @@ class FileStateStore(StateStore):
             offset=self._offsets[number],
         )  # fmt: skip
         return flat.view(self._num_blocks, size)
-
-    def close(self) -> None:
-        """Stop the threads and free the disk space."""
-        self._threads.shutdown()
-        os.close(self._file)
-        self._buffers = []
 
     def _parts(self, chunk: int, buffer: list[Tensor]) -> list[Tensor]:
         begin, end = self.chunks[chunk]

@@ -182,13 +182,7 @@ def _check_update(config: OptimizerConfig) -> Iterator[MegatronError]:
 
 
 def _check_precision(config: OptimizerConfig) -> Iterator[MegatronError]:
-    if config.fp16 and config.bf16:
-        yield ConfigError(
-            "fp16 and bf16 are both on.",
-            rule="a model computes in one half precision",
-            flags=["--fp16", "--bf16"],
-            fix="keep --bf16",
-        )
+    yield from config.check_precision()
     if config.loss_scale is not None and not config.loss_scale > 0:
         yield ConfigError(
             f"loss_scale={config.loss_scale}.",
