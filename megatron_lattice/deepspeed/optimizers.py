@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.factory import assemble_optimizer, build_torch_optimizer
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_lattice.deepspeed.components import OPTIMIZERS

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.kernels import triton_kernels
@@ -21,7 +22,6 @@ from megatron.core.optimizer.definition import (
     ElementwiseUpdate,
     Pieces,
 )
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.state_codec import (
     BFloat16Codec,
     Codec,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.distributed.sharding_arithmetic import BLOCK
 from megatron.core.foundation.device import is_host_memory
 from megatron.core.foundation.errors import ConfigError
@@ -26,7 +27,6 @@ from megatron.core.offload.state_stores import (
 )
 from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
 from megatron.core.transport import torch_collectives

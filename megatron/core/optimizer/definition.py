@@ -22,7 +22,7 @@ from megatron.core.settings.flags import flag
 
 if TYPE_CHECKING:
     from megatron.core.distributed.communication import Mesh
-    from megatron.core.optimizer.main_param_shard import MainParamShard
+    from megatron.core.distributed.parameter_shard import MainParamShard
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.distributed.communication import UNSHARDED, Mesh
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.model_parameters import names_in_model
-from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.distributed.parameter_shard import MainParamShard, ParameterShard, main_param_of
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.optimizer.chunked_state_optimizer import build_chunked_state_optimizer
 from megatron.core.optimizer.definition import (
@@ -21,7 +21,6 @@ from megatron.core.optimizer.definition import (
 from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
-from megatron.core.optimizer.main_param_shard import MainParamShard, main_param_of
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer, streamed_params
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.gradient_norm import GradientReader
-from megatron.core.optimizer.main_param_shard import MainParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.qk_clip import AttentionLogits, RowFactors, factors_of_range
 from megatron.core.optimizer.state_declarations import (

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.parameter_shards import make_sharded_optimizer_tensor
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.optimizer.chunked_state_optimizer import ChunkedStateOptimizer, streamed_params
-from megatron.core.optimizer.main_param_shard import MainParamShard
 
 Declaration = ShardedTensor | ShardedTensorFactory
 
