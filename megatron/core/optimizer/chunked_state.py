@@ -149,22 +149,10 @@ class ChunkedState:
                 found.append(_Segment(item, start, stop, offset))
         return found
 
-    def update(
-        self,
-        update: ElementwiseUpdate,
-        gradient_of: Mapping[int, Tensor],
-        settings_of: Mapping[int, Mapping[str, Any]],
-        step: int,
-        factor: float,
-    ) -> None:
-        """Update state and weights of all shards.
-
-        Args:
-            gradient_of, settings_of: as in `ChunkUpdate`.
-        """
-        request = Request(self.store.device.type, "float32", frozenset({update.kind}))
+    def update(self, asked: ChunkUpdate) -> None:
+        """Update state and weights of all shards."""
+        request = Request(self.store.device.type, "float32", frozenset({asked.rule.kind}))
         run = CHUNK_UPDATES.choose(request).kernel.run
-        asked = ChunkUpdate(update, gradient_of, settings_of, step, factor)
         for number, columns in self.store.sweep():
             run(self, number, columns, asked)
 

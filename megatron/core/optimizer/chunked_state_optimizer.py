@@ -25,7 +25,7 @@ from megatron.core.offload.state_stores import (
     StateStore,
     host_memory_problem,
 )
-from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, StateField
+from megatron.core.optimizer.chunked_state import MAIN, ChunkedState, ChunkUpdate, StateField
 from megatron.core.optimizer.definition import ElementwiseUpdate
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_codec import BFloat16Codec, codec_of
@@ -76,8 +76,9 @@ class ChunkedStateOptimizer:
     def step(self, factor: float = 1.0) -> None:
         """Update with `factor` times the gradients, and drop the gradients."""
         settings_of = {id(main): group for group in self.param_groups for main in group["params"]}
+        asked = ChunkUpdate(self.update, self._gradients, settings_of, self.num_steps, factor)
         for part in self.parts:
-            part.update(self.update, self._gradients, settings_of, self.num_steps, factor)
+            part.update(asked)
         self._gradients.clear()
         self.num_steps += 1
 
