@@ -69,13 +69,12 @@ class NumMicroBatchesCalculator(ABC):
                 the batch is rounded down.
         """
         planned, before = self.planned(consumed_samples), self.current_global_batch_size
-        self.num_micro_batches = planned // self.samples_at_once
-        checks = consistency_check and not self.decrease_batch_size_if_needed
-        if checks or self.num_micro_batches == 0:
+        number = planned // self.samples_at_once
+        if number == 0 or (consistency_check and not self.decrease_batch_size_if_needed):
             found = _check_division(planned, self.samples_at_once, "the batch of this step")
             raise_together(found, summary="the batch size")
-        self.current_global_batch_size = planned
-        self.current_running_global_batch_size = self.num_micro_batches * self.samples_at_once
+        self.num_micro_batches, self.current_global_batch_size = number, planned
+        self.current_running_global_batch_size = number * self.samples_at_once
         if verbose and self.rank == 0 and planned != before:
             _LOG.info("global batch size is now %d (was %d)", planned, before)
 

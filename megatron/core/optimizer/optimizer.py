@@ -56,6 +56,7 @@ class MegatronOptimizer:
         self.optimizer, self.config, self.grad_scaler = optimizer, config, grad_scaler
         self.shards, self.reader = list(shards), reader
         self.model_chunks = list(model_chunks)
+        self._replicated = [c for c in model_chunks if isinstance(c, DistributedDataParallel)]
         self.attention_logits = AttentionLogits(self.model_chunks, reader.groups)
         self.nonfinite: str | None = None
         """Why the last step was refused, if the gradient was not finite or a check refused it."""
@@ -151,7 +152,7 @@ class MegatronOptimizer:
             found_inf: fp32 [], 1 if the update is refused.
             row_factors: factors on rows of updated weights, by the id of their parameter.
         """
-        for chunk in self._replicated_chunks():
+        for chunk in self._replicated:
             # A gather may still run for parameters that no forward pass has read.
             chunk.finish_param_sync()
         self._attach_gradients()
@@ -167,11 +168,8 @@ class MegatronOptimizer:
         if self._copies:
             values, main_params = zip(*self._copies, strict=True)
             torch._foreach_copy_(values, main_params)
-        for chunk in self._replicated_chunks():
+        for chunk in self._replicated:
             chunk.start_param_sync()
-
-    def _replicated_chunks(self) -> list[DistributedDataParallel]:
-        return [chunk for chunk in self.model_chunks if isinstance(chunk, DistributedDataParallel)]
 
     def _attach_gradients(self) -> None:
         for item in self.shards:
@@ -251,7 +249,7 @@ class MegatronOptimizer:
 
         The rounded weights do not change, but their layers get the amaxes of the unrounded weights.
         """
-        chunks = [c for c in self._replicated_chunks() if c.ddp_config.gathers_params_in_fp8]
+        chunks = [c for c in self._replicated if c.ddp_config.gathers_params_in_fp8]
         if chunks:
             for values, main in self._copies:
                 values.copy_(main)
