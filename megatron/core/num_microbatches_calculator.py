@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.settings.batch_size_phases import Phases, parse_phases, size_in_phases
@@ -152,7 +152,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         self.rampup_samples_per_increment = ramup_samples / max(num_increments, 1)
         self.update(0, consistency_check=False)
 
-    def _check(self) -> list[MegatronError]:
+    def _check(self) -> Iterator[MegatronError]:
         problems = _check_positive(
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -161,26 +161,23 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
             batch_size_increment=self.batch_size_increment,
         )
         if problems:
-            return problems
+            yield from problems
+            return
         growth = self.global_batch_size - self.start_global_batch_size
         if growth < 0 or growth % self.batch_size_increment:
-            problems.append(
-                ConfigError(
-                    f"a batch of {self.start_global_batch_size} samples does not reach"
-                    f" {self.global_batch_size} in steps of {self.batch_size_increment}.",
-                    rule="the difference is a multiple of the increment",
-                    flags=["--rampup-batch-size", "--global-batch-size"],
-                    fix=f"use the increment {max(abs(growth), 1)}, or one that divides it",
-                )
+            yield ConfigError(
+                f"a batch of {self.start_global_batch_size} samples does not reach"
+                f" {self.global_batch_size} in steps of {self.batch_size_increment}.",
+                rule="the difference is a multiple of the increment",
+                flags=["--rampup-batch-size", "--global-batch-size"],
+                fix=f"use the increment {max(abs(growth), 1)}, or one that divides it",
             )
         if self.ramup_samples < 0:
-            problems.append(
-                ConfigError(
-                    f"a ramp over {self.ramup_samples} samples.",
-                    rule="the length of a ramp is not negative",
-                    flags=["--rampup-batch-size"],
-                    fix="drop --rampup-batch-size",
-                )
+            yield ConfigError(
+                f"a ramp over {self.ramup_samples} samples.",
+                rule="the length of a ramp is not negative",
+                flags=["--rampup-batch-size"],
+                fix="drop --rampup-batch-size",
             )
         if not self.decrease_batch_size_if_needed:
             at_once = self.samples_at_once
@@ -189,8 +186,7 @@ class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
                 ("the first batch of the ramp", self.start_global_batch_size),
                 ("the increment of the ramp", self.batch_size_increment),
             ):
-                problems += _check_division(value, at_once, name)
-        return problems
+                yield from _check_division(value, at_once, name)
 
     def planned(self, consumed_samples: int) -> int:
         """Return the size that the ramp has reached."""

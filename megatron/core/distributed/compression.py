@@ -56,14 +56,14 @@ class CompressedReduction:
         """
         self.settings, self.traffic = settings, traffic
         self._num_reductions = 0
-        self._format: BFloat16Codec | BlockInt8Codec | None = None
+        self._format: BFloat16Wire | BlockInt8Wire | None = None
         self._low_rank: LowRankMatrices | None = None
         self._errors: dict[str, Tensor] = {}
         if settings.grad_compression == "powersgd":
             self._low_rank = LowRankMatrices(matrices, numel, settings.powersgd_rank)
         elif settings.grad_compression != "topk":
             is_bf16 = settings.grad_compression == "bf16"
-            self._format = BFloat16Codec() if is_bf16 else BlockInt8Codec()
+            self._format = BFloat16Wire() if is_bf16 else BlockInt8Wire()
 
     def is_on(self, bucket: Tensor, mesh: Mesh) -> bool:
         """Count a reduction that begins, and return whether to compress it."""
@@ -197,7 +197,7 @@ def _plain_bytes(bucket: Tensor, mesh: Mesh) -> int:
     return sent * bucket.element_size()
 
 
-class BFloat16Codec:
+class BFloat16Wire:
     """bf16: half the bytes of fp32, too precise to need error feedback. Sums are in fp32."""
 
     keeps_error = False
@@ -211,7 +211,7 @@ class BFloat16Codec:
         return packed.view(torch.bfloat16).float()
 
 
-class BlockInt8Codec:
+class BlockInt8Wire:
     """int8 with an fp32 scale per block: 3.9 times fewer bytes than fp32.
 
     T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.1, arXiv
