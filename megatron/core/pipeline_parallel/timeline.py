@@ -229,7 +229,7 @@ def draw(traces: Sequence[Trace], path: str | Path) -> None:
             axis.barh(span.rank, length, left=start, height=0.92, color=paint, edgecolor="white")
             if length / width > 0.004 * len(label):
                 place = (start + length / 2, span.rank)
-                red, green, blue = colour  # of the box, on which the label is readable
+                red, green, blue = colour  # the ink contrasts with the box
                 ink = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 150 else "black"
                 axis.text(*place, label, ha="center", va="center", color=ink, fontsize=7)
         axis.set_title(caption(trace), fontsize=9, loc="left")
