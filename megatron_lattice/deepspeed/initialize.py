@@ -14,11 +14,11 @@ from torch.utils.data import Dataset
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.communication import broadcast_from_first
+from megatron.core.distributed.parameter_shard import MainParamShard
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.factory import assemble_optimizer, torch_optimizer_of_groups
-from megatron.core.optimizer.main_param_shard import MainParamShard
+from megatron.core.optimizer.factory import assemble_optimizer, build_torch_optimizer
 from megatron.core.optimizer.muon import is_muon_matrix
 from megatron.core.process_groups_config import ProcessGroupCollection, build_process_groups
 from megatron.core.topology.rank_grid import plan_layout
@@ -311,7 +311,7 @@ def build_optimizer(
         ours, matrices = _named_groups(config.optimizer, config, settings, groups, replica)
         for group in ours:
             group["params"] = _mains(group["params"], shards)
-        return torch_optimizer_of_groups(config, ours, shards, matrices, [replica], pg_collection)
+        return build_torch_optimizer(config, ours, shards, matrices, [replica], pg_collection)
 
     return assemble_optimizer(config, [replica], pg_collection, make_torch_optimizer)
 

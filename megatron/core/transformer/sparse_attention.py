@@ -29,7 +29,7 @@ from megatron.core.kernels.sparse_attention import (
 )
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.keyed_draws import AttentionKeepMask
-from megatron.core.step_context.aux_loss import attach_aux_loss
+from megatron.core.step_context.context import attach_aux_loss
 from megatron.core.step_context.random_scope import SequenceShard
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import is_recomputing
