@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.low_precision.hadamard import HADAMARD_SIZE as RUN
 from megatron.core.pipeline_parallel.layout import pipeline_layout
+from megatron.core.settings.flags import fields_of
 from megatron.core.transformer.config.layer_kinds import hybrid_pattern
+from megatron.training.config.parallelism import ParallelismSettings
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.rules.registry import problem, rule
 from megatron.training.rules.sizes import REQUIRED
@@ -29,7 +32,6 @@ def sizes_are_given(run: ResolvedRun) -> Iterator[MegatronError]:
             yield problem(
                 f"{flag} is not given.",
                 "it is a positive number without a default",
-                flag,
                 fix=f"add {flag} {REQUIRED[flag]}"
                 + (", or --preset NAME" if flag in ("--num-layers", "--hidden-size") else ""),
             )
@@ -57,31 +59,15 @@ def the_model_fits_its_layout(run: ResolvedRun) -> Iterator[MegatronError]:
         config = run.transformer_config
     except ConfigError as error:
         yield from error.problems or (error,)
-        config = _StageFields(run)
+        config = SimpleNamespace(
+            **fields_of(ParallelismSettings, run.parallelism),
+            num_layers=run.model.num_layers,
+            mtp_num_layers=run.latent_attention.mtp_num_layers,
+        )
     try:
         pipeline_layout(config)
     except MegatronError as error:
         yield error
-
-
-class _StageFields:
-    """The settings of the stage layout, used if the model's config is invalid."""
-
-    def __init__(self, run: ResolvedRun) -> None:
-        self.num_layers = run.model.num_layers
-        self.pipeline_schedule = run.parallelism.pipeline_schedule
-        self.pipeline_model_parallel_size = run.parallelism.pipeline_model_parallel_size
-        self.virtual_pipeline_model_parallel_size = (
-            run.parallelism.virtual_pipeline_model_parallel_size
-        )
-        self.num_layers_in_first_pipeline_stage = run.parallelism.num_layers_in_first_pipeline_stage
-        self.num_layers_in_last_pipeline_stage = run.parallelism.num_layers_in_last_pipeline_stage
-        self.account_for_embedding_in_pipeline_split = (
-            run.parallelism.account_for_embedding_in_pipeline_split
-        )
-        self.account_for_loss_in_pipeline_split = run.parallelism.account_for_loss_in_pipeline_split
-        self.pipeline_model_parallel_layout = run.parallelism.pipeline_model_parallel_layout
-        self.mtp_num_layers = run.latent_attention.mtp_num_layers
 
 
 @rule
@@ -92,20 +78,6 @@ def the_spec_is_there(run: ResolvedRun) -> Iterator[MegatronError]:
             imported_spec(run.model.spec)
     except ConfigError as error:
         yield error
-
-
-@rule
-def positions_reach_the_sequence(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that the position table covers the training sequence."""
-    longest, length = run.model.max_position_embeddings, run.model.seq_length
-    if longest is not None and length is not None and longest < length:
-        yield problem(
-            f"--max-position-embeddings {longest} is less than --seq-length {length}.",
-            "every position of a training sample has an embedding",
-            "--max-position-embeddings",
-            "--seq-length",
-            fix=f"use --max-position-embeddings {length}",
-        )
 
 
 @rule
@@ -124,7 +96,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--seq-length {length} cannot be split over context-parallel size {cp}.",
             "each context-parallel rank holds two equal chunks of the sequence",
-            "--seq-length",
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // pieces) * pieces}",
         )
@@ -132,8 +103,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--fp4-format with --seq-length {length} over context-parallel size {cp}.",
             f"a group of {RUN} tokens, which are transformed together, is on one rank",
-            "--fp4-format",
-            "--seq-length",
             "--context-parallel-size",
             fix=f"use --seq-length {-(-length // (pieces * RUN)) * pieces * RUN}",
         )
@@ -144,7 +113,6 @@ def the_sequence_splits_over_ranks(run: ResolvedRun) -> Iterator[MegatronError]:
             + (f" and context-parallel size {cp}." if cp > 1 else "."),
             "with --sequence-parallel each tensor-parallel rank holds an equal part of the"
             " sequence",
-            "--seq-length",
             "--sequence-parallel",
             fix=f"use --seq-length {-(-length // step) * step}",
         )
@@ -183,7 +151,6 @@ def layers_without_rotary_embedding(run: ResolvedRun) -> Iterator[MegatronError]
         yield problem(
             f"--no-rope-freq gives {len(pattern)} layers for a model of {model.num_layers}.",
             "the pattern is one 0 or 1 per layer",
-            "--no-rope-freq",
             "--num-layers",
             fix="use a number N, or a list expression of the right length",
         )
@@ -203,51 +170,6 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} channels"
             f" rotates {count} channels.",
             "channels rotate in pairs",
-            "--rotary-percent",
             "--kv-channels",
             fix=f"use --kv-channels {even} --rotary-percent 1",
-        )
-
-
-@rule
-def groups_are_asked_for(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Refuse --num-query-groups without --group-query-attention, which would have no effect."""
-    given = run.config.model.num_query_groups
-    if (
-        given != 1
-        and not run.model.group_query_attention
-        and given != run.model.num_attention_heads
-    ):
-        yield problem(
-            f"--num-query-groups {given} without --group-query-attention.",
-            "groups are shared only with --group-query-attention",
-            "--num-query-groups",
-            "--group-query-attention",
-            fix="add --group-query-attention",
-        )
-
-
-@rule
-def experts_begin_as_the_dense_mlp(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that upcycling has a dense checkpoint and experts of the dense MLP's width."""
-    checkpoint = run.checkpoint
-    if not (checkpoint.moe_use_upcycling and run.experts.num_moe_experts):
-        return
-    width = run.experts.moe_ffn_hidden_size
-    if width is not None and width != run.model.ffn_hidden_size:
-        yield problem(
-            f"--moe-use-upcycling with experts of width {width} from an MLP of width"
-            f" {run.model.ffn_hidden_size}.",
-            "every expert begins as a copy of the dense MLP",
-            "--moe-use-upcycling",
-            "--moe-ffn-hidden-size",
-            fix="drop --moe-ffn-hidden-size",
-        )
-    if not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
-        yield problem(
-            "--moe-use-upcycling without a checkpoint.",
-            "experts begin with the weights of a dense model",
-            "--moe-use-upcycling",
-            "--pretrained-checkpoint",
-            fix="add --pretrained-checkpoint with the directory of a dense run",
         )

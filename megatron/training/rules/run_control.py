@@ -18,42 +18,14 @@ from megatron.training.rules.registry import problem, rule
 
 
 @rule
-def checkpoints_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check the target of an export and the intervals of saving."""
+def exports_have_a_place(run: ResolvedRun) -> Iterator[MegatronError]:
+    """Check that an export does not overwrite files."""
     checkpoint = run.checkpoint
     if checkpoint.save_hf is not None and os.path.exists(checkpoint.save_hf):
         yield problem(
             f"--save-hf {checkpoint.save_hf} exists already.",
             "an export never overwrites files",
-            "--save-hf",
             fix="name a new directory",
-        )
-    keep, every = checkpoint.save_retain_interval, checkpoint.save_interval
-    if keep and every and keep % every:
-        yield problem(
-            f"--save-retain-interval {keep} is no multiple of --save-interval {every}.",
-            "only saved checkpoints can be kept",
-            "--save-retain-interval",
-            "--save-interval",
-            fix=f"use --save-retain-interval {every * 10}",
-        )
-
-
-@rule
-def a_rollback_has_a_state_to_return_to(run: ResolvedRun) -> Iterator[MegatronError]:
-    """Check that a run with --on-spike rollback has checkpoints or copies in memory."""
-    checkpoint = run.checkpoint
-    saves = checkpoint.save is not None and (
-        checkpoint.save_interval or checkpoint.non_persistent_save_interval
-    )
-    if run.schedule.on_spike == "rollback" and not saves and not run.logging.inprocess_restart:
-        yield problem(
-            "--on-spike rollback in a run that saves no state.",
-            "a run rolls back to a checkpoint, or with --inprocess-restart to a copy in memory",
-            "--on-spike",
-            "--save",
-            "--save-interval",
-            fix="add --save DIRECTORY --save-interval 100",
         )
 
 
@@ -96,8 +68,6 @@ def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
             f"--profile-step-start {logging.profile_step_start} --profile-step-end"
             f" {logging.profile_step_end}.",
             "0 < start < end",
-            "--profile-step-start",
-            "--profile-step-end",
             fix="use --profile-step-start 10 --profile-step-end 12",
         )
     wrong = [rank for rank in logging.profile_ranks if not 0 <= rank < run.topology.world_size]
@@ -105,6 +75,5 @@ def profiles_have_a_range(run: ResolvedRun) -> Iterator[MegatronError]:
         yield problem(
             f"--profile-ranks names rank {wrong[0]} of {run.topology.world_size}.",
             "ranks are numbered from 0",
-            "--profile-ranks",
             fix="use --profile-ranks 0",
         )
