@@ -101,7 +101,7 @@ def wrong_sizes(config: RunConfig) -> dict[str, MegatronError]:
 
 
 def _problem(spec: FlagSpec, value: object, allowed: str) -> ConfigError:
-    shown = " ".join(f"{n:.15g}" if isinstance(n, float) else str(n) for n in as_list(value))
+    shown = " ".join(map(str, as_list(value)))
     example = spec.default if spec.default not in (None, []) else REQUIRED.get(spec.flag)
     words = " ".join(map(str, as_list(example)))
     return ConfigError(

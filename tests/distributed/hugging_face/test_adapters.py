@@ -322,8 +322,8 @@ def test_what_is_more_than_a_plain_adapter_is_refused(
         ("--lora-rank 4 --save-adapter there", "--save-adapter there without --save"),
         ("--lora-rank 4 --lora-target-modules q_proj", "linear_qkv"),
         (f"--lora-rank 4 --lora-target-modules {EXPERTS}", "without --num-experts"),
-        (f"--lora-rank 4 --use-dora --lora-target-modules {EXPERTS}", "--use-dora with --lora-target-modules"),
-        (f"{LORA} --lora-target-modules {EXPERTS}", "--lora-dropout [0-9.]+ with --lora-target-modules"),
+        (f"--lora-rank 4 --use-dora --lora-target-modules {EXPERTS}", "--use-dora with --lora"),
+        (f"{LORA} --lora-target-modules {EXPERTS}", "--lora-dropout [0-9.]+ with"),
         ("--lora-rank 4 --use-dora --num-experts 4 --save-adapter there", "learned magnitudes"),
     ],
 )  # fmt: skip
