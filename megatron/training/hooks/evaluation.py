@@ -11,9 +11,9 @@ from megatron.training.hooks.base import Hook
 from megatron.training.hooks.scalars import Scalars
 from megatron.training.launch.printing import is_last_rank
 from megatron.training.metrics.log_line import validation_lines
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.evaluate import evaluate
-from megatron.training.run.state import StopReason, TakenStep, TrainState
+from megatron.training.run.state import BatchPlan, StopReason, TakenStep, TrainState
 
 
 class Evaluate(Hook):

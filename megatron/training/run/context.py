@@ -12,12 +12,12 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.config.resolved import ResolvedRun
+from megatron.training.datasets.dynamic_cp import Packing
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
+from megatron.training.run.state import BatchPlan, RollbackNeeded, TakenStep, TrainState
 
 if TYPE_CHECKING:
     from megatron.resilience.spike_guard import SpikeGuard
-    from megatron.training.datasets.dynamic_cp import Packing
 
 
 @dataclass
@@ -65,22 +65,6 @@ class DataIterators:
             for iterator in held if isinstance(held, list) else [held]:
                 if isinstance(iterator, Generator):
                     iterator.close()
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Division of a global batch into micro batches."""
-
-    num_microbatches: int
-    micro_batch_size: int
-    global_batch_size: int
-    sample_lengths: tuple[int, ...] | None = None
-    """Tokens of each sample without padding; None if all samples are full."""
-
-    @property
-    def row_size(self) -> int:
-        """Samples of one micro batch of all replicas."""
-        return self.global_batch_size // self.num_microbatches
 
 
 class MicrobatchPlanner:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megatron.training.datasets.dynamic_cp import Packing
-from megatron.training.run.context import BatchPlan, TrainingContext
+from megatron.training.run.context import TrainingContext
 from megatron.training.run.loss_reduction import Report
+from megatron.training.run.state import BatchPlan
 from megatron.training.run.step import forward_backward
 from megatron.training.run.update import loss_table
 

@@ -20,8 +20,8 @@ from megatron.training import global_vars
 from megatron.training.arguments import run_as_in
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.datasets.iterators import build_data, sample_counts
-from megatron.training.run.context import BatchPlan, TrainingContext
-from megatron.training.run.state import TrainState
+from megatron.training.run.context import TrainingContext
+from megatron.training.run.state import BatchPlan, TrainState
 from megatron.training.run.step import train_step as step
 from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.model import build_model, refuse_other_models

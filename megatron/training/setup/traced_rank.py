@@ -28,8 +28,8 @@ from megatron.training import global_vars
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.metrics.memory_timeline import Kind, MemoryTimeline, Peak
 from megatron.training.metrics.model_size import ModelSize
-from megatron.training.run.context import BatchPlan, TrainingContext
-from megatron.training.run.state import TrainState
+from megatron.training.run.context import TrainingContext
+from megatron.training.run.state import BatchPlan, TrainState
 from megatron.training.run.step import forward_backward
 from megatron.training.run.update import DeviceDecision
 from megatron.training.setup.callbacks import install_callbacks

@@ -26,9 +26,9 @@ from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.scalars import JsonLinesSink, Scalars, TensorBoardSink
 from megatron.training.hooks.standard import evaluation_plan
 from megatron.training.hooks.stop import ExitDuration, ExitInterval, ExitOnSignal, StepBudget
-from megatron.training.run.context import BatchPlan, ValidationSet
+from megatron.training.run.context import ValidationSet
 from megatron.training.run.loss_reduction import DeferredLosses
-from megatron.training.run.state import StepResult, StopReason, TrainState
+from megatron.training.run.state import BatchPlan, StepResult, StopReason, TrainState
 from megatron.training.setup.model import build_model
 from tests.harness.resolved_run import run_of
 
