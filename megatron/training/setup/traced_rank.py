@@ -201,8 +201,7 @@ class RankUnderTest:
 
     @staticmethod
     def _publish(run: ResolvedRun) -> None:
-        global_vars.set_args(run.namespace())
-        global_vars.set_timers(Timers(0, "max"))
+        global_vars.publish(args=run.namespace(), timers=Timers(0, "max"))
         configure_num_microbatches(run)
 
     def _mark_weights(self, model: Sequence[Any]) -> None:
