@@ -23,8 +23,7 @@ from megatron.training.datasets.iterators import build_data, sample_counts
 from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import BatchPlan, TrainState
 from megatron.training.run.step import train_step as step
-from megatron.training.setup.callbacks import install_callbacks
-from megatron.training.setup.model import build_model, refuse_other_models
+from megatron.training.setup.model import build_model, install_callbacks, refuse_other_models
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 

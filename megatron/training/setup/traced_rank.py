@@ -32,10 +32,9 @@ from megatron.training.run.context import TrainingContext
 from megatron.training.run.state import BatchPlan, TrainState
 from megatron.training.run.step import forward_backward
 from megatron.training.run.update import DeviceDecision
-from megatron.training.setup.callbacks import install_callbacks
 from megatron.training.setup.distributed import create_groups, seed_everything
 from megatron.training.setup.initialize import configure_num_microbatches
-from megatron.training.setup.model import build_model
+from megatron.training.setup.model import build_model, install_callbacks
 from megatron.training.setup.optimizer import build_optimizer, build_scheduler
 
 
