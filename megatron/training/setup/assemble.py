@@ -33,8 +33,8 @@ def assemble(
         optimizer = build_optimizer(run, model, groups)
         scheduler = build_scheduler(run, optimizer)
     config = install_callbacks(run, model, optimizer, groups, session.timers)
-    context = TrainingContext.of(
-        run,
+    context = TrainingContext(
+        run=run,
         groups=groups,
         model=model,
         config=config,

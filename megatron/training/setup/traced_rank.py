@@ -183,8 +183,8 @@ class RankUnderTest:
         self._timeline.reclassify_all(Kind.TEMPORARY, Kind.OPTIMIZER)
         scheduler = build_scheduler(run, optimizer)
         timers = global_vars.get_timers()
-        self.context = TrainingContext.of(
-            run,
+        self.context = TrainingContext(
+            run=run,
             groups=groups,
             model=model,
             config=install_callbacks(run, model, optimizer, groups, timers),
@@ -245,7 +245,7 @@ class RankUnderTest:
             num_microbatches: replaces the number in the settings.
         """
         context, timeline = self.context, self._timeline
-        plan = context.microbatches.plan(0)
+        plan = context.plan_step(0)
         if num_microbatches is not None:
             plan = BatchPlan(num_microbatches, plan.micro_batch_size, plan.global_batch_size)
         recorder = TimelineRecorder(timeline, trace or RankTrace(0))
