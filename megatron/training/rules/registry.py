@@ -10,9 +10,9 @@ and in further columns conditions without which the line does not apply. A condi
     --flag>A       it is larger
     --flag%A       it is not a multiple
 
-A and B are words, numbers, or flags, which stand for their values. A condition reads the resolved
-settings, or the given settings if `asked` precedes the flag. In rule and fix, `{name}` is the value
-of a setting.
+A and B are words, numbers, or flags in place of their values. A condition is about the resolved
+settings, or about the given settings if `asked` precedes the flag. In rule and fix, `{name}` is the
+value of a setting.
 """
 
 from __future__ import annotations
