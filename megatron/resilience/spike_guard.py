@@ -29,8 +29,8 @@ from megatron.training.checkpointing import Checkpointer
 from megatron.training.datasets.iterators import build_data
 from megatron.training.hooks.base import Hook
 from megatron.training.launch.printing import print_rank_0
-from megatron.training.run.context import BatchPlan, TrainingContext, TrainStep
-from megatron.training.run.state import RollbackNeeded, TakenStep, TrainState
+from megatron.training.run.context import TrainingContext, TrainStep
+from megatron.training.run.state import BatchPlan, RollbackNeeded, TakenStep, TrainState
 from megatron.training.run.step import train_step
 from megatron.training.run.update import skipped
 

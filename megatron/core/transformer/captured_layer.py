@@ -277,7 +277,7 @@ class CapturedLayer:
             backward()
 
         device_graph.warm_up(both, self._num_warm_ups)
-        first, second = device_graph.new_graph(pool), device_graph.new_graph(pool)
+        first, second = device_graph.DeviceGraph(pool), device_graph.DeviceGraph(pool)
         outputs = first.capture(forward)
         gradients_of_outputs[:] = [torch.zeros_like(live[0])]
         gradients = second.capture(backward)

@@ -223,12 +223,14 @@ def announce(run: ResolvedRun) -> None:
 def publish(session: Session) -> None:
     """Set the global variables of Megatron that scripts read."""
     run = session.run
-    global_vars.set_args(run.namespace())
-    global_vars.set_timers(session.timers)
-    global_vars.set_tokenizer(session.tokenizer)
-    global_vars.set_tensorboard_writer(session.tensorboard)
-    global_vars.set_wandb_writer(session.wandb)
-    global_vars.set_signal_handler(session.signal)
+    global_vars.publish(
+        args=run.namespace(),
+        timers=session.timers,
+        tokenizer=session.tokenizer,
+        tensorboard_writer=session.tensorboard,
+        wandb_writer=session.wandb,
+        signal_handler=session.signal,
+    )
     configure_num_microbatches(run)
 
 
