@@ -103,11 +103,6 @@ def publish(staging: Path, final: Path, run: str) -> None:
     shutil.rmtree(replaced)
 
 
-def abort(staging: Path) -> None:
-    """Remove a staging directory after a failed save, and ignore errors of the removal."""
-    shutil.rmtree(staging, ignore_errors=True)
-
-
 def write_tracker(directory: StoragePath, iteration: int | str) -> None:
     """Name the newest checkpoint, for people and for Megatron's own tools."""
     if isinstance(directory, ObjectDirectory):

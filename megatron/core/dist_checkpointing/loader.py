@@ -55,16 +55,12 @@ class SliceReader(AbstractContextManager, Protocol):
         """Bytes of tensors read so far."""
         ...
 
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device)."""
-        ...
-
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Do as `read`, but `into` may be filled only when `finish` returns."""
+        """Begin to fill `into`: the shape of `read`, any device, any float dtype for floats."""
         ...
 
     def finish(self) -> None:
-        """Wait for all that was started."""
+        """Return when all tensors are filled."""
         ...
 
 
@@ -328,7 +324,8 @@ def narrow_to(tensor: Tensor, box: Box) -> Tensor:
 def read_box(index: ShardIndex, box: Box, reader: SliceReader, into: Tensor) -> None:
     """Fill `into` [...] with a box of a stored tensor."""
     for read in index.reads(box):
-        reader.read(index.tensor, read, narrow_to(into, read.in_wanted))
+        reader.start(index.tensor, read, narrow_to(into, read.in_wanted))
+    reader.finish()
 
 
 def _assemble(built: Any, contents: Contents) -> dict[str, Any]:

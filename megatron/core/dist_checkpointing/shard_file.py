@@ -19,7 +19,6 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
     OpenFile,
-    free_bytes,
 )
 from megatron.core.dist_checkpointing.object_store import StoragePath
 from megatron.core.dist_checkpointing.thread_pool import ThreadPool
@@ -43,7 +41,7 @@ HASH_NAME = "sha256"
 others write or read. It is also the fastest hash in every Python: faster than BLAKE2 and as fast as
 CRC-32. And the hash of the manifest alone protects a whole checkpoint against substitution."""
 _INLINE_BYTES = 64 << 10
-"""A smaller block is hashed at once: passing it to a thread would take as long."""
+"""A smaller block is read at once: passing it to a thread would take as long."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -203,20 +201,15 @@ class _Copies:
 
 
 class StreamSink:
-    """Passes bytes on in order; an idle thread hashes each block.
-
-    Use as a context manager.
+    """Passes bytes on in order, while threads hash them. Use as a context manager.
 
     Args:
         write: takes the next bytes of the file.
-        num_threads: number of threads that hash, including the writing thread.
     """
 
     def __init__(self, write: Callable[[memoryview | bytes], object], num_threads: int = 1) -> None:
         self._write = write
-        # One block in work and one waiting block keep a helper thread busy.
-        self._helped: list[Future[str] | None] = [None] * (2 * (num_threads - 1))
-        self._threads = ThreadPool(num_threads - 1)
+        self._threads = ThreadPool(num_threads)
 
     def __enter__(self) -> StreamSink:
         return self
@@ -225,17 +218,9 @@ class StreamSink:
         self._threads.__exit__()
 
     def put(self, data: memoryview | bytes) -> Future[str]:
-        if len(data) >= _INLINE_BYTES:
-            for index, earlier in enumerate(self._helped):
-                if earlier is None or earlier.done():
-                    found = self._threads.start(hash_of, data)
-                    self._helped[index] = found
-                    self._write(data)
-                    return found
-        done: Future[str] = Future()
-        done.set_result(hash_of(data))
+        found = self._threads.start(hash_of, data)
         self._write(data)
-        return done
+        return found
 
     def begin(self) -> None:
         pass
@@ -295,16 +280,3 @@ def start_reading(
         )
         for index, expected in enumerate(hashes)
     ]
-
-
-def space_problem(path: Path, num_bytes: int) -> CheckpointError | None:
-    """Return the problem if the file system of `path` has no space for `num_bytes`."""
-    free = free_bytes(path)
-    if num_bytes <= free:
-        return None
-    return CheckpointError(
-        f"ENOSPC before writing {path}: need={num_bytes} bytes have={free} bytes.",
-        rule="a checkpoint is started only if it fits",
-        flags=["--save"],
-        fix="free space on that file system, or keep fewer checkpoints (--most-recent-k)",
-    )

@@ -57,14 +57,6 @@ class ShardReader:
         self._stack.close()
         self._files.clear()
 
-    def read(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Fill `into` (the shape of `read`, any float dtype for stored floats, any device).
-
-        Only the blocks that hold the box are read; each is verified before it is used.
-        """
-        self.start(tensor, read, into)
-        self.finish()
-
     def finish(self) -> None:
         """Wait for all started reads; raise the first problem."""
         pending, self._pending = self._pending, []
@@ -73,7 +65,10 @@ class ShardReader:
             future.result()
 
     def start(self, tensor: StoredTensor, read: ReadItem, into: Tensor) -> None:
-        """Start a `read`; `into` is filled and verified when `finish` returns."""
+        """Begin to fill `into`; only the blocks that hold the box are read.
+
+        Each block is verified before it is used.
+        """
         shard = read.shard
         file = self._open(shard.file)
         path = self.directory / shard.file

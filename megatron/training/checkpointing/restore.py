@@ -22,7 +22,6 @@ experts add up to 1, the first outputs equal the dense model's.
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ import torch
 
 from megatron.core.dist_checkpointing.collective import print_once
 from megatron.core.dist_checkpointing.flat_ranges import describe_box
-from megatron.core.dist_checkpointing.interop.contents import InteropContents
+from megatron.core.dist_checkpointing.interop.contents import InteropContents, slice_of_stack
 from megatron.core.dist_checkpointing.loader import Contents, Loaded, load_state
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.mapping import (
@@ -378,17 +377,5 @@ def _in_dense(wanted: ShardedTensor, manifest: Manifest) -> ShardedTensor:
         )
     if found.key not in manifest.tensors:
         found = replace(found, key=found.key.replace(NORM, FUSED_NORM))
-    numbered = re.fullmatch(r"(.*layers\.)(\d+)\.(.*)", found.key)
-    if found.key not in manifest.tensors and numbered:
-        # A dense model stores equal layers as one stacked tensor.
-        key = numbered[1] + numbered[3]
-        if key in manifest.tensors:
-            found = replace(
-                found,
-                key=key,
-                global_shape=(manifest.tensors[key].shape[0], *found.global_shape),
-                global_offset=(int(numbered[2]), *found.global_offset),
-                axis_fragmentations=None,
-                prepend_axis_num=found.prepend_axis_num + 1,
-            )
+    found = slice_of_stack(found, manifest)
     return found if found.key in manifest.tensors else wanted

@@ -90,7 +90,7 @@ def test_a_failure_of_one_rank_is_the_failure_of_all_and_leaves_no_trace(ram_pat
 
 def test_a_full_disk_is_noticed_before_anything_is_written(ram_path: Path, monkeypatch) -> None:
     save(ram_path, 5)
-    monkeypatch.setattr("megatron.core.dist_checkpointing.shard_file.free_bytes", lambda path: 100)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.writer.free_bytes", lambda path: 100)
     with pytest.raises(CheckpointError, match=r"ENOSPC before writing .*need=\d+ bytes have=100"):
         save(ram_path, 10)
     assert load(ram_path) == 5

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.durable import DamagedCheckpointError
-from megatron.core.dist_checkpointing.flat_ranges import boxes_of_shard
+from megatron.core.dist_checkpointing.flat_ranges import Box, boxes_of_shard
 from megatron.core.dist_checkpointing.interop.contents import ContentsBuilder, plain_values
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
 from megatron.core.foundation.errors import shown
@@ -30,8 +30,24 @@ class Split:
 
     dim: int | None
     """The split dimension; None: every rank has the whole parameter."""
-    is_gated: bool = False
-    """Each rank holds [gate_shard; up_shard]."""
+    stride: int = 1
+    """Blocks that are split one by one: 2 where each rank holds [gate_shard; up_shard]."""
+
+    def full_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """Return the shape of the tensor of which `size` ranks hold shards of `shape`."""
+        return tuple(n * size if d == self.dim else n for d, n in enumerate(shape))
+
+    def boxes(
+        self,
+        shape: tuple[int, ...],
+        rank: int,
+        size: int,
+        flat_range: tuple[int, int] | None = None,
+    ) -> list[tuple[Box, tuple[int, ...]]]:
+        """Return the boxes of a rank's shard of `shape`; see `boxes_of_shard`."""
+        return boxes_of_shard(
+            shape, self.dim, rank=rank, size=size, stride=self.stride, flat_range=flat_range
+        )
 
 
 _OLD_NAMES = (
@@ -94,14 +110,14 @@ def num_layers(names: Iterator[str] | list[str]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def split_of(name: str, *, is_gated: bool) -> Split | None:
-    """Return how tensor-parallel ranks split a parameter; None for a name that is not known."""
-    if _WHOLE.fullmatch(name):
+def split_of(name: str, *, is_gated: bool, size: int) -> Split | None:
+    """Return how `size` tensor-parallel ranks split a parameter; None for an unknown name."""
+    if size == 1 or _WHOLE.fullmatch(name):
         return Split(None)
     if _COLUMNS.fullmatch(name):
         return Split(1)
     if _ROWS.fullmatch(name):
-        return Split(0, is_gated and ".linear_fc1." in name)
+        return Split(0, 2 if is_gated and ".linear_fc1." in name else 1)
     return None
 
 
@@ -155,22 +171,14 @@ def add_stage(
                 rule="ranks of one stage hold equal shares of the same parameters",
             )
         key = names.keys[name]
-        split = split_of(key, is_gated=names.is_gated)
-        if split is None and len(ranks) > 1:
+        split = split_of(key, is_gated=names.is_gated, size=len(ranks))
+        if split is None:
             unknown.append(key)
             continue
+        builder.declare(prefix + key, first.dtype, split.full_shape(first.shape, len(ranks)))
         shards = [view for view in views if view is not None]
-        dim = split.dim if split is not None else None
-        if dim is None or len(ranks) == 1:
-            builder.add_whole(prefix + key, first)
-            continue
-        shape = tuple(n * len(ranks) if d == dim else n for d, n in enumerate(first.shape))
-        builder.declare(prefix + key, first.dtype, shape)
-        blocks = 2 if split is not None and split.is_gated else 1
-        for rank, view in enumerate(shards):
-            for box, offset in boxes_of_shard(
-                first.shape, dim, rank=rank, size=len(ranks), stride=blocks
-            ):
+        for rank, view in enumerate(shards if split.dim is not None else shards[:1]):
+            for box, offset in split.boxes(first.shape, rank, len(ranks)):
                 builder.add(prefix + key, offset, view.narrow(box))
     return unknown
 

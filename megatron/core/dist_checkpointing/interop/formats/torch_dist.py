@@ -22,7 +22,7 @@ import torch
 
 from megatron.core.dist_checkpointing.durable import (
     DamagedCheckpointError,
-    open_inside,
+    open_local,
     read_inside,
 )
 from megatron.core.dist_checkpointing.interop.buffer_state import KEY as BUFFER_KEY
@@ -233,9 +233,8 @@ class _Metadata:
         if (key, None) not in self._locations:
             return None
         begin, length, name = self.location(key, None)
-        with open_inside(self.directory, name) as (descriptor, size):
-            length = min(length, size - begin)
-            return read_torch_range(descriptor, self.directory / name, begin, length)
+        with open_local(self.directory, name) as file:
+            return read_torch_range(file, begin, min(length, file.size - begin))
 
     def damaged(self, what: str) -> NoReturn:
         raise DamagedCheckpointError(
