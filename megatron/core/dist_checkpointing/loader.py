@@ -22,10 +22,8 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
     StoredTensor,
-    check_sizes,
     parse_manifest,
     read_listed_file,
-    read_manifest_bytes,
 )
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -133,7 +131,8 @@ def open_contents(
         path = storage_path(directory)
         if isinstance(path, Path) and path.is_symlink():
             path = path.resolve()
-        return (path, *_read_contents(path))
+        data, manifest = commit.read_manifest(path)
+        return path, data, read_listed_file(path, manifest, COMMON_NAME)
 
     path, manifest_bytes, common_bytes = run_on_coordinator(
         peers, read, doing="reading", path=directory
@@ -149,16 +148,6 @@ def open_contents(
         return Contents(path, manifest, form["common"], form["objects"])
 
     return run_collectively(peers, f"reading {directory}", parse)
-
-
-def _read_contents(path: StoragePath) -> tuple[bytes, bytes]:
-    if isinstance(path, Path) and not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory.", flags=["--load"])
-    manifest_bytes = read_manifest_bytes(path)
-    manifest = parse_manifest(manifest_bytes, path / MANIFEST_NAME)
-    commit.check_name(path, manifest)
-    check_sizes(path, manifest)
-    return manifest_bytes, read_listed_file(path, manifest, COMMON_NAME)
 
 
 def load_state(

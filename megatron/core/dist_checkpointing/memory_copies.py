@@ -199,16 +199,12 @@ class CopiesOfGroup:
         """Send the bytes [bytes] that only this place holds, and receive a neighbour's bytes."""
         size, rank = self._peers.size, self._peers.rank
         handles: list[Handle] = []
-        for begin in range(0, len(coming), _CHUNK_BYTES):
-            part = coming[begin : begin + _CHUNK_BYTES]
-            handles.append(
-                torch_collectives.irecv(part, (rank - plan.distance) % size, self._group)
-            )
-        for begin in range(0, len(leaving), _CHUNK_BYTES):
-            part = leaving[begin : begin + _CHUNK_BYTES]
-            handles.append(
-                torch_collectives.isend(part, (rank + plan.distance) % size, self._group)
-            )
+        for start, data, other in (
+            (torch_collectives.irecv, coming, rank - plan.distance),
+            (torch_collectives.isend, leaving, rank + plan.distance),
+        ):
+            parts = data.split(_CHUNK_BYTES) if len(data) else ()
+            handles += [start(part, other % size, self._group) for part in parts]
         for handle in handles:
             handle.wait()
 

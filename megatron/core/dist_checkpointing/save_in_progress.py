@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import typed_json
 from megatron.core.dist_checkpointing.collective import as_checkpoint_error, run_collectively
-from megatron.core.dist_checkpointing.durable import describe_os_error
 from megatron.core.dist_checkpointing.flat_ranges import Box, describe_box
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_NAME,
@@ -124,10 +123,8 @@ class SaveInProgress:
                     in_background=in_background,
                 )
             self._report = _Report(file, [(piece.key, piece.box) for piece in self.pieces])
-        except OSError as error:
-            self._problem = describe_os_error(error, path=str(self.writer), doing="writing")
         except Exception as error:
-            self._problem = as_checkpoint_error(error, f"writing {self.writer}")
+            self._problem = as_checkpoint_error(error, "writing", self.writer)
 
     def finish(self) -> None:
         """Commit the checkpoint, or remove all of its files: collective.
@@ -145,10 +142,8 @@ class SaveInProgress:
         try:
             if gathered is not None and all(p is None for p, _ in gathered):
                 self._commit([r for _, r in gathered])
-        except OSError as error:
-            problem = describe_os_error(error, path=str(self.writer), doing="committing")
         except Exception as error:
-            problem = as_checkpoint_error(error, f"committing {self.final}")
+            problem = as_checkpoint_error(error, "committing", self.writer)
         self.cancel_if(problem)
         self.pieces = []
 

@@ -40,8 +40,6 @@ HASH_NAME = "sha256"
 """1.5 to 2 GB/s per core with SHA instructions (all recent servers); several threads hash while
 others write or read. It is also the fastest hash in every Python: faster than BLAKE2 and as fast as
 CRC-32. And the hash of the manifest alone protects a whole checkpoint against substitution."""
-_INLINE_BYTES = 64 << 10
-"""A smaller block is read at once: passing it to a thread would take as long."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -247,36 +245,3 @@ def read_block(
             rule=f"every block read must have the {HASH_NAME} recorded in manifest.json",
             fix="use another checkpoint; check the storage",
         )
-
-
-def start_reading(
-    threads: ThreadPool,
-    file: OpenFile,
-    into: memoryview,
-    position: int,
-    hashes: Sequence[str],
-    path: StoragePath,
-) -> list[Future]:
-    """Read whole blocks into memory and verify each, in threads.
-
-    Args:
-        into: as long as the blocks together; only the last may be shorter than BLOCK_BYTES.
-        position: position of the first block in the file.
-        hashes: hashes of the blocks.
-    Returns:
-        futures to wait for before the bytes are used; each may raise `CheckpointError`.
-    """
-    if len(into) < _INLINE_BYTES and len(hashes) == 1:
-        read_block(file, into, position, hashes[0], path)
-        return []
-    return [
-        threads.start(
-            read_block,
-            file,
-            into[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES],
-            position + index * BLOCK_BYTES,
-            expected,
-            path,
-        )
-        for index, expected in enumerate(hashes)
-    ]
