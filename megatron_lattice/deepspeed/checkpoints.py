@@ -148,9 +148,10 @@ def _strictness(wanted: Mapping[str, Any], is_strict: bool, contents: Contents) 
 
 def _check_interop(contents: InteropContents, *, needs_moments: bool) -> None:
     """Raise on all ranks if the optimizer's state is required and cannot be read."""
-    if needs_moments and (contents.no_optimizer or not contents.has_optimizer):
+    why = contents.why_no_moments
+    if needs_moments and why is not None:
         raise CheckpointError(
-            f"{contents.directory}: {contents.no_optimizer or 'it holds no optimizer state'}.",
+            f"{contents.directory}: {why}.",
             rule="a run resumes only with the optimizer state of the checkpoint",
             fix="give load_optimizer_states=False to continue with fresh moments",
         )

@@ -114,11 +114,6 @@ class _Job:
 KeyMapping = Callable[[ShardedTensor, Manifest], str]
 
 
-def same_key(wanted: ShardedTensor, _manifest: Manifest) -> str:
-    """Return the key under which a declaration is stored: its own."""
-    return wanted.key
-
-
 def open_contents(
     directory: str | os.PathLike[str] | ObjectDirectory, *, peers: ControlGroup
 ) -> Contents:
@@ -156,7 +151,7 @@ def load_state(
     *,
     peers: ControlGroup,
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-    key_mapping: KeyMapping = same_key,
+    key_mapping: KeyMapping = lambda wanted, _: wanted.key,
 ) -> Loaded:
     """Fill a sharded state dict: collective.
 

@@ -167,8 +167,12 @@ def plan_save(
     loads = [0] * len(declared)
     writes: list[list[int]] = [[] for _ in declared]
     sizes = {unit: declared[h[0][0]][h[0][1]].num_bytes for unit, h in holders.items()}
+
     # Shards without a choice first, then the largest: the usual greedy balance.
-    for unit in sorted(holders, key=lambda u: (_num_ranks(holders[u]) > 1, -sizes[u], u[:3])):
+    def urgency(unit: Unit) -> tuple[bool, int, Any]:
+        return len({rank for rank, _ in holders[unit]}) > 1, -sizes[unit], unit[:3]
+
+    for unit in sorted(holders, key=urgency):
         choices = holders[unit] if spread_over_replicas else mains[unit]
         rank, index = min(choices, key=lambda choice: (loads[choice[0]], choice))
         writes[rank].append(index)
@@ -233,10 +237,6 @@ def only_copies(
             rank, index = first[unit]
             chosen[rank].append(index)
     return chosen
-
-
-def _num_ranks(holders: Sequence[tuple[int, int]]) -> int:
-    return len({rank for rank, _ in holders})
 
 
 def _check_mains(

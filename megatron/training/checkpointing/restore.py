@@ -98,7 +98,8 @@ class Restorer:
             is_finetuning: load weights only, and begin at iteration 0.
         """
         settings = self.settings
-        is_upcycling = settings.moe_use_upcycling and is_dense(contents.manifest)
+        has_experts = any(EXPERTS in key for key in contents.manifest.tensors)
+        is_upcycling = settings.moe_use_upcycling and not has_experts
         is_finetuning = is_finetuning or is_upcycling
         with_optimizer = not (is_finetuning or settings.no_load_optim)
         with_rng = not (is_finetuning or settings.no_load_rng)
@@ -131,7 +132,10 @@ class Restorer:
             key_mapping=stored_key,
         )
         if isinstance(contents, InteropContents) and with_optimizer and has_optimizer:
-            complete_interop_state(self.context, loaded.state, template["optimizer"], contents)
+            state, scheduler = loaded.state, self.context.scheduler
+            contents.complete_optimizer(state["optimizer"], template["optimizer"])
+            if scheduler is not None and "opt_param_scheduler" not in state:
+                scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
         flags = {"with_optimizer": with_optimizer, "with_rng": with_rng}
         return self._apply(contents, loaded, **flags, is_finetuning=is_finetuning)
 
@@ -184,9 +188,7 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
         CheckpointError: moments are needed and cannot be read; on every rank, because all ranks
             have the same description.
     """
-    why = contents.no_optimizer
-    if why is None and not contents.has_optimizer:
-        why = "it contains no optimizer state"
+    why = contents.why_no_moments
     if needs_moments and why is not None:
         raise CheckpointError(
             f"{contents.directory}: {why}.",
@@ -196,20 +198,6 @@ def check_interop(contents: InteropContents, *, needs_moments: bool) -> list[str
             " step 0",
         )
     return [f"{contents.directory} is a checkpoint of {contents.kind}", *contents.notes]
-
-
-def complete_interop_state(
-    context: CheckpointContext, state: dict[str, Any], template: object, contents: InteropContents
-) -> None:
-    """Add, in place, plain values that optimizer and schedule expect.
-
-    Args:
-        state: the loaded state of the run.
-        template: the declaration of the optimizer's state.
-    """
-    contents.complete_optimizer(state["optimizer"], template)
-    if context.scheduler is not None and "opt_param_scheduler" not in state:
-        context.scheduler.step(increment=int(state.get("consumed_train_samples", 0)))
 
 
 MAIN_WEIGHT_PREFIX = "optimizer.state.fp32_param."
@@ -336,11 +324,6 @@ def as_local_state(state: ShardedStateDict) -> ShardedStateDict:
 EXPERTS = "experts.experts."
 NEW_PARTS = (".mlp.router.", ".mlp.shared_experts.")
 NORM, FUSED_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
-
-
-def is_dense(manifest: Manifest) -> bool:
-    """Whether a checkpoint has no experts."""
-    return not any(EXPERTS in key for key in manifest.tensors)
 
 
 def read_from_dense(state: ShardedStateDict, manifest: Manifest) -> ShardedStateDict:

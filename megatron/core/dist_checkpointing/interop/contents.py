@@ -109,9 +109,11 @@ class InteropContents(ViewContents):
     """Why the optimizer state cannot be read; None if it can."""
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether moments are among the tensors."""
-        return any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors)
+    def why_no_moments(self) -> str | None:
+        """Why the moments of an optimizer cannot be read; None if they can."""
+        if any(key.startswith("optimizer.state.exp_avg.") for key in self.manifest.tensors):
+            return self.no_optimizer
+        return self.no_optimizer or "it contains no optimizer state"
 
     def complete_optimizer(self, state: Any, template: Any) -> None:
         """Fill in, in place, the plain values that the optimizer needs in addition to its tensors.
@@ -356,7 +358,8 @@ def _plain(value: Any, reader: ViewReader) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(item, reader) for item in value)
     if isinstance(value, Record):
-        return _enum_value(value)
+        argument = value.args[0] if len(value.args) == 1 else None
+        return f"{value.kind}({argument})" if isinstance(argument, (int, str)) else value.kind
     if isinstance(value, type):
         return getattr(value, "kind", value.__name__)
     if isinstance(value, torch.dtype):
@@ -364,12 +367,6 @@ def _plain(value: Any, reader: ViewReader) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     return str(type(value).__name__)
-
-
-def _enum_value(record: Record) -> str:
-    argument = record.args[0] if len(record.args) == 1 else None
-    shown = f"({argument})" if isinstance(argument, (int, str)) else ""
-    return f"{record.kind}{shown}"
 
 
 def listed(directory: Path) -> list[str]:

@@ -98,18 +98,6 @@ def canonical_name(name: str) -> str:
     return name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
-def with_layer_offset(name: str, offset: int) -> str:
-    """Return a name whose layer number counts from the first layer of the model."""
-    match = _LAYER.fullmatch(name)
-    return name if match is None else f"decoder.layers.{int(match[1]) + offset}.{match[2]}"
-
-
-def num_layers(names: Iterator[str] | list[str]) -> int:
-    """Return how many layers a stage has, from the names of its parameters."""
-    numbers = [int(match[1]) for name in names if (match := _LAYER.fullmatch(name))]
-    return max(numbers, default=-1) + 1
-
-
 def split_of(name: str, *, is_gated: bool, size: int) -> Split | None:
     """Return how `size` tensor-parallel ranks split a parameter; None for an unknown name."""
     if size == 1 or _WHOLE.fullmatch(name):
@@ -121,15 +109,6 @@ def split_of(name: str, *, is_gated: bool, size: int) -> Split | None:
     return None
 
 
-def is_gated_mlp(tensors: Mapping[str, StoredView]) -> bool:
-    """Return whether the output of the first MLP layer is twice the input of the second one."""
-    for name, view in tensors.items():
-        if name.endswith(".mlp.linear_fc1.weight"):
-            second = tensors.get(name.replace("linear_fc1", "linear_fc2"))
-            return second is not None and view.shape[0] == 2 * second.shape[1]
-    return False
-
-
 Tensors = Mapping[str, StoredView]
 """One rank's parameters by their name in the file, in the order of the model."""
 
@@ -138,11 +117,20 @@ class StageNames:
     """The keys of one pipeline stage (or virtual stage): local layer numbers become global."""
 
     def __init__(self, tensors: Tensors, layer_offset: int) -> None:
-        self.keys = {
-            name: with_layer_offset(canonical_name(name), layer_offset) for name in tensors
-        }
-        self.num_layers = num_layers([canonical_name(name) for name in tensors])
-        self.is_gated = is_gated_mlp({canonical_name(name): view for name, view in tensors.items()})
+        self.keys: dict[str, str] = {}
+        self.num_layers = 0
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, view in tensors.items():
+            key = canonical_name(name)
+            shapes[key] = view.shape
+            if match := _LAYER.fullmatch(key):
+                self.num_layers = max(self.num_layers, int(match[1]) + 1)
+                key = f"decoder.layers.{int(match[1]) + layer_offset}.{match[2]}"
+            self.keys[name] = key
+        # In a gated MLP the output of the first layer is twice the input of the second layer.
+        first = next((key for key in shapes if key.endswith(".mlp.linear_fc1.weight")), "")
+        second = shapes.get(first.replace("linear_fc1", "linear_fc2"))
+        self.is_gated = second is not None and shapes[first][0] == 2 * second[1]
 
 
 def add_stage(
@@ -207,11 +195,6 @@ def common_values(common: Mapping[str, object]) -> tuple[dict[str, Any], dict[st
     if isinstance(scaler, dict) and all(name in scaler for name in _SCALER):
         state["grad_scaler"] = {name: scaler[name] for name in _SCALER}
     return state, run
-
-
-def learn_from_optimizer(builder: ContentsBuilder, optimizer: object) -> None:
-    """Store the number of updates that the optimizer has made in `builder`."""
-    builder.optimizer_step = steps_in(optimizer)
 
 
 def steps_in(optimizer: object) -> int:

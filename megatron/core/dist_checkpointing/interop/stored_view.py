@@ -108,6 +108,21 @@ class StoredView:
         )
 
 
+def sizes_of(value: object) -> tuple[int, ...]:
+    """Return a shape or offset that a file contains.
+
+    Raises:
+        DamagedCheckpointError: it is neither.
+    """
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) > MAX_DIMS
+        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
+    ):
+        raise DamagedCheckpointError(f"{shown(value)} is not a shape or offset.")
+    return tuple(value)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major strides of a shape, in elements."""
     strides, step = [], 1
@@ -164,7 +179,12 @@ class ViewReader:
             return
         file = self.file(view.storage.path)
         position = view.storage.begin + view.offset * item
-        if _is_same_memory(view, into):
+        if (
+            view.is_contiguous
+            and into.is_contiguous()
+            and is_host_memory(into.device)
+            and into.dtype == view.dtype
+        ):
             # The file's bytes are the tensor's bytes in the same order.
             memory = as_bytes(into)
             file.read_into(memory, position)
@@ -203,13 +223,3 @@ class ViewReader:
                 fix="use another checkpoint; check the storage",
             )
         self._verified.add(storage)
-
-
-def _is_same_memory(view: StoredView, into: Tensor) -> bool:
-    """Return whether the stored bytes of a view are the bytes of the tensor in memory."""
-    return (
-        view.is_contiguous
-        and into.is_contiguous()
-        and is_host_memory(into.device)
-        and into.dtype == view.dtype
-    )

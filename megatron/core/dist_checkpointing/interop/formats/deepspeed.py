@@ -39,13 +39,12 @@ from megatron.core.dist_checkpointing.interop.rank_state import (
     split_of,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import (
-    MAX_DIMS,
     StoredView,
     ViewReader,
     contiguous_stride,
+    sizes_of,
 )
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_dict
-from megatron.core.foundation.errors import shown
 
 _MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
 _MODEL_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d{2,})_model_states\.pt", re.ASCII)
@@ -275,14 +274,7 @@ def _item(values: Any, index: int) -> Any:
 
 def _groups_of_shapes(value: Any) -> list[dict[str, tuple[int, ...]]]:
     groups = value if isinstance(value, list) else [value] if isinstance(value, dict) else []
-    return [{str(n): _shape(s) for n, s in group.items()} for group in groups]
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    is_row = isinstance(value, (list, tuple)) and len(value) <= MAX_DIMS
-    if not is_row or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
-        raise DamagedCheckpointError(f"{shown(value)} in param_shapes is not a shape.")
-    return tuple(value)
+    return [{str(n): sizes_of(s) for n, s in group.items()} for group in groups]
 
 
 def _read(

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.interop.rank_state import (
     common_values,
     describe_layout,
     flatten,
-    learn_from_optimizer,
+    steps_in,
 )
 from megatron.core.dist_checkpointing.interop.stored_view import StoredView
 from megatron.core.dist_checkpointing.interop.torch_file import read_torch_dict
@@ -140,7 +140,7 @@ def _add_optimizer(
                     prefix=f"optimizer.state.{kind}.",
                     where=directory,
                 )
-    learn_from_optimizer(builder, files[0, 0]["optimizer"])
+    builder.optimizer_step = steps_in(files[0, 0]["optimizer"])
 
 
 def _moments(
