@@ -351,7 +351,7 @@ def apply_retention(
     for found in doomed:
         run_on_coordinator(
             peers,
-            lambda found=found: commit.remove_checkpoint(found, _RUN),
+            functools.partial(commit.remove_checkpoint, found, _RUN),
             doing="deleting",
             path=found.path,
         )
