@@ -203,8 +203,8 @@ class CopiesOfGroup:
             (torch_collectives.irecv, coming, rank - plan.distance),
             (torch_collectives.isend, leaving, rank + plan.distance),
         ):
-            parts = data.split(_CHUNK_BYTES) if len(data) else ()
-            handles += [start(part, other % size, self._group) for part in parts]
+            for part in data.split(_CHUNK_BYTES) if len(data) else ():
+                handles.append(start(part, other % size, self._group))
         for handle in handles:
             handle.wait()
 

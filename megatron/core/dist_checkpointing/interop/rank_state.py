@@ -34,7 +34,7 @@ class Split:
     """Blocks that are split one by one: 2 where each rank holds [gate_shard; up_shard]."""
 
     def full_shape(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-        """Return the shape of the tensor of which `size` ranks hold shards of `shape`."""
+        """Return the shape of the full tensor, if `size` ranks hold shards of `shape`."""
         return tuple(n * size if d == self.dim else n for d, n in enumerate(shape))
 
     def boxes(
