@@ -219,7 +219,7 @@ def open_checkpoint(directory: StoragePath) -> Manifest:
 
 
 def read_manifest(directory: StoragePath) -> tuple[bytes, Manifest]:
-    """Read and check manifest.json and what it lists, as `open_checkpoint`."""
+    """Read manifest.json, and check it and the files that it lists; see `open_checkpoint`."""
     if isinstance(directory, Path) and not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory.", flags=["--load"])
     data = read_manifest_bytes(directory)
