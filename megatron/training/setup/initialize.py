@@ -24,7 +24,7 @@ from megatron.resilience.restart_loop import RestartAttempt
 from megatron.resilience.signals import SignalFlag
 from megatron.resilience.status import RunStatus
 from megatron.training import global_vars
-from megatron.training.checkpointing.saver import claim_directory
+from megatron.training.checkpointing.checkpointer import claim_directory
 from megatron.training.cli.parser import ParsedCommand
 from megatron.training.config.resolved import ResolvedRun, resolve_vocabulary
 from megatron.training.config.run import RunConfig, plain
