@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.context_parallel.attention import key_heads_for_ranks
 from megatron.core.foundation.errors import ConfigError
-from megatron.core.kernels import online_softmax
+from megatron.core.kernels import blockwise_attention as kernel
 from megatron.core.kernels.attention_options import AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec, tiles
 from megatron.core.kernels.blockwise_attention import blockwise_attention
@@ -57,9 +57,9 @@ def formula(q, k, v, hidden, sink, keep_mask):
 def test_output_and_gradients_are_those_of_the_formula(
     monkeypatch, window, with_documents, dropout, with_sink, tile_keys
 ):
-    monkeypatch.setattr(online_softmax, "MAX_BLOCK_ROWS", 8)
-    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", tile_keys)
-    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
+    monkeypatch.setattr(kernel, "MAX_BLOCK_ROWS", 8)
+    monkeypatch.setattr(kernel, "MIN_TILE_KEYS", tile_keys)
+    monkeypatch.setattr(kernel, "MAX_TILE_ELEMENTS", B * N * 8 * tile_keys)
     torch.manual_seed(0)
     documents = (torch.rand(B, S) < 0.1).cumsum(1).int() if with_documents else None
     shapes = ((S, B, N, D), (S, B, G, D), (S, B, G, E))
@@ -116,8 +116,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_nothing_grows_with_the_square_of_the_sequence(monkeypatch, dropout):
     """The largest tensor of forward and backward doubles with the length, and is no [s, s]."""
-    monkeypatch.setattr(online_softmax, "MIN_TILE_KEYS", 64)
-    monkeypatch.setattr(online_softmax, "MAX_TILE_ELEMENTS", 2**12)
+    monkeypatch.setattr(kernel, "MIN_TILE_KEYS", 64)
+    monkeypatch.setattr(kernel, "MAX_TILE_ELEMENTS", 2**12)
     monkeypatch.setattr("megatron.core.parameters.keyed_draws.MAX_ATTENTION_BLOCK_ELEMENTS", 2**14)
     largest = {}
     for s in (512, 1024):
