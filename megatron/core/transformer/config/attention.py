@@ -108,32 +108,12 @@ def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[Megatro
     """Yield the problems of these sizes."""
     if not config.multi_latent_attention:
         return
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
-                 "v_head_dim"):  # fmt: skip
-        value = getattr(config, name)
-        odd = name == "qk_pos_emb_head_dim" and value % 2
-        if value is not None and (value < 1 or odd):
-            spelling = "--" + name.replace("_", "-")
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number, and channels rotate in pairs",
-                flags=[spelling],
-                fix=f"use {spelling} {max(2, value + value % 2)}",
-            )
-    epsilon = config.latent_norm_epsilon
-    if epsilon is not None and not 0 < epsilon < 1:
+    if config.qk_pos_emb_head_dim % 2:
         yield ConfigError(
-            f"latent_norm_epsilon={epsilon}.",
-            rule="it is positive and small compared with the variance",
-            flags=["--latent-norm-epsilon"],
-            fix="leave --latent-norm-epsilon out, or use 1e-6",
-        )
-    if config.rope_type not in ("rope", "yarn"):
-        yield ConfigError(
-            f"rope_type={config.rope_type!r} is unknown.",
-            rule="the rotary part uses rope or yarn",
-            flags=["--rope-type"],
-            fix="use yarn",
+            f"qk_pos_emb_head_dim={config.qk_pos_emb_head_dim}.",
+            rule="channels rotate in pairs",
+            flags=["--qk-pos-emb-head-dim"],
+            fix=f"use --qk-pos-emb-head-dim {config.qk_pos_emb_head_dim + 1}",
         )
 
 
@@ -206,15 +186,12 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
         )
     for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
         value = getattr(config, name)
-        if value is None or value < 1:
+        if value is None:
             yield _of_size(name, value, "it is a positive number", example)
     width = config.dsa_indexer_head_dim
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
-    if config.dsa_indexer_loss_coeff is not None and config.dsa_indexer_loss_coeff < 0:
-        value = config.dsa_indexer_loss_coeff
-        yield _of_size("dsa_indexer_loss_coeff", value, "it is not negative", 0.01)
 
 
 @dataclass
@@ -235,23 +212,3 @@ class QueryKeyClipConfig:
     def records_max_logits(self) -> bool:
         """Whether attention records the largest logit of each head."""
         return self.qk_clip or self.log_max_attention_logit
-
-
-def query_key_clip_problems(config: QueryKeyClipConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if not config.qk_clip:
-        return
-    if not 0.0 < config.qk_clip_threshold < float("inf"):
-        yield ConfigError(
-            f"qk_clip_threshold={config.qk_clip_threshold}.",
-            rule="the bound of the attention logits is a positive number",
-            flags=["--qk-clip-threshold"],
-            fix="use --qk-clip-threshold 100",
-        )
-    if not 0.0 <= config.qk_clip_alpha <= 1.0:
-        yield ConfigError(
-            f"qk_clip_alpha={config.qk_clip_alpha}.",
-            rule="the share that queries take of the scaling is in [0, 1]",
-            flags=["--qk-clip-alpha"],
-            fix="use --qk-clip-alpha 0.5",
-        )

@@ -15,15 +15,6 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-_POSITIVE = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
-
-
 DRAWN_BY_PLACE = "dropout is keyed by a token's place in the micro batch"
 
 
@@ -126,37 +117,6 @@ class BlockConfig:
 
 def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
     """Yield the problems of the layer's composition."""
-    if config.normalization not in NORMS:
-        yield ConfigError(
-            f"normalization={config.normalization!r} is unknown.",
-            rule=f"known norms are {', '.join(NORMS)}",
-            flags=["--normalization"],
-            fix="use --normalization RMSNorm",
-        )
-    if config.softmax_type not in SOFTMAX_TYPES:
-        yield ConfigError(
-            f"softmax_type={config.softmax_type!r} is unknown.",
-            rule=f"known types are {', '.join(SOFTMAX_TYPES)}",
-            flags=["--softmax-type"],
-            fix="use --softmax-type vanilla",
-        )
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0.0 <= getattr(config, name) < 1.0:
-            yield ConfigError(
-                f"{name}={getattr(config, name)}.",
-                rule="a dropout probability is in [0, 1)",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"use --{name.replace('_', '-')} 0.1",
-            )
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number",
-                flags=["--" + name.replace("_", "-")],
-                fix=f"leave --{name.replace('_', '-')} out",
-            )
     if config.use_parallel_residual and config.apply_residual_connection_post_layernorm:
         yield ConfigError(
             "use_parallel_residual with apply_residual_connection_post_layernorm.",
@@ -167,14 +127,6 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop one of them",
-        )
-    pattern = config.window_attn_skip_freq
-    if isinstance(pattern, int) and pattern < 1:
-        yield ConfigError(
-            f"window_attn_skip_freq={pattern}.",
-            rule="every N-th layer sees all keys, N at least 1",
-            flags=["--window-attn-skip-freq"],
-            fix="use --window-attn-skip-freq 2 for every other layer",
         )
     if config.window_size is not None and (
         len(config.window_size) != 2 or min(config.window_size) < -1

@@ -50,17 +50,8 @@ class ShapeConfig:
 
 def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
     """Yield the problems of the sizes by themselves."""
-    sizes = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [name for name in sizes if getattr(config, name) < 1]
-    for name in missing:
-        yield ConfigError(
-            f"{name}={getattr(config, name)}.",
-            rule="it is a positive number",
-            flags=["--" + name.replace("_", "-")],
-            fix=f"set --{name.replace('_', '-')}",
-        )
-    if missing:
-        return
+    if min(config.num_layers, config.hidden_size, config.num_attention_heads) < 1:
+        return  # reported already
     heads, groups = config.num_attention_heads, config.num_query_groups
     if config.kv_channels is None:
         yield ConfigError(
@@ -68,13 +59,6 @@ def shape_problems(config: ShapeConfig) -> Iterator[MegatronError]:
             rule="without --kv-channels a head is hidden_size / num_attention_heads wide",
             flags=["--hidden-size", "--num-attention-heads", "--kv-channels"],
             fix=f"use --hidden-size {-(-config.hidden_size // heads) * heads}",
-        )
-    elif config.kv_channels < 1:
-        yield ConfigError(
-            f"kv_channels={config.kv_channels}.",
-            rule="it is a positive number",
-            flags=["--kv-channels"],
-            fix="drop --kv-channels",
         )
     if groups is None or groups < 1 or heads % groups:
         near = min(max(groups or 1, 1), heads)
@@ -176,29 +160,6 @@ class MaximalUpdateConfig:
         power = self.mup_attn_scale_power
         # Equal to the usual scale where the head is as wide as the base's.
         return (self.mup_base_head_dim or 1.0) ** (power - 0.5) * float(head_width) ** -power
-
-
-def maximal_update_problems(config: MaximalUpdateConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if not config.use_mup:
-        return
-    for name in (
-        "mup_base_hidden_size",
-        "mup_width_mult",
-        "mup_base_head_dim",
-        "mup_attn_scale_power",
-        "mup_embedding_mult",
-        "mup_output_mult",
-    ):
-        value = getattr(config, name)
-        if value is not None and not 0 < value < float("inf"):
-            spelling = "--" + name.replace("_", "-")
-            yield ConfigError(
-                f"{name}={value}.",
-                rule="it is a positive number",
-                flags=[spelling],
-                fix=f"leave {spelling} out",
-            )
 
 
 def derive_maximal_update(config: TransformerConfig) -> None:

@@ -161,15 +161,3 @@ class PredictionConfig:
         """Number of built layers that predict later tokens: one if the layer is repeated."""
         depths = self.mtp_num_layers or 0
         return min(depths, 1) if self.mtp_use_repeated_layer else depths
-
-
-def prediction_problems(config: PredictionConfig) -> Iterator[MegatronError]:
-    """Yield the problems of these settings."""
-    if (config.mtp_num_layers or 0) < 0 or config.mtp_loss_scaling_factor < 0:
-        yield ConfigError(
-            f"mtp_num_layers={config.mtp_num_layers} with"
-            f" mtp_loss_scaling_factor={config.mtp_loss_scaling_factor}.",
-            rule="neither is negative",
-            flags=["--mtp-num-layers", "--mtp-loss-scaling-factor"],
-            fix="use --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1",
-        )
