@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.foundation.device import current_device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.parallel_parameters import device_of_parameters
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -77,7 +77,7 @@ class Indexer(MegatronModule):
             sequence_parallel=config.sequence_parallel,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             dtype=config.params_dtype,
-            device=torch.device("cpu") if config.use_cpu_initialization else current_device(),
+            device=device_of_parameters(config),
         )
         self.linear_weights_proj = linear(
             submodules.linear_weights_proj, config.hidden_size, self.num_heads
