@@ -46,7 +46,6 @@ class SparseSpec:
         topk: keys that a query attends to.
         uses_relu: negative scores of a head of the indexer count as zero.
         compared: the keys of the loss.
-        total: positions of the whole sequence.
         keep_mask: draws dropout; None without.
         sum_over_ranks: sums a tensor over the ranks that hold other heads.
     """
@@ -55,7 +54,6 @@ class SparseSpec:
     topk: int
     uses_relu: bool
     compared: Compared
-    total: int
     keep_mask: AttentionKeepMask | None
     sum_over_ranks: Callable[[Tensor], Tensor]
 

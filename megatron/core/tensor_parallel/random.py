@@ -36,6 +36,7 @@ from megatron.core.step_context.context import (
     within_step,
 )
 from megatron.core.tensor_parallel.mappings import CollectivePair
+from megatron.core.tensor_parallel.utils import split_tensor_into_1d_equal_chunks
 from megatron.core.topology.group import Group
 from megatron.core.transport import collectives
 
@@ -110,6 +111,9 @@ def _distribute_saved_input(
         return function, args
     shape, full = first.shape, [first.detach()]
 
+    def shard_of(x: Tensor, group: Group) -> Tensor:
+        return split_tensor_into_1d_equal_chunks(x, new_buffer=True, tp_group=group)
+
     def gathered(shard: Tensor, group: Group) -> Tensor:
         # The first call has the full tensor; the second must gather it.
         return (full.pop() if full else collectives.all_gather(shard, group)).view(shape)
@@ -119,15 +123,9 @@ def _distribute_saved_input(
 
     def from_shard(shard: Tensor, *rest: Any) -> Any:
         # All ranks compute the same gradient of the full tensor, so backward takes a shard of it.
-        return function(CollectivePair.apply(shard, group, gathered, _shard_of), *rest)
+        return function(CollectivePair.apply(shard, group, gathered, shard_of), *rest)
 
-    return from_shard, (CollectivePair.apply(first, group, _shard_of, joined), *args[1:])
-
-
-def _shard_of(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of the flattened tensor [...], a copy."""
-    length = x.numel() // group.size()
-    return x.reshape(-1).narrow(0, group.rank() * length, length).clone()
+    return from_shard, (CollectivePair.apply(first, group, shard_of, joined), *args[1:])
 
 
 # Outputs without storage --------------------------------------------------------------------

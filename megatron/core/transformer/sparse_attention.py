@@ -37,8 +37,12 @@ from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.topology.group import Group
 from megatron.core.transformer.dot_product_attention import DotProductAttention, without_padding
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.indexer import Indexer, IndexerSubmodules
-from megatron.core.transformer.indexer_loss import IndexedAttention, IndexerLoss
+from megatron.core.transformer.indexer import (
+    IndexedAttention,
+    Indexer,
+    IndexerLoss,
+    IndexerSubmodules,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import collectives
@@ -112,7 +116,6 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             topk=self.topk,
             uses_relu=self.config.dsa_indexer_scoring_relu,
             compared=compared,
-            total=total,
             keep_mask=AttentionKeepMask.next(1.0 - options.dropout, total)
             if options.dropout
             else None,

@@ -26,7 +26,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
             "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor",
             "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
             "linear_num_key_heads", "linear_num_value_heads", "mamba_state_dim", "mamba_head_dim",
-            "mamba_num_groups", "mamba_num_heads",
+            "mamba_num_groups",
         ),
     ),
     "it is not negative": (
@@ -42,7 +42,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     ),
     "it is in [0, 1]": (lambda value: 0 <= value <= 1, ("qk_clip_alpha",)),
 }  # fmt: skip
-"""Rule -> (its test, the fields that it holds for)."""
+"""Rule -> (its test, the fields that it holds for).
+
+Sizes that may be derived from other sizes, as the heads of Mamba-2, are checked with their layers.
+"""
 
 
 def value_problems(config: Any) -> Iterator[MegatronError]:
