@@ -74,6 +74,8 @@ class FlagMetadata:
     gives the reason for single values."""
     part_of: tuple[str, ...] = ()
     """This field tunes these fields, and has no effect unless one of them is set."""
+    within: str = ""
+    """Range of the value, a rule of `transformer.config.field_values`."""
     metavar: str | tuple[str, ...] = ""
     """Name of the value in the help of a tool."""
     is_positional: bool = False
@@ -104,6 +106,7 @@ def flag(
     only_on_gpu: str = "",
     per_micro_batch: str | Mapping[object, str] = "",
     part_of: str | tuple[str, ...] = (),
+    within: str = "",
     metavar: str | tuple[str, ...] = "",
     is_flag: bool = True,
     is_repeated: bool = False,
@@ -128,6 +131,7 @@ def flag(
         only_on_gpu=only_on_gpu,
         per_micro_batch=per_micro_batch,
         part_of=(part_of,) if isinstance(part_of, str) else part_of,
+        within=within,
         metavar=metavar,
         is_flag=is_flag,
         is_arg=is_flag,

@@ -16,6 +16,7 @@ import torch
 from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.settings.field_types import check_types
+from megatron.core.settings.flags import flag
 from megatron.core.settings.inert_flags import (
     refused_settings,
     warn_of_unused_settings,
@@ -31,7 +32,7 @@ from megatron.core.transformer.config.attention import (
 )
 from megatron.core.transformer.config.block import BlockConfig, block_problems
 from megatron.core.transformer.config.experts import ExpertConfig, derive_experts, expert_problems
-from megatron.core.transformer.config.field_values import value_problems
+from megatron.core.transformer.config.field_values import POSITIVE, value_problems
 from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.core.transformer.config.linear_attention import (
     LinearAttentionConfig,
@@ -66,6 +67,7 @@ from megatron.core.transformer.config.stages import (
     derive_virtual_stages,
     overlap_f_b_problems,
 )
+from megatron.core.transformer.norm import NORMS
 from megatron.core.utils import best_divisor
 
 
@@ -291,8 +293,8 @@ class MLATransformerConfig(TransformerConfig):
     """The config of a model with multi-latent attention, with Megatron's defaults for one."""
 
     multi_latent_attention: bool = True
-    q_lora_rank: int | None = 512
-    normalization: str = "RMSNorm"
+    q_lora_rank: int | None = flag(512, within=POSITIVE)
+    normalization: str = flag("RMSNorm", choices=tuple(NORMS))
     max_position_embeddings: int | None = None
     """Another name of `original_max_position_embeddings`, which Megatron had first."""
 

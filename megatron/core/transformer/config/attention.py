@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE, SHARE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,17 +58,19 @@ class LatentAttentionConfig:
 
     multi_latent_attention: bool = False
     """Attention whose keys and values are made from one short vector per token."""
-    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention")
+    q_lora_rank: int | None = flag(None, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the queries' latent; None projects queries in one step."""
-    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention")
+    kv_lora_rank: int = flag(512, cli_default=32, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the latent of keys and values."""
-    qk_head_dim: int = flag(128, part_of="multi_latent_attention")
+    qk_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a query/key head without its rotary part."""
-    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention")
+    qk_pos_emb_head_dim: int = flag(64, part_of="multi_latent_attention", within=POSITIVE)
     """Width of the rotary part, whose key all heads share."""
-    v_head_dim: int = flag(128, part_of="multi_latent_attention")
+    v_head_dim: int = flag(128, part_of="multi_latent_attention", within=POSITIVE)
     """Width of a value head."""
-    latent_norm_epsilon: float | None = flag(None, part_of="multi_latent_attention")
+    latent_norm_epsilon: float | None = flag(
+        None, part_of="multi_latent_attention", within=POSITIVE
+    )
     """Added to the variance in the norms of latents; None is --norm-epsilon."""
     rope_type: str = flag(
         "yarn", cli_default=None, choices=("rope", "yarn"), part_of="multi_latent_attention"
@@ -128,13 +131,16 @@ class SparseAttentionConfig:
     dsa_indexer_head_dim: int | None = flag(None, part_of=_MIXER)
     """Width of a head of the indexer; its first channels rotate, as many as
     --qk-pos-emb-head-dim."""
-    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER)
+    dsa_indexer_n_heads: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Query heads of the indexer; they share one key."""
-    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER)
+    dsa_indexer_topk: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
     earliest key."""
     dsa_indexer_loss_coeff: float | None = flag(
-        None, part_of=_MIXER, per_micro_batch="the loss is a mean over the tokens of a micro batch"
+        None,
+        part_of=_MIXER,
+        per_micro_batch="the loss is a mean over the tokens of a micro batch",
+        within=NOT_NEGATIVE,
     )
     """Factor on the loss that trains the indexer to match the distribution of attention. With None
     or 0 the indexer is not trained."""
@@ -201,9 +207,9 @@ class QueryKeyClipConfig:
     qk_clip: bool = False
     """After each update scale down the query and key weights of heads whose largest attention logit
     in the global batch exceeds --qk-clip-threshold (MuonClip, arXiv 2507.20534, section 2.1)."""
-    qk_clip_threshold: float = flag(100.0, part_of="qk_clip")
+    qk_clip_threshold: float = flag(100.0, part_of="qk_clip", within=POSITIVE)
     """Largest attention logit that causes no scaling."""
-    qk_clip_alpha: float = flag(0.5, part_of="qk_clip")
+    qk_clip_alpha: float = flag(0.5, part_of="qk_clip", within=SHARE)
     """Share of the scaling that is applied to the query weights; key weights get the rest."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of each global batch."""

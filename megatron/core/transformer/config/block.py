@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import int_pair, layer_pattern
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
@@ -50,14 +51,14 @@ class BlockConfig:
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the word embeddings."""
-    logits_scaling: float = 1.0
+    logits_scaling: float = flag(1.0, within=POSITIVE)
     """Divisor of the logits, applied before --final-logit-softcapping (Granite)."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the logits of the head: c * tanh(logit / c). With None they are unbounded."""
 
     add_bias_linear: bool = flag(
@@ -76,9 +77,9 @@ class BlockConfig:
     """Clamp a gated MLP's branches before the nonlinearity to this value: the gate from above, the
     other branch on both sides. None does not clamp."""
 
-    hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
+    hidden_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the embedding and of each residual branch."""
-    attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE)
+    attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the attention weights."""
 
     softmax_scale: float | None = None
@@ -93,11 +94,11 @@ class BlockConfig:
     window_size: tuple[int, int] | None = flag(None, parse=int_pair, type_text="int,int")
     """Sliding window: keys to the left and right that a query may see; -1 is unlimited."""
     window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr"
+        None, parse=layer_pattern, type_text="int or list expr", within=POSITIVE
     )
     """Layers with the window: N for all but every N-th layer, or 1 (window) or 0 for each layer.
     None is all layers."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). With None they are unbounded."""
     attention_backend: AttnBackend = AttnBackend.auto

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -61,15 +62,15 @@ class ExpertExchangeConfig:
 class ExpertConfig(ExpertExchangeConfig):
     """Routed experts, their router and dispatcher. Names and defaults are Megatron's."""
 
-    num_moe_experts: int | None = flag(None, name="num_experts")
+    num_moe_experts: int | None = flag(None, name="num_experts", within=POSITIVE)
     """Routed experts of each expert layer; None is a dense model."""
     moe_layer_freq: int | list[int] = flag(
-        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts"
+        1, parse=layer_pattern, type_text="int or list expr", part_of="num_experts", within=POSITIVE
     )
     """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
-    moe_latent_size: int | None = flag(None, part_of="num_experts")
+    moe_latent_size: int | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Input and output width of routed experts: tokens are projected down to it before they are
     sent to their experts, and up again afterwards. The router and shared experts read tokens in the
     hidden size (LatentMoE, arXiv 2601.18089). None is the hidden size."""
@@ -121,14 +122,14 @@ class ExpertConfig(ExpertExchangeConfig):
     """One or several of aux_loss, seq_aux_loss, global_aux_loss; or sinkhorn, or none."""
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", part_of="num_experts")
     """Weight of the balance loss; one for each method where there are several."""
-    moe_z_loss_coeff: float | None = flag(None, part_of="num_experts")
+    moe_z_loss_coeff: float | None = flag(None, part_of="num_experts", within=BELOW_ONE)
     """Weight of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.1)."""
-    moe_input_jitter_eps: float | None = flag(None, part_of="num_experts")
+    moe_input_jitter_eps: float | None = flag(None, part_of="num_experts", within=BELOW_ONE)
     """Multiply the router's input by uniform noise in [1 - eps, 1 + eps] (arXiv 2101.03961)."""
     moe_router_force_load_balancing: bool = flag(False, part_of="num_experts")
     """Route at random, for measuring speed."""
 
-    moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts")
+    moe_expert_capacity_factor: float | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Capacity of an expert: the number of tokens of a sequence that it accepts, relative to an
     even share. None drops no token."""
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), part_of="num_experts")
@@ -138,13 +139,15 @@ class ExpertConfig(ExpertExchangeConfig):
     )
     """Pad the input of every expert to the same length: its capacity in each sequence."""
     moe_expert_rank_capacity_factor: float | None = flag(
-        None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY
+        None, part_of="num_experts", per_micro_batch=_EQUALLY_MANY, within=POSITIVE
     )
     """Number of tokens that a rank sends to each expert-parallel rank, relative to an even share of
     its choices. With it the host never waits for the router; choices beyond it are dropped and
     counted in the log. At the expert-parallel size none is dropped. With None the host reads the
     router's counts and sends every token."""
-    moe_shared_expert_intermediate_size: int | None = flag(None, part_of="num_experts")
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, part_of="num_experts", within=POSITIVE
+    )
     """Width of the shared expert, which every token uses; None adds no shared expert."""
     moe_shared_expert_gate: bool = flag(False, part_of="moe_shared_expert_intermediate_size")
     """Multiply the shared expert's output by a sigmoid gate computed from the token."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import float_pair, layer_pattern
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import POSITIVE
 from megatron.core.transformer.config.layer_kinds import (
     ATTENTION,
     DENSE,
@@ -53,7 +54,7 @@ class LinearAttentionConfig:
     2412.06464), kda, Kimi Delta Attention (arXiv 2510.26692), mamba2 (arXiv 2405.21060), or dsa,
     attention with latents to the keys that an indexer chooses (arXiv 2512.02556)."""
     linear_attention_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT
+        None, parse=layer_pattern, type_text="int or list expr", part_of=_VARIANT, within=POSITIVE
     )
     """Layers with this mixer: N for all but every N-th, which keeps attention, or 1 or 0 for each
     layer. None is all layers."""
@@ -63,22 +64,22 @@ class LinearAttentionConfig:
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
     Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
     stages, / precedes the layers that predict a later token: "M-M*-|M-M*-/*E/*E"."""
-    linear_conv_kernel_dim: int = flag(4, part_of=_MIXER)
+    linear_conv_kernel_dim: int = flag(4, part_of=_MIXER, within=POSITIVE)
     """Taps of the causal convolution before the recurrence."""
-    linear_key_head_dim: int = flag(128, part_of=_MIXER)
+    linear_key_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of a query and key head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_value_head_dim: int = flag(128, part_of=_MIXER)
+    linear_value_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of a value head of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_key_heads: int = flag(16, part_of=_MIXER)
+    linear_num_key_heads: int = flag(16, part_of=_MIXER, within=POSITIVE)
     """Query and key heads of Gated DeltaNet, and of Kimi Delta Attention."""
-    linear_num_value_heads: int = flag(32, part_of=_MIXER)
+    linear_num_value_heads: int = flag(32, part_of=_MIXER, within=POSITIVE)
     """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
     number of value heads."""
-    mamba_state_dim: int = flag(128, part_of=_MIXER)
+    mamba_state_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of the state of Mamba-2."""
-    mamba_head_dim: int = flag(64, part_of=_MIXER)
+    mamba_head_dim: int = flag(64, part_of=_MIXER, within=POSITIVE)
     """Width of a head of Mamba-2."""
-    mamba_num_groups: int = flag(8, part_of=_MIXER)
+    mamba_num_groups: int = flag(8, part_of=_MIXER, within=POSITIVE)
     """Groups of heads of Mamba-2; the heads of a group share B and C."""
     mamba_num_heads: int | None = flag(None, part_of=_MIXER)
     """Heads of Mamba-2; None: 2 * hidden_size / mamba_head_dim."""

@@ -11,6 +11,7 @@ import torch
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flags import flag, no_flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,7 +40,7 @@ class PrecisionConfig:
     itself (tensorwise), or in blocks of 128 (blockwise) or 32 elements (mxfp8)."""
     fp8_margin: int = flag(0, part_of="fp8")
     """Delayed scaling: spare powers of two above the largest magnitude of earlier steps."""
-    fp8_amax_history_len: int = flag(1, part_of="fp8")
+    fp8_amax_history_len: int = flag(1, part_of="fp8", within=POSITIVE)
     """Delayed scaling: number of steps in the amax history."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"), part_of="fp8")
     """Delayed scaling: use the most recent or the largest amax of the history."""
@@ -59,9 +60,11 @@ class PrecisionConfig:
     """Scaling of FP4 operands."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in the dtype of the model."""
-    num_layers_at_start_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
+    num_layers_at_start_in_bf16: int = flag(
+        1, part_of="first_last_layers_bf16", within=NOT_NEGATIVE
+    )
     """Number of first layers."""
-    num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16")
+    num_layers_at_end_in_bf16: int = flag(1, part_of="first_last_layers_bf16", within=NOT_NEGATIVE)
     """Number of last layers."""
     disable_bf16_reduced_precision_matmul: bool = False
     """Forbid bf16 accumulation inside GEMMs on hardware that offers it."""
@@ -137,7 +140,7 @@ class RecomputeConfig:
     (--apply-residual-connection-post-layernorm)."""
     distribute_saved_activations: bool = False
     """Shard the saved layer inputs over the tensor-parallel ranks."""
-    mlp_chunks_for_training: int = 1
+    mlp_chunks_for_training: int = flag(1, within=POSITIVE)
     """Number of token chunks of the MLP. Chunks are computed one after the other and recomputed in
     backward, so only one chunk's wide activations exist at a time (tiled MLP: arXiv 2506.13996,
     section 3.1)."""
@@ -302,7 +305,7 @@ class GraphConfig:
     local, or transformer_engine with the same effect. The log names layers that cannot use it."""
     enable_cuda_graph: bool = flag(False, only_on_gpu=_ON_CPUS)
     """Megatron's earlier name of cuda-graph-impl local."""
-    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl")
+    cuda_graph_warmup_steps: int = flag(3, part_of="cuda_graph_impl", within=NOT_NEGATIVE)
     """Passes of a layer before each capture. 0 still makes one, which initialises libraries."""
 
     @property

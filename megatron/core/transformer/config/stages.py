@@ -12,6 +12,7 @@ from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.pipeline_parallel.layout import PipelineParallelLayerLayout, virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flags import flag
+from megatron.core.transformer.config.field_values import NOT_NEGATIVE
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -147,10 +148,10 @@ def overlap_f_b_problems(config: TransformerConfig) -> Iterator[MegatronError]:
 class PredictionConfig:
     """Multi-token prediction (DeepSeek-V3, section 2.2, arXiv 2412.19437)."""
 
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = flag(None, within=NOT_NEGATIVE)
     """Number of further tokens to predict, each by one more layer, or by the layers after / in
     --hybrid-layer-pattern. None or 0 predicts only the next token."""
-    mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers")
+    mtp_loss_scaling_factor: float = flag(0.1, part_of="mtp_num_layers", within=NOT_NEGATIVE)
     """Weight of the mean of their losses, relative to the loss of the next token."""
 
     mtp_use_repeated_layer: bool = flag(False, part_of="mtp_num_layers")
