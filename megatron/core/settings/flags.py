@@ -74,6 +74,8 @@ class FlagMetadata:
     gives the reason for single values."""
     part_of: tuple[str, ...] = ()
     """This field tunes these fields, and has no effect unless one of them is set."""
+    within: str = ""
+    """Range of the value, a rule of `transformer.config.field_values`."""
     metavar: str | tuple[str, ...] = ""
     """Name of the value in the help of a tool."""
     is_positional: bool = False

@@ -59,8 +59,11 @@ def _reduce_scatter_last_dim(x: Tensor, group: Group) -> Tensor:
 Collective = Callable[[Tensor, Group], Tensor]
 
 
-class _Pair(torch.autograd.Function):
-    """Forward computes one collective, backward its transpose."""
+class CollectivePair(torch.autograd.Function):
+    """A collective and its transpose: `apply(x, group, collective, transpose)`.
+
+    Forward returns `collective(x, group)`, backward `transpose(grad, group)`.
+    """
 
     @staticmethod
     def forward(
@@ -78,7 +81,7 @@ def _paired(
     x: Tensor, group: Group | None, collective: Collective, transpose: Collective
 ) -> Tensor:
     group = resolve_group(group, "tp")
-    return x if group.size() == 1 else _Pair.apply(x, group, collective, transpose)
+    return x if group.size() == 1 else CollectivePair.apply(x, group, collective, transpose)
 
 
 def _identity(x: Tensor, _group: Group) -> Tensor:
@@ -88,14 +91,6 @@ def _identity(x: Tensor, _group: Group) -> Tensor:
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
     # Copy: the caller, or another branch of the graph, may still use the tensor.
     return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
-
-
-def _gather_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
-    return collectives.all_gather(x, group, sizes)
-
-
-def _reduce_scatter_sequence(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
-    return collectives.reduce_scatter(x, group, sizes)
 
 
 def _own_sequence_piece(x: Tensor, group: Group, sizes: Sizes = None) -> Tensor:
@@ -112,19 +107,6 @@ def _exchanged(x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes)
     work = collectives.start_all_to_all(x, group, output_sizes, input_sizes)
     yield_to_peer()
     return work.wait()
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, output_sizes: Sizes, input_sizes: Sizes
-    ) -> Tensor:
-        ctx.group, ctx.output_sizes, ctx.input_sizes = group, output_sizes, input_sizes
-        return _exchanged(x, group, output_sizes, input_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.group, ctx.input_sizes, ctx.output_sizes), None, None, None
 
 
 @dataclass
@@ -217,7 +199,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group | None
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """Keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers them."""
-    return _paired(input_, group, _own_sequence_piece, _gather_sequence)
+    return _paired(input_, group, _own_sequence_piece, collectives.all_gather)
 
 
 def gather_from_sequence_parallel_region(
@@ -236,9 +218,9 @@ def gather_from_sequence_parallel_region(
         output_split_sizes: rows of each rank, if unequal.
         use_global_buffer: accepted for compatibility; torch's allocator recycles the memory.
     """
-    gather = partial(_gather_sequence, sizes=output_split_sizes)
+    gather = partial(collectives.all_gather, sizes=output_split_sizes)
     if tensor_parallel_output_grad:
-        scatter: Collective = partial(_reduce_scatter_sequence, sizes=output_split_sizes)
+        scatter: Collective = partial(collectives.reduce_scatter, sizes=output_split_sizes)
     else:
         scatter = partial(_own_sequence_piece, sizes=output_split_sizes)
     return _paired(input_, group, gather, scatter)
@@ -251,8 +233,8 @@ def reduce_scatter_to_sequence_parallel_region(
     use_global_buffer: bool = False,
 ) -> Tensor:
     """Sum partial results and keep this rank's rows: [s, ...] -> [s/tp, ...]; backward gathers."""
-    scatter = partial(_reduce_scatter_sequence, sizes=input_split_sizes)
-    return _paired(input_, group, scatter, partial(_gather_sequence, sizes=input_split_sizes))
+    scatter = partial(collectives.reduce_scatter, sizes=input_split_sizes)
+    return _paired(input_, group, scatter, partial(collectives.all_gather, sizes=input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
@@ -295,7 +277,12 @@ def all_to_all(
         rows = _A2AStart.apply(input_, exchange)
         overlap_fn()
         return _A2AWait.apply(rows, exchange)
-    return _AllToAll.apply(input_, group, output_split_sizes_, input_split_sizes)
+    sizes = output_split_sizes_, input_split_sizes
+    there, back = (
+        partial(_exchanged, output_sizes=received, input_sizes=sent)
+        for received, sent in (sizes, sizes[::-1])
+    )
+    return CollectivePair.apply(input_, group, there, back)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group | None = None) -> Tensor:

@@ -302,7 +302,7 @@ _WITHOUT_VALUES: Sequence[tuple[str, Callable[..., Any]]] = (
 """Functions that only write values or compare ranks -> functions without effect."""
 
 _PARTS: Sequence[tuple[str, Callable[..., Any]]] = (
-    ("megatron.core.kernels.online_softmax.tiles", _largest_tile),
+    ("megatron.core.kernels.blockwise_attention.tiles", _largest_tile),
     ("megatron.core.kernels.vocab_softmax.row_blocks", _first_block),
 )
 """Functions that split a tensor into parts -> functions that return the largest part only."""

@@ -25,7 +25,6 @@ from megatron.core.enums import ModelType
 from megatron.core.foundation import device
 from megatron.core.foundation.errors import ConfigError, refuse_given, shown
 from megatron.core.models.common.kernel_choices import KernelLine, kernel_choices
-from megatron.core.models.model_settings import LoraSettings
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.parameters.initialization import parameters_without_memory
 from megatron.core.pipeline_parallel.layout import pipeline_layout
@@ -35,7 +34,6 @@ from megatron.core.settings.flags import fields_of
 from megatron.core.timers import Timers
 from megatron.core.transformer.add_adapters import add_adapters
 from megatron.core.transformer.captured_layer import why_not_captured
-from megatron.core.transformer.low_rank_adapter import AdapterSettings
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.dispatchers import EXCHANGE
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,19 +61,6 @@ def data_parallel_config(run: ResolvedRun) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**fields)
 
 
-def adapter_settings(lora: LoraSettings) -> AdapterSettings | None:
-    """Return the settings of the trained adapters, or None."""
-    if lora.lora_rank is None:
-        return None
-    return AdapterSettings(
-        rank=lora.lora_rank,
-        alpha=lora.lora_alpha or lora.lora_rank,
-        dropout=lora.lora_dropout,
-        target_modules=tuple(lora.lora_target_modules),
-        use_dora=lora.use_dora,
-    )
-
-
 def build_model(
     run: ResolvedRun,
     provider: ModelProvider,
@@ -91,9 +76,8 @@ def build_model(
     """
     config = copy.copy(run.transformer_config)  # each model sets its own callbacks in it
     chunks = build_chunks(run, config, provider, groups, wrap_with_ddp=wrap_with_ddp)
-    adapters = adapter_settings(run.lora)
-    if adapters is not None:
-        add_adapters(chunks, adapters, groups)
+    if run.lora.lora_rank is not None:
+        add_adapters(chunks, run.lora, groups)
     _announce_size(chunks, groups)
     _announce_kernels(run, config)
     chunks = move_and_convert(run, chunks)

@@ -15,7 +15,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.add_adapters import add_adapters
-from megatron.core.transformer.low_rank_adapter import AdapterSettings, adapter_parameters
+from megatron.core.transformer.low_rank_adapter import LoraConfig, adapter_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport.object_collectives import SingleProcess
 from megatron.hugging_face import read_adapters, read_model_directory
@@ -23,7 +23,6 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.training.cli.parser import parse_command_line
 from megatron.training.config.resolve import resolve
 from megatron.training.rules import resolve_and_check
-from megatron.training.setup.model import adapter_settings
 from tests.distributed.hugging_face.test_layouts import train
 from tests.harness.distributed import distributed
 from tests.harness.tolerances import (
@@ -190,7 +189,7 @@ def test_a_model_in_use_takes_its_adapters_from_a_directory(base, trained_elsewh
     groups, words = ProcessGroupCollection.single(), ["--load-adapter", str(trained_elsewhere[0])]
     run = resolve(parse_command_line([*flags_for(base), *words]).config, world_size=1)
     model, _ = our_model(base)
-    settings = adapter_settings(run.lora)
+    settings = run.lora
     add_adapters([model], settings, groups)
     load_checkpoint([model], None, None, args=run.namespace(), pg_collection=groups)
     ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(8))
@@ -207,10 +206,12 @@ def test_a_layer_may_be_on_some_stages_only(groups):
     layer = nn.ModuleDict(
         {name: ColumnParallelLinear(8, 16, config=config, init_method=nn.init.zeros_)}
     )
-    settings = AdapterSettings(rank=2, alpha=2, target_modules=("in_proj", "linear_qkv"))
+    settings = LoraConfig(lora_rank=2, lora_alpha=2, lora_target_modules=("in_proj", "linear_qkv"))
     assert add_adapters([layer], settings, groups) == 2 * (8 + 16)
     assert [path for path, _ in adapter_parameters(layer)]
-    elsewhere = AdapterSettings(rank=2, alpha=2, target_modules=("linear_qkv", "linear_fc1"))
+    elsewhere = LoraConfig(
+        lora_rank=2, lora_alpha=2, lora_target_modules=("linear_qkv", "linear_fc1")
+    )
     with pytest.raises(ConfigError, match="no layer called linear_fc1"):
         add_adapters([layer], elsewhere, groups)
 

@@ -6,7 +6,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.offload import saved_activations
-from megatron.core.transformer.config.activation_offload import OFFLOAD_MODULES
+from megatron.core.transformer.config.precision import OFFLOAD_MODULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.harness.tolerances import EXACT, assert_close
 from tests.unit.models.test_residual_stream import KINDS, build, step

@@ -314,7 +314,7 @@ class TopKRouter(LoadTrackingRouter, ParallelLayer):
             parts["z_loss"] = config.moe_z_loss_coeff, part
         for name, (coefficient, part) in parts.items():
             if not is_recomputing():
-                self.load.add_loss(name, part)
+                self.load.add(name, part)
             probs = attach_aux_loss(probs, coefficient * part, num_tokens)
         return probs
 
