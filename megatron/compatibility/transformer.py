@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.context_parallel import shift_left
 from megatron.core.context_parallel.partition import shard_sequence
@@ -20,6 +20,7 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_submodules,
 )
@@ -33,9 +34,24 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.topology.group import SINGLE_RANK, Group
 from megatron.core.transformer.moe.load_balancing import AUX_LOSS_NAMES, loads_of_last_step
 from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.yarn import yarn_attention_factor, yarn_inverse_frequencies
 from megatron.core.transport.object_collectives import all_gather_object
 from megatron.core.utils import get_pg_rank, get_pg_size
+
+# Layer specs ----------------------------------------------------------------------------
+
+
+def get_gpt_heterogeneous_layer_spec(
+    config: TransformerConfig,
+    use_te: bool = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """Return the specs of a stage; the blocks of the config give each layer its sizes and parts."""
+    return get_gpt_decoder_block_spec(config, use_te, vp_stage=vp_stage, pp_rank=pp_rank)
+
 
 # Elementwise ----------------------------------------------------------------------------
 
@@ -66,24 +82,6 @@ def attention_mask_func(attention_scores: Tensor, attention_mask: Tensor) -> Ten
 def SplitAlongDim(tensor: Tensor, dim: int, sections: Sequence[int]) -> tuple[Tensor, ...]:
     """Return views of `tensor`, split along `dim` into pieces of these sizes."""
     return torch.split(tensor, list(sections), dim)
-
-
-class L2Norm(nn.Module):
-    """Divide vectors by the root of their mean square; there is no weight.
-
-    Args:
-        hidden_size: size of the vectors; ignored.
-        eps: added to the mean square.
-    """
-
-    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: object) -> None:
-        super().__init__()
-        self.hidden_size, self.eps = hidden_size, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [..., h] in fp32, and return it in its own dtype."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
 
 
 def fused_vocab_parallel_cross_entropy(

@@ -44,7 +44,7 @@ _OF_TRAINING = {
     "moe_expert_rank_capacity_factor", "moe_shared_expert_overlap", "moe_per_layer_logging",
     "decoder_num_layers", "decoder_seq_length", "mask_prob", "short_seq_prob", "freeze_lm",
     "freeze_vit", "freeze_projection", "image_min_pixels", "image_max_pixels", "image_mean",
-    "image_std",
+    "image_std", "heterogeneous_layers_config_path",
 }  # fmt: skip
 """Settings that change training, speed or data, or that repeat another setting: a description
 leaves them out."""
@@ -274,12 +274,15 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         model = replace(model, dsa_indexer_k_norm_epsilon=model.layernorm_epsilon)
     if MAMBA in mixers:
         model = replace(model, mamba_num_heads=model.mamba_heads)
-    window = model.window_size
+    window, chunk = model.window_size, model.attention_chunk_size
+    if not (model.query_scale_beta and any(model.no_rope_freq or [])):
+        model = replace(model, query_scale_beta=0.0, query_scale_interval=8192)
+    is_local = window is not None or chunk is not None
     return replace(
         replace(model, **plain),
         moe_layer_freq=[int(has_some) for has_some in has_experts],
         window_size=None if window is None else (window[0], window[1]),
-        window_attn_skip_freq=[int(window is not None and has_one) for has_one in windowed],
+        window_attn_skip_freq=[int(is_local and has_one) for has_one in windowed],
     )
 
 

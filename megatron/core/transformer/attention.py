@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import ConfigError, refuse_given
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.offload.saved_activations import offloading
@@ -28,11 +29,13 @@ from megatron.core.parameters.param_meta import get_param_meta, set_param_meta
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.rotary import cos_sin, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 
@@ -231,6 +234,8 @@ class Attention(MegatronModule):
             None if context is None else context.positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
+        if self.config.query_scale_beta and not self.config.rotates_in(self.layer_number):
+            query = query * self._query_factor(query, context, packed_seq_params)
         extra, gate = (others, []) if self.core_takes_extra_inputs else ([], others)
         if context is not None:
             entries = self.extra_cache_entries(extra)
@@ -263,6 +268,28 @@ class Attention(MegatronModule):
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
 
+    def _query_factor(
+        self,
+        query: Tensor,
+        context: StaticInferenceContext | None,
+        packed: PackedSeqParams | None,
+    ) -> Tensor:
+        """Return the factor of `query_scale_beta` on queries [s/cp, b, n, d], as [s/cp, b, 1, 1];
+        positions count from the first token of a document."""
+        if context is not None:
+            positions = context.positions
+        else:
+            cp = self.pg_collection.microbatch_cp
+            shard = sequence_shard_of_rank(query.shape[0], cp=cp, sp=SINGLE_RANK)
+            positions = shard.positions(query.device).unsqueeze(1)
+            if packed is not None:
+                ids = packed.resolve(query.shape[1], query.shape[0] * cp.size(), query.device).ids
+                first = torch.searchsorted(ids.contiguous(), ids.contiguous())
+                positions = positions - first.t()[positions.flatten()]
+        passed = ((positions + 1).float() / self.config.query_scale_interval).floor()
+        factor = 1 + self.config.query_scale_beta * torch.log1p(passed)
+        return factor[..., None, None].to(query.dtype)
+
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
 
@@ -277,7 +304,8 @@ class Attention(MegatronModule):
                 fix="use --transformer-impl local to generate; checkpoints are the same",
             )
         left, _ = core.window(self.attn_mask_type)
-        return core.attend_to_cache(query, cached, extra, hidden=context.masked_keys(left))
+        hidden = context.masked_keys(left, self.config.chunk_of(self.layer_number))
+        return core.attend_to_cache(query, cached, extra, hidden=hidden)
 
 
 class SelfAttention(Attention):
@@ -312,9 +340,13 @@ class SelfAttention(Attention):
             rows = tuple(heads * head for heads in self.heads_of_group)
             set_param_meta(weight, replace(get_param_meta(weight), fused_row_sizes=rows))
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
-        self.q_layernorm = self.norm(submodules.q_layernorm, head, is_sharded=True)
-        self.k_layernorm = self.norm(submodules.k_layernorm, head, is_sharded=True)
         self.uses_rotary = config.rotates_in(self.layer_number)
+        norms = submodules.q_layernorm, submodules.k_layernorm
+        if config.qk_l2_norm:
+            norms = (L2Norm, L2Norm) if self.uses_rotary else (None, None)
+        self.q_layernorm, self.k_layernorm = (
+            self.norm(norm, head, is_sharded=True) for norm in norms
+        )
 
     def get_query_key_value_tensors(
         self,

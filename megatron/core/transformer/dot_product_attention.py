@@ -180,6 +180,11 @@ class DotProductAttention(MegatronModule):
             total = s * self.context_groups.cp.size()
             document_ids = packed.resolve(b, total, query.device).ids
         config = self.config
+        if chunk := config.chunk_of(self.layer_number):
+            total = s * self.context_groups.cp.size()
+            chunks = (torch.arange(total, device=query.device) // chunk).expand(b, total)
+            many = -(-total // chunk)
+            document_ids = chunks if document_ids is None else document_ids * many + chunks
         return AttentionOptions(
             scale=self.softmax_scale,
             mask=MaskSpec(self.window(mask_type), document_ids),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
 from megatron.core.tensor_parallel.parallel_parameters import ParallelLayer
 from megatron.core.topology.group import Group
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,3 +51,30 @@ class ReplicatedLinear(ParallelLayer):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Return ([..., output] of x [..., input], None); the bias is already added."""
         return F.linear(x, self.weight, self.bias), None
+
+
+class LinearPart(ReplicatedLinear):
+    """A matrix [h, h] in place of the mixer or of the MLP of a layer.
+
+    Under sequence parallelism each tensor-parallel rank multiplies its own tokens, so nothing is
+    communicated.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        layer_number: int | None = None,
+    ) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            tp_group=resolve_groups(pg_collection).tp,
+            bias=config.add_bias_linear,
+        )
+
+    def forward(self, x: Tensor, **options: object) -> tuple[Tensor, None]:
+        """Multiply [s, b, h]; the arguments of attention and of an MLP are not read."""
+        return super().forward(x)

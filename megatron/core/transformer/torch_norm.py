@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -48,6 +49,24 @@ class WrappedTorchNorm:
             dtype=config.params_dtype,
             device=device_of_parameters(config),
         )
+
+
+class L2Norm(nn.Module):
+    """Divide vectors by the root of their mean square; there is no weight.
+
+    Args:
+        hidden_size: size of the vectors; ignored.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, **options: object) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [..., h] in fp32 or wider, and return it in its own dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

@@ -6,7 +6,7 @@ Models", section 5, arXiv 2205.05198.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,7 +162,7 @@ class TransformerBlock(GraphableMegatronModule):
         padding_mask: Tensor | None = None,
         extract_layer_indices: object = None,
         *,
-        local_rotary_pos_emb: Tensor | None = None,
+        other_rotary_pos_emb: Mapping[tuple[tuple[str, float], ...], Tensor] | None = None,
         added_states: Sequence[Tensor] = (),
         inference_params: BaseInferenceContext | None = None,
         dynamic_inference_decode_only: object = None,
@@ -173,7 +173,8 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states: [s, b, h] ([s/tp, b, h] with sequence parallelism); not used after
                 the first stage.
             rotary_pos_emb: angles [s, 1, 1, r] of the whole sequence, or None.
-            local_rotary_pos_emb: angles of layers with a window, if they differ.
+            other_rotary_pos_emb: value of `config.rotary_of` -> angles of the layers with it, where
+                they differ.
             added_states: tensors of the shape of `hidden_states`; entry i is added after layer i of
                 the model. The layers must be on this stage.
             others: `rotary_pos_cos_sin`, `sequence_len_offset`, `extract_layer_indices` and
@@ -203,11 +204,11 @@ class TransformerBlock(GraphableMegatronModule):
             # Once for all layers, in the dtype of queries and keys.
             freqs = rotary_pos_emb[0] if isinstance(rotary_pos_emb, tuple) else rotary_pos_emb
             rotary_pos_cos, rotary_pos_sin = cos_sin(freqs, self.config.params_dtype)
-        local: dict[str, Any] = {}
-        if local_rotary_pos_emb is not None:
-            cos, sin = cos_sin(local_rotary_pos_emb, self.config.params_dtype)
-            names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
-            local = dict(zip(names, (local_rotary_pos_emb, cos, sin), strict=True))
+        names = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+        others = {
+            own: dict(zip(names, (angles, *cos_sin(angles, self.config.params_dtype)), strict=True))
+            for own, angles in (other_rotary_pos_emb or {}).items()
+        }
         common: dict[str, Any] = {
             "context_mask": context_mask,
             "rotary_pos_emb": rotary_pos_emb,
@@ -221,7 +222,12 @@ class TransformerBlock(GraphableMegatronModule):
         def run(first: int, last: int) -> Callable[..., Any]:
             own_layers = self.layers[first:last]
             # Chosen now: a recomputation may run after the next micro batch, with other options.
-            chosen = [self._options_of_layer(layer, common, local) for layer in own_layers]
+            chosen = [
+                common | others.get(self.config.rotary_of(layer.layer_number), {})
+                if others
+                else common
+                for layer in own_layers
+            ]
 
             def layers(
                 hidden: Tensor,
@@ -269,19 +275,6 @@ class TransformerBlock(GraphableMegatronModule):
             hidden_states = in_compute_dtype(hidden_states, self.config)
         return hidden_states
 
-    def _options_of_layer(
-        self, layer: Any, common: dict[str, Any], local: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the arguments of one layer.
-
-        Args:
-            common: arguments of all layers.
-            local: arguments that replace them in layers with a window.
-        """
-        if local and self.config.window_of(layer.layer_number) is not None:
-            return common | local
-        return common
-
     def _segments(self) -> list[tuple[int, int, bool]]:
         """Return segments of layers: (first, last, whether to recompute them in backward)."""
         count = len(self.layers)
@@ -302,12 +295,12 @@ class TransformerBlock(GraphableMegatronModule):
     ) -> ShardedStateDict:
         """Declare the layers as slices of stacks: key `layers.<name>`, layer axis first.
 
-        With `metadata["non_homogeneous_layers"]`, and if layers are of several kinds, each layer
-        has its own keys, `layers.<global index>.<name>`.
+        With `metadata["non_homogeneous_layers"]`, and if layers are of several kinds or sizes, each
+        layer has its own keys, `layers.<global index>.<name>`.
         """
         metadata = metadata or {}
         num_layers = len(self.stack)
-        mixed = len(set(self.config.layer_kinds())) > 1
+        mixed = len(set(self.config.layer_kinds())) > 1 or bool(self.config.blocks)
         separate = metadata.get("non_homogeneous_layers", False) or mixed
         declared: ShardedStateDict = {}
         for index, layer in enumerate(self.layers):

@@ -6,6 +6,7 @@ on construction.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -34,6 +35,11 @@ from megatron.core.transformer.config.block import BlockConfig, block_problems
 from megatron.core.transformer.config.experts import ExpertConfig, derive_experts, expert_problems
 from megatron.core.transformer.config.field_values import POSITIVE, value_problems
 from megatron.core.transformer.config.layer_kinds import LayerKind
+from megatron.core.transformer.config.layer_sizes import (
+    PATH_FLAG,
+    layer_sizes_problems,
+    read_file,
+)
 from megatron.core.transformer.config.linear_attention import (
     LinearAttentionConfig,
     derive_mixers,
@@ -133,6 +139,13 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--attention-output-gate", "--multi-latent-attention"],
             fix="drop --attention-output-gate",
         )
+    if config.qk_l2_norm and (config.qk_layernorm or config.multi_latent_attention):
+        yield ConfigError(
+            "qk_l2_norm with qk_layernorm or multi-latent attention.",
+            rule="whole heads of queries and keys have one norm",
+            flags=["--qk-l2-norm", "--qk-layernorm", "--multi-latent-attention"],
+            fix="drop --qk-l2-norm",
+        )
     if config.rotary_base_local is not None and (
         config.multi_latent_attention or config.mtp_num_layers
     ):
@@ -142,6 +155,32 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             rule="only the layers of a plain decoder have positions by kind of layer",
             flags=["--rotary-base-local", "--multi-latent-attention", "--mtp-num-layers"],
             fix="drop --rotary-base-local",
+        )
+
+
+def view_problems(config: TransformerConfig) -> Iterator[MegatronError]:
+    """Yield the problems of the sizes of each layer, where layers have their own."""
+    seen: list[dict[str, Any]] = []
+    for layer, block in enumerate(config.blocks, 1):
+        changes = block.changes(config)
+        if changes in seen:
+            continue
+        seen.append(changes)
+        view, kind = config.of_layer(layer), config.layer_kind(layer)
+        checks = [shape_problems, block_problems, split_problems, context_parallel_problems]
+        found = chain(
+            block.problems(config, kind),
+            *(check(view) for check in checks + [expert_problems] * kind.has_experts),
+        )
+        yield from (problem.named(f"layer {layer}") for problem in found)
+    if config.mtp_num_layers and config.rotary_of(config.num_layers):
+        yield ConfigError(
+            f"layer {config.num_layers} rotates by its own angles in a model with"
+            f" mtp_num_layers={config.mtp_num_layers}.",
+            rule="layers of multi-token prediction copy the last layer and rotate by the angles of"
+            " the model",
+            flags=[PATH_FLAG, "--mtp-num-layers"],
+            fix="give the last layer the rotary_base, rotary_percent and kv_channels of the model",
         )
 
 
@@ -194,6 +233,7 @@ _CHECKS: tuple[Callable[[Any], Iterable[MegatronError]], ...] = (
     expert_problems,
     overlap_f_b_problems,
     graph_problems,
+    layer_sizes_problems,
 )
 
 
@@ -223,6 +263,9 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         """Derive what follows from other fields, then raise all problems together."""
         check_types(self)
+        path = self.heterogeneous_layers_config_path
+        if path and not self.heterogeneous_layers_config_encoded_json:
+            self.heterogeneous_layers_config_encoded_json = read_file(path)
         self._derive_layers()
         problems = list(value_problems(self))
         self._derive_parallel()
@@ -234,7 +277,7 @@ class TransformerConfig(
         problems += chain.from_iterable(check(self) for check in _CHECKS)
         if not problems:  # these compute with the sizes
             kinds = chain(self.layer_kinds(), *self.prediction_kinds())
-            checks = [split_problems, context_parallel_problems]
+            checks = [split_problems, context_parallel_problems, view_problems]
             checks += [sparse_attention_problems] if any(kind.is_sparse for kind in kinds) else []
             problems += chain.from_iterable(check(self) for check in checks)
         raise_together(problems, summary=type(self).__name__)
@@ -249,6 +292,29 @@ class TransformerConfig(
     def num_offloaded_layers(self) -> int:
         """Number of layers at the start of a chunk with all saved activations in host memory."""
         return 0 if self.overlap_moe_expert_parallel_comm else self.cpu_offloading_num_layers
+
+    def of_layer(self, layer_number: int) -> TransformerConfig:
+        """Return the config of one layer, by its 1-based number in the whole model.
+
+        It is this config unless layers have sizes of their own.
+        """
+        changes = self.block(layer_number).changes(self)
+        if not changes:
+            return self
+        view = copy.copy(self)
+        vars(view).update(changes)
+        return view
+
+    def rotary_of(self, layer_number: int) -> tuple[tuple[str, float], ...]:
+        """Return the arguments of a layer's `RotaryEmbedding`, with their names, that differ from
+        the model's arguments."""
+        if self.multi_latent_attention:
+            return ()  # such a layer computes its own angles
+        found = self.block(layer_number).rotary
+        if self.rotary_base_local is not None and "rotary_base" not in found:
+            is_windowed = self.of_layer(layer_number).window_of(layer_number) is not None
+            found |= {"rotary_base": self.rotary_base_local} if is_windowed else {}
+        return tuple(sorted(found.items()))
 
     def _derive_layers(self) -> None:
         """Derive number, experts and stages of the layers from the letters of the layers."""

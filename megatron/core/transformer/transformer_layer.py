@@ -106,6 +106,7 @@ class TransformerLayer(GraphableMegatronModule):
                 config, vp_stage, self.pg_collection.pp.rank()
             )
         self.layer_number = layer_number + pp_layer_offset
+        self.config = config = config.of_layer(self.layer_number)
         self.is_mtp_layer = is_mtp_layer
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
 

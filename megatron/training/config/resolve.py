@@ -16,6 +16,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.pipeline_parallel.schedule_definitions import schedule_named
 from megatron.core.settings.flag_expressions import expand_layer_pattern
+from megatron.core.transformer.config.layer_sizes import PATH_FLAG, read_file
 from megatron.core.transformer.yarn import yarn_softmax_scale
 from megatron.training.config.resolve_batch import resolve_batch, resolve_lengths
 from megatron.training.config.resolved import Draft, Machine, ResolvedRun, Topology
@@ -220,6 +221,9 @@ def _model(draft: Draft) -> None:
             scale *= model.attention_scale(model.kv_channels) * model.kv_channels**0.5
             formula = "YaRN's temperature times muP's scale of attention"
         draft.set(formula, softmax_scale=scale)
+    path = model.heterogeneous_layers_config_path
+    if path and not model.heterogeneous_layers_config_encoded_json:
+        draft.set(PATH_FLAG, heterogeneous_layers_config_encoded_json=read_file(path))
     if model.no_rope_freq is not None and model.num_layers:
         pattern = expand_layer_pattern(model.no_rope_freq, model.num_layers)
         draft.set("one 0/1 per layer", no_rope_freq=pattern)

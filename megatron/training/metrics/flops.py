@@ -35,17 +35,30 @@ def forward_flops_per_token(size: ModelSize) -> float:
     if size.decoder_seq_length:
         return _two_stacks(size)
     h, depths, kinds = size.config.hidden_size, size.prediction_depths, size.passed_kinds
-    windowed, full = (mean_keys(size.seq_length, w) for w in (size.window, None))
-    keys = size.windowed_share * windowed + (1 - size.windowed_share) * full
-    if size.is_bidirectional:
-        keys = float(size.seq_length)
-    products = sum(size.token_products(kind) for kind in kinds)
+    products, scores = 0, 0.0
+    for number, kind in enumerate(kinds, 1):
+        layer = min(number, len(size.sized_layers))  # a shared prediction layer repeats
+        own = size.of_layer(layer)
+        products += own.token_products(kind)
+        if kind.is_sparse:
+            scores += _sparse_scores(own)
+        elif kind.attends:
+            scores += _keys(own, layer) * own.score_width
     products += depths * 2 * h**2  # a depth joins two inputs
     products += (1 + depths) * size.head_matrix + size.has_word_head * h**2
-    dense = sum(kind.attends and not kind.is_sparse for kind in kinds)
-    sparse = sum(kind.is_sparse for kind in kinds)
-    scores = dense * keys * size.score_width
-    return 2 * (products + scores + sparse * _sparse_scores(size))
+    return 2 * (products + scores)
+
+
+def _keys(size: ModelSize, layer: int) -> float:
+    """Return the average number of keys per query of a layer, by its 1-based number."""
+    if size.is_bidirectional:
+        return float(size.seq_length)
+    left, _ = size.config.window_of(layer) or (-1, 0)
+    window, total = None if left < 0 else left, size.seq_length
+    chunk = min(size.config.chunk_of(layer) or total, total)
+    whole, rest = divmod(total, chunk)
+    of_rest = rest * mean_keys(rest, window) if rest else 0.0
+    return (whole * chunk * mean_keys(chunk, window) + of_rest) / total
 
 
 def _sparse_scores(size: ModelSize) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.ssm.mixer_sizes import MixerSizes
 from megatron.core.ssm.mixers import RECURRENT_MIXERS
-from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LayerKind
+from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LINEAR, LayerKind
 from megatron.core.transformer.norm import NORMS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -95,12 +94,16 @@ class ModelSize:
         repeats = self.prediction_depths // max(1, len(self.config.prediction_kinds()))
         return self.layer_kinds + self.prediction_layers * repeats
 
-    @property
-    def windowed_share(self) -> float:
-        """Share of the layers with attention that have the window."""
-        kinds = enumerate(self.layer_kinds, 1)
-        windowed = [self.config.window_of(n) is not None for n, kind in kinds if kind.attends]
-        return sum(windowed) / max(1, len(windowed))
+    def of_layer(self, layer_number: int) -> ModelSize:
+        """Return the sizes of one layer, by its 1-based number in the whole model."""
+        config = self.config.of_layer(layer_number)
+        return self if config is self.config else replace(self, config=config)
+
+    @cached_property
+    def sized_layers(self) -> tuple[tuple[LayerKind, ModelSize], ...]:
+        """Kind and sizes of each layer that has parameters of its own."""
+        kinds = (*self.layer_kinds, *self.prediction_layers)
+        return tuple((kind, self.of_layer(layer)) for layer, kind in enumerate(kinds, 1))
 
     @property
     def window(self) -> int | None:
@@ -199,6 +202,7 @@ class ModelSize:
         elif kind.is_recurrent:
             mixer = self._mixer(kind)
             count += mixer.matrices(config.hidden_size) + mixer.token_products
+        count += (kind.mixer, kind.mlp).count(LINEAR) * config.hidden_size**2
         if kind.mlp == DENSE:
             count += self._mlp_matrices(config.ffn_hidden_size or 0)
         elif kind.mlp == EXPERTS:
@@ -220,13 +224,13 @@ class ModelSize:
         config = self.config
         norms = (1 + config.sandwich_norm) * self._norm()
         count = kind.has_final_norm * self._norm()
-        if kind.mixer:
-            count += norms
-            count += (
-                self._attention_parameters
-                if kind.attends
-                else self._mixer(kind).parameters(config.hidden_size)
-            )
+        square = config.hidden_size * (config.hidden_size + config.add_bias_linear)
+        count += (kind.mixer, kind.mlp).count(LINEAR) * square
+        count += norms * (bool(kind.mixer) + bool(kind.mlp))
+        if kind.attends:
+            count += self._attention_parameters
+        elif kind.is_recurrent:
+            count += self._mixer(kind).parameters(config.hidden_size)
         if kind.is_sparse:
             norm = NORMS["LayerNorm"].sizes(config.dsa_indexer_head_dim or 0)
             count += self._indexer_matrices(kind) + sum(norm.values())
@@ -234,12 +238,12 @@ class ModelSize:
             count += self._attention_parameters + self._norm()
         if kind.mlp == DENSE:
             width = config.ffn_hidden_size or 0
-            count += norms + self._mlp_matrices(width) + self._mlp_biases(width)
+            count += self._mlp_matrices(width) + self._mlp_biases(width)
         elif kind.mlp == EXPERTS:
             biases = config.num_moe_experts or 0  # of the router
             if config.moe_latent_size:
                 biases += config.moe_latent_size + config.hidden_size
-            count += norms + self._shared_matrices + config.add_bias_linear * biases
+            count += self._shared_matrices + config.add_bias_linear * biases
             count += self._mlp_biases(config.moe_shared_expert_intermediate_size or 0)
         return count
 
@@ -262,17 +266,14 @@ class ModelSize:
             count += self._qkv_width
         return count + 2 * config.qk_layernorm * self._norm(config.kv_channels)
 
-    def _layers(self, kinds: Iterable[LayerKind]) -> int:
-        return sum(
-            self._layer_parameters(kind) + kind.has_experts * self.routed_parameters
-            for kind in kinds
-        )
-
     @property
     def total_parameters(self) -> int:
         """Parameters of the whole model; a tied head counts once."""
         h = self.config.hidden_size
-        layers = self._layers((*self.layer_kinds, *self.prediction_layers))
+        layers = sum(
+            size._layer_parameters(kind) + kind.has_experts * size.routed_parameters
+            for kind, size in self.sized_layers
+        )
         # A depth of prediction joins two inputs with a matrix [2h, h] and has three norms.
         joins = len(self.config.prediction_kinds()) * (2 * h**2 + 3 * self._norm())
         rows = self.learned_positions + self.num_tokentypes
@@ -287,9 +288,10 @@ class ModelSize:
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses: all but the routed experts that it is not sent to."""
-        experts = self.config.num_moe_experts
-        if not experts:
-            return self.total_parameters
-        layers = sum(kind.has_experts for kind in (*self.layer_kinds, *self.prediction_layers))
-        used = self.routed_parameters * self.config.moe_router_topk // experts
-        return self.total_parameters - layers * (self.routed_parameters - used)
+        of_experts = [
+            (s.routed_parameters, s.config) for k, s in self.sized_layers if k.has_experts
+        ]
+        return self.total_parameters - sum(
+            count - count * config.moe_router_topk // (config.num_moe_experts or 1)
+            for count, config in of_experts
+        )

@@ -168,7 +168,9 @@ def shared_rows_fit(run: ResolvedRun) -> Iterator[MegatronError]:
             fix=f"use --max-seqlen-per-dp-cp-rank {-(-length // num_ranks)} or more",
         )
     kinds = set(as_list(parallel.cp_comm_type or "p2p"))
-    uneven = [g for g in nested_sizes(num_ranks) if (run.model.num_attention_heads or g) % g]
+    heads = {block.settings.get("num_attention_heads", 0) for block in run.model.blocks}
+    heads.add(run.model.num_attention_heads or 0)
+    uneven = [g for g in nested_sizes(num_ranks) if any(count % g for count in heads)]
     if "a2a+p2p" in kinds or ("a2a" in kinds and uneven):
         yield problem(
             f"--cp-comm-type {' '.join(sorted(kinds))} with {FLAG} on {num_ranks} ranks.",

@@ -164,7 +164,12 @@ def contents_of_rank(run: ResolvedRun, layout: PipelineLayout, pp_rank: int) -> 
     chunks = []
     for chunk in range(layout.num_chunks):
         layers = tuple(
-            (kinds[layer], config.window_of(layer + 1), bool(skips and skips[layer]))
+            (
+                kinds[layer],
+                config.is_local(layer + 1),
+                bool(skips and skips[layer]),
+                str(config.block(layer + 1)),
+            )
             for layer in layout.layers(pp_rank, chunk)
         )
         chunks.append((layout.stages[layout.stage(pp_rank, chunk)], layers))

@@ -11,6 +11,7 @@ from tests.parity.random_layouts.settings import (
     given,
     number,
     switch,
+    without,
 )
 from tests.parity.random_layouts.training import BEGUN, SCRATCH
 
@@ -220,7 +221,8 @@ EXECUTION = (
     switch("no-bias-gelu-fusion", 0.06),
     switch("no-bias-swiglu-fusion", 0.06),
     switch("no-bias-dropout-fusion", 0.08),
-    Option("attention-backend", {None: 6, "unfused": 1, "fused": 1, "flash": 1, "local": 1}),
+    Option("attention-backend", {None: 6, "unfused": 1, "fused": 1, "flash": 1, "local": 1},
+           without("attention-chunk-size")),
     switch("optimizer-cpu-offload", 0.1, _may_offload),
     Option("optimizer-offload-path", {None: 9, SCRATCH: 1},
            lambda s: _may_offload(s) and "optimizer-cpu-offload" not in s),

@@ -1,5 +1,7 @@
 """What is trained: flags of the model and of its training, which hold in every layout."""
 
+import json
+
 from tests.parity.random_layouts.settings import Option, Settings, given, switch, without
 
 GATED = ("swiglu", "geglu", "quick-geglu")
@@ -79,9 +81,13 @@ LAYERS = (
     switch("add-qkv-bias", 0.2, without("multi-latent-attention")),
     switch("untie-embeddings-and-output-weights", 0.5),
     switch("qk-layernorm", 0.2),
+    switch("qk-l2-norm", 0.08, without("qk-layernorm", "multi-latent-attention")),
+    Option("query-scale-beta", {None: 2, 0.5: 1}, given("no-rope-freq")),
+    Option("query-scale-interval", {3: 1}, given("query-scale-beta")),
     switch("attention-output-gate", 0.2, without("multi-latent-attention")),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
-    Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size")),
+    Option("attention-chunk-size", {None: 10, 5: 1}),
+    Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size", "attention-chunk-size")),
     Option("rotary-base-local", {None: 2, 300: 1},
            lambda s: _is_plain_rope(s) and "window-size" in s),
     Option("softmax-scale", {None: 8, 0.3: 1}, lambda s: not _is_yarn(s)),
@@ -97,7 +103,7 @@ LAYERS = (
     Option("qk-clip-alpha", {None: 2, 0.2: 1}, given("qk-clip")),
     switch("log-max-attention-logit", 0.1),
     Option("softmax-type", {None: 6, "off-by-one": 1, "learnable": 1}),
-    switch("apply-query-key-layer-scaling", 0.06),
+    switch("apply-query-key-layer-scaling", 0.06, without("attention-chunk-size")),
     switch("attention-softmax-in-fp32", 0.1),
     Option("init-method-std", {0.1: 4, 0.02: 1, None: 1}),
     switch("init-method-xavier-uniform", 0.06),
@@ -136,6 +142,7 @@ EXPERTS = (
            lambda s: _may_chop_experts(s) and "moe-router-score-function" in s),
     Option("moe-router-bias-update-rate", {None: 1, 0.05: 2},
            given("moe-router-enable-expert-bias")),
+    switch("moe-apply-probs-on-input", 0.1, given("num-experts")),
     Option("moe-router-dtype", {None: 4, "fp32": 1, "fp64": 1}, given("num-experts")),
     Option("moe-expert-capacity-factor", {None: 3, 0.75: 1, 1.25: 1}, given("num-experts")),
     switch("moe-pad-expert-input-to-capacity", 0.3, given("moe-expert-capacity-factor")),
@@ -218,4 +225,29 @@ MIXERS = (
     Option("mamba-step-limits", {None: 2, "0.01,0.5": 1}, _is_mamba),
 )  # fmt: skip
 
-MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS)
+_BLOCKS = "heterogeneous-layers-config-encoded-json"
+_PARTS = (
+    ({"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 10, "softmax_scale": 0.4,
+      "window_size": [5, 0], "rotary_base": 300}, {"ffn_hidden_size": 40}),
+    ({"num_attention_heads": 4, "n_heads_in_group": 2, "window_size": None}, {"no_op": True}),
+    ({"replace_with_linear": True}, {"ffn_hidden_size": 96}),
+    ({"no_op": True}, {"replace_with_linear": True}),
+)  # fmt: skip
+
+
+def _sizes_by_layer(num_layers: int, first: int) -> Option:
+    """Return blocks for a model of so many layers without experts, the parts in turn."""
+    parts = [_PARTS[(first + layer) % len(_PARTS)] for layer in range(num_layers)]
+    text = json.dumps({"block_configs": [{"attention": a, "ffn": f} for a, f in parts]})
+    others = without(_VARIANT, "hybrid-layer-pattern", "multi-latent-attention", "num-experts",
+                     "mtp-num-layers", _BLOCKS)  # fmt: skip
+    return Option(
+        _BLOCKS, {None: 12, text: 1}, lambda s: s["num-layers"] == num_layers and others(s)
+    )
+
+
+SIZES_BY_LAYER = tuple(
+    _sizes_by_layer(num_layers, first) for num_layers in (2, 3, 4, 6) for first in range(2)
+)
+
+MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS, *SIZES_BY_LAYER)

@@ -83,12 +83,14 @@ def test_a_config_that_gives_a_field_another_default_gets_the_same_answer():
     @dataclasses.dataclass
     class Provider(TransformerConfig):
         external_cuda_graph: bool = True
-        qk_l2_norm: bool = True
+        fp8_multi_head_attention: bool = True
 
-    with pytest.raises(ConfigError, match=r"Provider\.qk_l2_norm=True is not supported"):
+    with pytest.raises(
+        ConfigError, match=r"Provider\.fp8_multi_head_attention=True is not supported"
+    ):
         Provider(**SHAPE)
     with pytest.warns(UserWarning, match=r"Provider\.external_cuda_graph=True: --cuda-graph-impl"):
-        Provider(**SHAPE, qk_l2_norm=False)
+        Provider(**SHAPE, fp8_multi_head_attention=False)
 
 
 def test_a_field_of_the_tables_has_the_answer_of_its_flag():

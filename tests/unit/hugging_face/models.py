@@ -285,6 +285,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
          "n_inner": 96, "layer_norm_epsilon": 1e-6, "bos_token_id": 1, "eos_token_id": 2},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**_SIZES, "head_dim": 16, "intermediate_size_mlp": 112, "num_local_experts": 4,
+         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1, 0],
+         "attention_chunk_size": 7, "floor_scale": 4, "attn_scale": 0.3},
+    ),
     "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""

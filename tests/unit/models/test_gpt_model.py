@@ -290,7 +290,7 @@ def test_positions_that_do_not_exist_are_refused_when_the_model_is_built():
         make_model(model_options={"position_embedding_type": "alibi"})
 
 
-@pytest.mark.parametrize("options", [{"fp8": "hybrid"}, {"qk_l2_norm": True}])
+@pytest.mark.parametrize("options", [{"fp8": "hybrid"}])
 def test_specs_of_layers_that_do_not_exist_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         get_gpt_layer_local_spec(**options)

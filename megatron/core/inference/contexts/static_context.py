@@ -63,7 +63,7 @@ class StaticInferenceContext(BaseInferenceContext):
         self._entered: tuple[int, int] | None = None
         self._num_keys = 0
         self._slots: dict[int, Tensor] = {}
-        self._masks: dict[int, Tensor | None] = {}
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
 
     @property
     def sequence_len_offset(self) -> int:
@@ -222,17 +222,20 @@ class StaticInferenceContext(BaseInferenceContext):
             self._slots[groups] = (heads + self.positions.t().unsqueeze(1)).reshape(-1)
         return self._slots[groups]
 
-    def masked_keys(self, left: int) -> Tensor | None:
-        """Return the mask [b, 1, s, 1, k], True for keys after a query or outside its window.
+    def masked_keys(self, left: int, chunk: int | None = None) -> Tensor | None:
+        """Return the mask [b, 1, s, 1, k], True for keys after a query, outside its window or in
+        another chunk.
 
         Args:
             left: number of keys before a query in its window; -1 is unlimited.
+            chunk: number of keys of a chunk; None is one chunk.
         Returns:
-            the mask, shared by all layers with this window; None if no key is masked.
+            the mask, shared by all layers with this window and chunk; None if no key is masked.
         """
-        if left not in self._masks:
+        if (left, chunk) not in self._masks:
             s, _ = self.positions.shape
             sees_all = s == 1 and self._uniform and (left < 0 or left >= self._num_keys - 1)
+            sees_all = sees_all and (chunk is None or chunk >= self._num_keys)
             mask = None
             if not sees_all:
                 keys = torch.arange(self._num_keys, device=self.positions.device)
@@ -240,8 +243,10 @@ class StaticInferenceContext(BaseInferenceContext):
                 mask = keys > query
                 if left >= 0:
                     mask |= keys < query - left
-            self._masks[left] = mask
-        return self._masks[left]
+                if chunk is not None:
+                    mask |= keys // chunk != query // chunk
+            self._masks[left, chunk] = mask
+        return self._masks[left, chunk]
 
     def last_tokens(self, hidden_states: Tensor) -> Tensor:
         """Return the last real tokens [1, b, h] of [s, b, h] if only their logits are needed."""

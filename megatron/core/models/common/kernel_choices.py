@@ -77,7 +77,10 @@ def kernel_choices(
         of_all = {need for need, is_given in given.items() if is_given}
         chosen = {
             layer: ATTENTION.choose(
-                request(of_all.union(_attention_needs(config, layer, attention_backend))), asked
+                request(
+                    of_all.union(_attention_needs(config.of_layer(layer), layer, attention_backend))
+                ),
+                asked,
             )
             for layer, kind in enumerate(config.layer_kinds(), 1)
             if kind.attends and not kind.is_sparse
@@ -155,6 +158,7 @@ def _attention_needs(config: TransformerConfig, layer_number: int, backend: str)
         widths = [config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim]
     given = {
         attention.WINDOW: (config.window_of(layer_number) or (-1, 0))[0] >= 0,
+        attention.DOCUMENTS: config.chunk_of(layer_number) is not None,
         attention.MASK: layer_number <= (config.encoder_num_layers or 0),  # of padding
         attention.WIDTHS: len(set(widths)) > 1,
         attention.WIDE_HEADS: max(widths) > attention.WIDEST_FLASH,

@@ -14,7 +14,7 @@ from megatron.core.ssm.mixers import RECURRENT_MIXERS
 from megatron.core.ssm.recurrent_mixer import RecurrentMixerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.backend import Backend, LocalBackend, LocalFusedBackend
-from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LayerKind
+from megatron.core.transformer.config.layer_kinds import ATTENTION_AND_MLP, LINEAR, LayerKind
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.indexer import IndexerSubmodules
@@ -31,7 +31,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
 )
 from megatron.core.transformer.norm import NORMS
-from megatron.core.transformer.replicated_linear import ReplicatedLinear
+from megatron.core.transformer.replicated_linear import LinearPart, ReplicatedLinear
 from megatron.core.transformer.sparse_attention import SparseAttention, SparseLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -71,7 +71,10 @@ def gpt_layer_submodules(
     fused = backend.norm_column_linear
     norm = backend.norm if fused is None else IdentityOp
     norm_keys = dict(FUSED_NORM_KEYS)
-    if kind.is_recurrent:
+    if kind.mixer == LINEAR:
+        mixer = LinearPart
+        del norm_keys["input_layernorm."]
+    elif kind.is_recurrent:
         mixer = _recurrent_mixer(backend, kind.mixer)
         norm_keys["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     elif kind.attends:
@@ -92,13 +95,16 @@ def gpt_layer_submodules(
     if num_experts:
         mlp = _experts(backend, moe_grouped_gemm)
         norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
+    if kind.mlp == LINEAR:
+        mlp = LinearPart
+        norm_keys.pop("pre_mlp_layernorm.", None)
     parts = TransformerLayerSubmodules(sharded_state_dict_keys_map=norm_keys)
     if kind.mixer:
-        parts.input_layernorm = backend.norm if has_latents else norm
+        parts.input_layernorm = backend.norm if has_latents or kind.mixer == LINEAR else norm
         parts.self_attention, parts.self_attn_bda = mixer, get_bias_dropout_add
         parts.post_self_attn_layernorm = backend.norm
     if kind.mlp:
-        parts.pre_mlp_layernorm = backend.norm if num_experts else norm
+        parts.pre_mlp_layernorm = backend.norm if num_experts or kind.mlp == LINEAR else norm
         parts.mlp, parts.mlp_bda = mlp, get_bias_dropout_add
         parts.post_mlp_layernorm = backend.norm
     return parts
@@ -208,9 +214,9 @@ def get_gpt_layer_local_submodules(
     """Return the parts of a layer in plain torch.
 
     Args:
-        normalization: accepted for compatibility; the config's `normalization` decides.
+        normalization, qk_l2_norm: accepted for compatibility; the config decides.
     """
-    _refuse_unsupported(fp8, qk_l2_norm, options)
+    _refuse_unsupported(fp8, options)
     return gpt_layer_submodules(
         LocalBackend(),
         num_experts=num_experts,
@@ -242,7 +248,7 @@ def get_gpt_layer_with_transformer_engine_submodules(
 
     The classes are Transformer Engine's, or local ones if the library is not installed.
     """
-    _refuse_unsupported(fp8, qk_l2_norm, options)
+    _refuse_unsupported(fp8, options)
     return gpt_layer_submodules(
         engine_or_local(),
         num_experts=num_experts,
@@ -266,7 +272,7 @@ def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> Mod
     """Return the spec of a layer with Transformer Engine's parameter names.
 
     Args:
-        normalization: accepted for compatibility; the config's `normalization` decides.
+        normalization, qk_l2_norm: accepted for compatibility; the config decides.
     """
     parts = get_gpt_layer_with_transformer_engine_submodules(*args, **kwargs)
     return ModuleSpec(module=TransformerLayer, submodules=parts)
@@ -370,15 +376,15 @@ def get_gpt_mtp_block_spec(
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=parts)
 
 
-def _refuse_unsupported(fp8: str | None, qk_l2_norm: bool, options: dict[str, Any]) -> None:
+def _refuse_unsupported(fp8: str | None, options: dict[str, Any]) -> None:
     """Raise `ConfigError` for kinds of layers that do not exist."""
-    asked = {"fp8": fp8, "qk_l2_norm": qk_l2_norm, **options}
+    asked = {"fp8": fp8, **options}
     ignorable = {"kitchen_attention_backend", "normalization"}
     wanted = sorted(name for name, value in asked.items() if value and name not in ignorable)
     if wanted:
         raise ConfigError(
             f"{', '.join(wanted)} for a layer spec.",
-            rule="layers compute in fp32, bf16 or fp16; norms of queries and keys have a scale",
-            flags=["--fp8-format", "--qk-layernorm"],
+            rule="layers compute in fp32, bf16 or fp16",
+            flags=["--fp8-format"],
             fix="drop these arguments",
         )

@@ -28,6 +28,7 @@ from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.initialization import deferred_initialization
 from megatron.core.pipeline_parallel.layout import explicit_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.config.layer_sizes import PATH_FLAG
 from megatron.core.transformer.module import in_compute_dtype
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -140,15 +141,21 @@ class GPTModel(LanguageModule):
                     use_cpu_initialization=config.use_cpu_initialization,
                     cp_group=self.pg_collection.cp,
                 )
-                self.rotary_pos_emb = rotary(
-                    seq_len_interpolation_factor=seq_len_interpolation_factor,
-                    rotary_base=rotary_base,
-                    rope_scaling=rope_scaling,
-                    rope_scaling_factor=rope_scaling_factor,
-                    yarn=config if position_embedding_type == "yarn" else None,
-                )
-                if config.rotary_base_local is not None:
-                    self.local_rotary_pos_emb = rotary(rotary_base=config.rotary_base_local)
+                frequencies: dict[str, Any] = {
+                    "seq_len_interpolation_factor": seq_len_interpolation_factor,
+                    "rotary_base": rotary_base,
+                    "rope_scaling": rope_scaling,
+                    "rope_scaling_factor": rope_scaling_factor,
+                    "yarn": config if position_embedding_type == "yarn" else None,
+                }
+                self.rotary_pos_emb = rotary(**frequencies)
+                # A base of its own is a base without scaling.
+                self.other_rotary = {
+                    own: rotary(
+                        **(dict(own) if "rotary_base" in dict(own) else frequencies | dict(own))
+                    )
+                    for own in {config.rotary_of(n + 1) for n in range(config.num_layers)} - {()}
+                }
             self.decoder = TransformerBlock(
                 config=config,
                 spec=transformer_layer_spec,
@@ -209,7 +216,7 @@ class GPTModel(LanguageModule):
         predictions: Iterable[Tensor] = self._split_received()
         if decoder_input is None and self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
-        rotary_args: dict[str, Tensor] = {}
+        rotary_args: dict[str, Any] = {}
         if context is not None:
             rotary_args = self._begin_cached_pass(context, decoder_input, position_ids)
         elif packed_seq_params is not None or self.has_rotary:
@@ -313,7 +320,7 @@ class GPTModel(LanguageModule):
         found: Iterable[Tensor] = predict(hidden_states, labels, embed=embed, **attention)
         return found
 
-    def _rotary_args(self, length: int, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+    def _rotary_args(self, length: int, position_ids: Tensor | None = None) -> dict[str, Any]:
         """Return the angles of this rank's positions, as arguments of the layers."""
         if not self.has_rotary:
             return {}
@@ -325,9 +332,10 @@ class GPTModel(LanguageModule):
             assert self.config.mrope_section is not None
             return {"rotary_pos_emb": self.rotary_pos_emb(positions, self.config.mrope_section)}
         cp = self.pg_collection.microbatch_cp
-        rotary_args = {"rotary_pos_emb": self.rotary_pos_emb(length, cp_group=cp)}
-        if self.config.rotary_base_local is not None:
-            rotary_args["local_rotary_pos_emb"] = self.local_rotary_pos_emb(length, cp_group=cp)
+        rotary_args: dict[str, Any] = {"rotary_pos_emb": self.rotary_pos_emb(length, cp_group=cp)}
+        others = {own: angles(length, cp_group=cp) for own, angles in self.other_rotary.items()}
+        if others:
+            rotary_args["other_rotary_pos_emb"] = others
         return rotary_args
 
     def _check_cache(self) -> None:
@@ -342,7 +350,7 @@ class GPTModel(LanguageModule):
 
     def _begin_cached_pass(
         self, context: Any, decoder_input: Tensor | None, position_ids: Tensor | None
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Prepare a pass with a cache; return the angles [s, b, 1, r] of its tokens."""
         states = self.decoder.input_tensor if decoder_input is None else decoder_input
         if states is None:
@@ -351,8 +359,13 @@ class GPTModel(LanguageModule):
         if self.position_embedding_type == "mrope":
             given = position_ids is not None and position_ids.dim() == 3
             return self._rotary_args(0, position_ids if given else context.positions.t())
-        tables = self._rotary_args(context.max_sequence_length)
-        return {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
+        args = self._rotary_args(context.max_sequence_length)
+        others = args.pop("other_rotary_pos_emb", {})
+        args, others = (
+            {name: table.squeeze(1)[context.positions] for name, table in tables.items()}
+            for tables in (args, others)
+        )
+        return args | ({"other_rotary_pos_emb": others} if others else {})
 
     def _documents(
         self, packed: PackedSeqParams, decoder_input: Tensor | None, length: int
@@ -378,6 +391,7 @@ def _check_arguments(position_embedding_type: str, config: TransformerConfig) ->
         "--context-parallel-size": config.context_parallel_size > 1,
         "--multi-latent-attention": config.multi_latent_attention,
         "--rotary-base-local": config.rotary_base_local is not None,
+        PATH_FLAG: any(config.rotary_of(n + 1) for n in range(config.num_layers)),
         "--mtp-num-layers": bool(config.mtp_num_layers),
     }
     wrong = [flag for flag, is_wrong in asked.items() if is_wrong]

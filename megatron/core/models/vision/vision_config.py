@@ -290,7 +290,9 @@ _OF_LANGUAGE = frozenset({
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "fine_grained_activation_offloading", "offload_modules", "cpu_offloading_num_layers",
-    "cp_comm_type", "hierarchical_context_parallel_sizes",
+    "cp_comm_type", "hierarchical_context_parallel_sizes", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json", "attention_chunk_size", "qk_l2_norm",
+    "query_scale_beta", "query_scale_interval",
 })  # fmt: skip
 """Fields for the language model only: the encoder's layers have the defaults."""
 

@@ -39,6 +39,9 @@ class BlockConfig:
     """Store the norm's weight minus one, so weight decay pulls towards the identity."""
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
+    qk_l2_norm: bool = False
+    """Divide each query and key head by the root of its mean square, in layers that rotate (Llama
+    4); the norm has no weights."""
     attention_output_gate: bool = False
     """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
     projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
@@ -96,8 +99,11 @@ class BlockConfig:
     window_attn_skip_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, type_text="int or list expr", within=POSITIVE
     )
-    """Layers with the window: N for all but every N-th layer, or 1 (window) or 0 for each layer.
-    None is all layers."""
+    """Layers with the window, or with chunks: N for all but every N-th layer, or 1 or 0 for each
+    layer. None is all layers."""
+    attention_chunk_size: int | None = flag(None, within=POSITIVE)
+    """Tokens of a chunk: a query attends to the keys of its own chunk (Llama 4). The positions of a
+    sequence are cut into chunks from its first token."""
     attn_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). With None they are unbounded."""
@@ -105,15 +111,22 @@ class BlockConfig:
     """Kernel of the core attention. Kernels of flash and fused may draw dropout by themselves;
     their draws depend on the layout."""
 
-    def window_of(self, layer_number: int) -> tuple[int, int] | None:
-        """Return the window of a layer, by its 1-based number in the whole model."""
+    def is_local(self, layer_number: int) -> bool:
+        """Return whether a layer, by its 1-based number in the whole model, has the window or the
+        chunks of a model with one of them."""
         pattern = self.window_attn_skip_freq
         if isinstance(pattern, int):
-            is_windowed = layer_number % pattern != 0
-        else:
-            # Layers of multi-token prediction, numbered after the last layer, follow the last one.
-            is_windowed = not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
-        return self.window_size if is_windowed else None
+            return layer_number % pattern != 0
+        # Layers of multi-token prediction, numbered after the last layer, follow the last one.
+        return not pattern or bool(pattern[min(layer_number, len(pattern)) - 1])
+
+    def window_of(self, layer_number: int) -> tuple[int, int] | None:
+        """Return the window of a layer, by its 1-based number in the whole model."""
+        return self.window_size if self.is_local(layer_number) else None
+
+    def chunk_of(self, layer_number: int) -> int | None:
+        """Return the chunk size of a layer, by its 1-based number in the whole model."""
+        return self.attention_chunk_size if self.is_local(layer_number) else None
 
 
 def block_problems(config: BlockConfig) -> Iterator[MegatronError]:

@@ -97,6 +97,8 @@ class ExpertConfig(ExpertExchangeConfig):
     moe_router_group_score_topk: int | None = flag(None, part_of="num_experts")
     """The score of a group is the sum of the scores of this number of its best experts; 1 in
     DeepSeek-V2. Default moe-router-topk / moe-router-group-topk."""
+    moe_apply_probs_on_input: bool = flag(False, part_of="num_experts")
+    """Multiply the input of an expert by the token's weight, not its activation (Llama 4)."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), part_of="num_experts")
     """Dtype of the router's matrix product: fp32, fp64, or None for the model's dtype. Scores are
     at least fp32."""

@@ -13,6 +13,8 @@ from megatron.core.foundation.errors import ConfigError
 ATTENTION, SPARSE_ATTENTION = "attention", "dsa"
 GATED_DELTA_NET, KIMI, MAMBA = "gated_delta_net", "kda", "mamba2"
 DENSE, EXPERTS = "dense", "experts"
+LINEAR = "linear"
+"""A square matrix in place of a mixer or of an MLP."""
 NOTHING = ""
 """The mixer of a layer without one, and likewise its MLP."""
 
@@ -22,9 +24,9 @@ class LayerKind:
     """The parts of a layer."""
 
     mixer: str = ATTENTION
-    """attention, sparse attention, the name of a recurrent mixer, or NOTHING."""
+    """attention, sparse attention, the name of a recurrent mixer, LINEAR or NOTHING."""
     mlp: str = DENSE
-    """dense, experts or NOTHING."""
+    """dense, experts, LINEAR or NOTHING."""
     has_cross_attention: bool = False
     """Cross attention to the encoder's output follows the mixer."""
     has_final_norm: bool = False
@@ -43,7 +45,7 @@ class LayerKind:
     @property
     def is_recurrent(self) -> bool:
         """Whether its mixer is a recurrence, with a state of fixed size."""
-        return self.mixer not in (ATTENTION, SPARSE_ATTENTION, NOTHING)
+        return self.mixer not in (ATTENTION, SPARSE_ATTENTION, LINEAR, NOTHING)
 
     @property
     def has_experts(self) -> bool:

@@ -23,6 +23,7 @@ from megatron.core.transformer.config.layer_kinds import (
     LayerKind,
     hybrid_pattern,
 )
+from megatron.core.transformer.config.layer_sizes import LayerSizesConfig
 from megatron.core.utils import best_divisor
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _MIXER = _VARIANT, "hybrid_layer_pattern"
 
 
 @dataclass
-class LinearAttentionConfig:
+class LinearAttentionConfig(LayerSizesConfig):
     """Layers whose mixer is a recurrence: Gated DeltaNet, Kimi Delta Attention, Mamba-2."""
 
     experimental_attention_variant: str | None = flag(
@@ -113,10 +114,11 @@ class LinearAttentionConfig:
             is_linear = [number % pattern != 0 for number in range(1, count + 1)]
         else:
             is_linear = [bool(is_one) for is_one in pattern or [1] * count]
-        return tuple(
+        usual = tuple(
             LayerKind(mixer if is_one else ATTENTION, EXPERTS if routed else DENSE)
             for is_one, routed in zip(is_linear, has_experts, strict=True)
         )
+        return tuple(self.block(layer).kind(kind) for layer, kind in enumerate(usual, 1))
 
 
 def derive_mixers(config: TransformerConfig) -> None:

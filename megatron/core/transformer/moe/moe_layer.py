@@ -225,7 +225,11 @@ class MoELayer(MegatronModule):
             self.router.load.add(DROPPED, sent.num_dropped)
         if self.config.moe_pad_expert_input_to_capacity:
             sent = pad_to_capacity(sent, self._max_tokens_per_expert(x, bool(options)))
-        output, _ = self.experts(sent.tokens, sent.tokens_per_expert, sent.probs)
+        tokens, probs = sent.tokens, sent.probs
+        if self.config.moe_apply_probs_on_input:
+            tokens = (tokens * probs.unsqueeze(-1)).to(tokens.dtype)
+            probs = torch.ones_like(probs)
+        output, _ = self.experts(tokens, sent.tokens_per_expert, probs)
         output = sent.combine(output, end)
         if self.fc2_latent_proj is not None:
             output, _ = self.fc2_latent_proj(output)
