@@ -163,16 +163,22 @@ def channels_rotate_in_pairs(run: ResolvedRun) -> Iterator[MegatronError]:
     is_rotary = model.position_embedding_type in ("rope", "yarn", "mrope")
     if not is_rotary or run.latent_attention.multi_latent_attention or not model.kv_channels:
         return
-    count = int(model.kv_channels * model.rotary_percent)
-    if count < 2 or count % 2:
-        even = model.kv_channels + model.kv_channels % 2
-        yield problem(
-            f"--rotary-percent {model.rotary_percent:g} of heads of {model.kv_channels} channels"
-            f" rotates {count} channels.",
-            "channels rotate in pairs",
-            "--kv-channels",
-            fix=f"use --kv-channels {even} --rotary-percent 1",
-        )
+    usual = {"kv_channels": model.kv_channels, "rotary_percent": model.rotary_percent}
+    of_layers = {
+        f" in layer {layer}": {name: block.settings.get(name, usual[name]) for name in usual}
+        for layer, block in enumerate(model.blocks, 1)
+    }
+    for where, own in (of_layers or {"": usual}).items():
+        width, percent = own.values()
+        count = int(width * percent)
+        if count < 2 or count % 2:
+            yield problem(
+                f"--rotary-percent {percent:g} of heads of {width} channels rotates {count}"
+                f" channels{where}.",
+                "channels rotate in pairs",
+                "--kv-channels",
+                fix=f"use --kv-channels {width + width % 2} --rotary-percent 1",
+            )
 
 
 @rule

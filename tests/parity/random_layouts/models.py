@@ -227,7 +227,7 @@ MIXERS = (
 
 _BLOCKS = "heterogeneous-layers-config-encoded-json"
 _PARTS = (
-    ({"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 10, "softmax_scale": 0.4,
+    ({"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 12, "softmax_scale": 0.4,
       "window_size": [5, 0], "rotary_base": 300}, {"ffn_hidden_size": 40}),
     ({"num_attention_heads": 4, "n_heads_in_group": 2, "window_size": None}, {"no_op": True}),
     ({"replace_with_linear": True}, {"ffn_hidden_size": 96}),
