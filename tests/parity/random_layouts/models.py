@@ -235,19 +235,31 @@ _PARTS = (
 )  # fmt: skip
 
 
-def _sizes_by_layer(num_layers: int, first: int) -> Option:
-    """Return blocks for a model of so many layers without experts, the parts in turn."""
-    parts = [_PARTS[(first + layer) % len(_PARTS)] for layer in range(num_layers)]
-    text = json.dumps({"block_configs": [{"attention": a, "ffn": f} for a, f in parts]})
-    others = without(_VARIANT, "hybrid-layer-pattern", "multi-latent-attention", "num-experts",
-                     "mtp-num-layers", _BLOCKS)  # fmt: skip
-    return Option(
-        _BLOCKS, {None: 12, text: 1}, lambda s: s["num-layers"] == num_layers and others(s)
-    )
+_EXPERT_PARTS = (
+    ({"num_attention_heads": 8, "num_query_groups": 2}, {"num_moe_experts": 8,
+                                                         "moe_ffn_hidden_size": 16}),
+    ({"window_size": [3, 0]}, {}),  # dense with --moe-layer-freq 2
+)  # fmt: skip
+
+
+def _sizes_by_layer(num_layers: int, first: int, *, has_experts: bool) -> Option:
+    """Return blocks for a model of so many layers: the parts in turn, from the first one."""
+    parts = _EXPERT_PARTS if has_experts else _PARTS
+    chosen = [parts[(first + layer) % len(parts)] for layer in range(num_layers)]
+    text = json.dumps({"block_configs": [{"attention": a, "ffn": f} for a, f in chosen]})
+    others = without(_VARIANT, "hybrid-layer-pattern", "multi-latent-attention", "mtp-num-layers",
+                     _BLOCKS)  # fmt: skip
+
+    def fits(s: Settings) -> bool:
+        return s["num-layers"] == num_layers and ("num-experts" in s) == has_experts and others(s)
+
+    return Option(_BLOCKS, {None: 12, text: 1}, fits)
 
 
 SIZES_BY_LAYER = tuple(
-    _sizes_by_layer(num_layers, first) for num_layers in (2, 3, 4, 6) for first in range(2)
+    _sizes_by_layer(num_layers, first, has_experts=has_experts)
+    for num_layers in (2, 3, 4, 6)
+    for first, has_experts in ((0, False), (1, False), (0, True))
 )
 
 MODEL = (*SHAPE, *LAYERS, *EXPERTS, *MIXERS, *SIZES_BY_LAYER)
