@@ -136,6 +136,16 @@ class ModelDescription(
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def value_dim(self) -> int:
+        """The width of a value head."""
+        return self.v_channels or self.head_dim
+
+    def of_layer(self, layer_number: int) -> ModelDescription:
+        """Return the settings of one layer, by its 1-based number."""
+        changes = self.block(layer_number).changes(self)
+        return replace(self, **changes, group_query_attention=True) if changes else self
+
+    @property
     def experts_width(self) -> int:
         """The width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
@@ -243,7 +253,13 @@ def _canonical(model: ModelDescription) -> ModelDescription:
     if model.moe_router_topk_scaling_factor == 1.0:
         without_effect.add("moe_router_topk_scaling_factor")
     without_effect |= (
-        {"kv_channels", "group_query_attention", "num_query_groups", "rotary_interleaved"}
+        {
+            "kv_channels",
+            "v_channels",
+            "group_query_attention",
+            "num_query_groups",
+            "rotary_interleaved",
+        }
         if has_latents
         else {*_OF_LATENTS, "rope_interleave"}
     )
@@ -256,6 +272,7 @@ def _canonical(model: ModelDescription) -> ModelDescription:
         model = replace(
             model,
             kv_channels=model.head_dim,
+            v_channels=model.value_dim,
             group_query_attention=False,
             num_query_groups=model.num_key_value_heads,
         )

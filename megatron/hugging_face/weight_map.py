@@ -13,7 +13,7 @@ Legend: h hidden, d head dim, q query heads, g key/value heads (groups).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.hugging_face.model_description import ModelDescription
 
@@ -93,6 +93,25 @@ def with_others(rules: Iterable[WeightRule], *others: WeightRule) -> list[Weight
     return [by_name.get(rule.megatron_name, rule) for rule in rules]
 
 
+def by_layer_size(rules: Iterable[WeightRule], model: ModelDescription) -> list[WeightRule]:
+    """Return rules that read the sizes of each layer, for a model of layers of several sizes."""
+    if not model.blocks:
+        return list(rules)
+
+    def of_layer(rule: WeightRule, layer: int) -> WeightRule:
+        own = model.of_layer(layer + 1)
+        return replace(
+            rule, layers=(layer,), row_map=lambda _model, heights: rule.row_map(own, heights)
+        )
+
+    found = []
+    for rule in rules:
+        layers = range(model.num_layers) if rule.layers is None else rule.layers
+        is_of_layers = "{}" in rule.megatron_name
+        found += [of_layer(rule, layer) for layer in layers] if is_of_layers else [rule]
+    return found
+
+
 def transposed(megatron_name: str, hf_name: str) -> WeightRule:
     """Hugging Face's tensor is [in, out], Megatron's parameter is [out, in]."""
     return WeightRule(megatron_name, (hf_name,), is_transposed=True)
@@ -168,7 +187,8 @@ def fused_query_key_value(
 def _by_group(model: ModelDescription, starts: Sequence[tuple[int, int]]) -> list[RowRange]:
     """Interleave queries, keys and values, which begin at `starts`: (source, row)."""
     width = model.head_dim
-    heights = (model.num_attention_heads // model.num_key_value_heads * width, width, width)
+    queries = model.num_attention_heads // model.num_key_value_heads * width
+    heights = (queries, width, model.value_dim)
     found, megatron_begin = [], 0
     for group in range(model.num_key_value_heads):
         for (source, start), height in zip(starts, heights, strict=True):

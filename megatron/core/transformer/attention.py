@@ -320,15 +320,16 @@ class SelfAttention(Attention):
         self.hidden_size_per_attention_head = head
         self.num_query_groups_per_partition = max(1, groups // tp_size)
         self.queries_per_group = config.num_attention_heads // groups
-        self.output_width = config.num_attention_heads * head
+        value_head = config.v_channels or head
+        self.output_width = config.num_attention_heads * value_head
         num_query_parts = 2 if config.attention_output_gate else 1
-        self.heads_of_group = (*[self.queries_per_group] * num_query_parts, 1, 1)
-        """Number of heads of a group, in the order of its rows: queries, gates if any, key, value.
-        """
+        queries = self.queries_per_group * head
+        self.rows_of_group = (*[queries] * num_query_parts, head, value_head)
+        """Number of rows of a group: queries, gates if any, key, value."""
         self.linear_qkv = self.linear(
             submodules.linear_qkv,
             config.hidden_size,
-            groups * sum(self.heads_of_group) * head,
+            groups * sum(self.rows_of_group),
             gather_output=False,
             bias=config.add_bias_linear or config.add_qkv_bias,
             skip_bias_add=False,
@@ -337,8 +338,8 @@ class SelfAttention(Attention):
         )
         weight = getattr(self.linear_qkv, "weight", None)
         if weight is not None:
-            rows = tuple(heads * head for heads in self.heads_of_group)
-            set_param_meta(weight, replace(get_param_meta(weight), fused_row_sizes=rows))
+            meta = replace(get_param_meta(weight), fused_row_sizes=self.rows_of_group)
+            set_param_meta(weight, meta)
         # Each tensor-parallel rank normalises its own heads, with or without sequence parallelism.
         self.uses_rotary = config.rotates_in(self.layer_number)
         norms = submodules.q_layernorm, submodules.k_layernorm
@@ -367,12 +368,14 @@ class SelfAttention(Attention):
         refuse_given("SelfAttention", given, rule=rule, fix="leave it out")
         with offloading(self.config.offloads("qkv_linear"), self.linear_qkv):
             packed, _ = self.linear_qkv(hidden_states)
-        query, key, *others = self._unpack(packed)
+        query, key, value, *gate = self._unpack(packed)
+        if self.config.attention_value_scale != 1.0:
+            value = value * self.config.attention_value_scale
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, *others
+        return query, key, value, *gate
 
     def get_rotated_qkv(
         self,
@@ -385,7 +388,8 @@ class SelfAttention(Attention):
         angles, cos, sin = rotary_pos_emb
         has_norms = self.q_layernorm is not None or self.k_layernorm is not None
         in_parts = has_norms or not self.uses_rotary or key_value_states is not None
-        in_parts = in_parts or self.config.attention_output_gate
+        in_parts = in_parts or self.config.attention_output_gate or bool(self.config.v_channels)
+        in_parts = in_parts or self.config.attention_value_scale != 1.0
         shares_group = self.pg_collection.tp.size() > (self.config.num_query_groups or 1)
         how = {
             "interleaved": self.config.rotary_interleaved,
@@ -412,36 +416,36 @@ class SelfAttention(Attention):
     def query_key_row_factors(self, gamma: Tensor, alpha: float) -> list[tuple[Any, Tensor]]:
         """Scale a group by the smallest gamma [n] of its heads, because the heads share a key."""
         of_group = gamma.view(-1, self.queries_per_group).amin(1, keepdim=True)
-        num_queries, *num_gates, _, _ = self.heads_of_group
-        gates = torch.ones_like(of_group).expand(-1, sum(num_gates))
-        queries = of_group.pow(alpha).expand(-1, num_queries)
-        keys, values = of_group.pow(1 - alpha), torch.ones_like(of_group)
-        by_head = torch.cat((queries, gates, keys, values), 1)
-        rows = by_head.repeat_interleave(self.hidden_size_per_attention_head, 1)
+        others = torch.ones_like(of_group)
+        gates = [others] * (len(self.rows_of_group) - 3)
+        factors = (of_group.pow(alpha), *gates, of_group.pow(1 - alpha), others)
+        sized = zip(factors, self.rows_of_group, strict=True)
+        rows = torch.cat([factor.expand(-1, size) for factor, size in sized], 1)
         return [(self.linear_qkv, rows.flatten())]
 
     def _unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Split the projection into query, key and value heads, and gates if it has any."""
         s, b, _ = packed.shape
-        d, heads = self.hidden_size_per_attention_head, list(self.heads_of_group)
+        d, rows = self.hidden_size_per_attention_head, list(self.rows_of_group)
         tp = self.pg_collection.tp
         groups, tp_size = self.config.num_query_groups, tp.size()
         assert groups
         local = self.num_attention_heads_per_partition
         if tp_size <= groups:
-            grouped = packed.view(s, b, groups // tp_size, sum(heads), d)
-            query, *gate, key, value = torch.split(grouped, heads, dim=3)
+            grouped = packed.view(s, b, groups // tp_size, sum(rows))
+            query, *gate, key, value = torch.split(grouped, rows, dim=3)
             gate = [part.reshape(s, b, local * d) for part in gate]
-            return query.reshape(s, b, local, d), key.squeeze(3), value.squeeze(3), *gate
+            return query.reshape(s, b, local, d), key, value, *gate
         # Several ranks share a group: its key and value may be on another rank.
         packed = all_gather_last_dim_from_tensor_parallel_region(packed, group=tp)
         ranks_per_group = tp_size // groups
         group, part = divmod(tp.rank(), ranks_per_group)
-        grouped = packed.view(s, b, groups, sum(heads), d)[:, :, group]
-        query, *gate, key, value = torch.split(grouped, heads, dim=2)
-        mine = slice(part * local, (part + 1) * local)
-        gate = [part[:, :, mine].reshape(s, b, local * d) for part in gate]
-        return query[:, :, mine], key, value, *gate
+        grouped = packed.view(s, b, groups, sum(rows))[:, :, group]
+        query, *gate, key, value = torch.split(grouped, rows, dim=2)
+        mine = slice(part * local * d, (part + 1) * local * d)
+        gate = [part[:, :, mine] for part in gate]
+        query = query[:, :, mine].view(s, b, local, d)
+        return query, key.unsqueeze(2), value.unsqueeze(2), *gate
 
 
 def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from megatron.core.parameters.param_meta import ParamMeta, get_param_meta, set_p
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.topology.group import SINGLE_RANK
+from megatron.core.transformer.config.layer_kinds import LINEAR, NOTHING
 from megatron.core.transformer.moe.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transport import torch_collectives
@@ -64,7 +65,8 @@ def use_low_precision(layer: nn.Module, layer_number: int, groups: ProcessGroupC
     uses_largest = config.fp8_amax_compute_algo == "max"
     acts = multiplies_in_low_precision(config, layer_number)
     found = [part for part in layer.modules() if isinstance(part, (*_ONE, GroupedLinear))]
-    if not found:
+    kind = config.layer_kind(layer_number)
+    if not found and not {kind.mixer, kind.mlp} <= {LINEAR, NOTHING}:
         raise ConfigError(
             f"{recipe.name} in a transformer layer of {type(layer).__name__} without linear layers"
             " of this package.",

@@ -139,6 +139,26 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--attention-output-gate", "--multi-latent-attention"],
             fix="drop --attention-output-gate",
         )
+    excluded = {
+        "--multi-latent-attention": config.multi_latent_attention,
+        "--attention-output-gate": config.attention_output_gate,
+        "--encoder-num-layers": config.encoder_num_layers is not None,
+    }
+    if config.v_channels is not None and any(excluded.values()):
+        wrong = [flag for flag, is_on in excluded.items() if is_on]
+        yield ConfigError(
+            f"v_channels={config.v_channels} with {', '.join(wrong)}.",
+            rule="only the self-attention of a decoder without gates has values of another width",
+            flags=["--v-channels", *wrong],
+            fix="drop --v-channels",
+        )
+    if config.attention_value_scale != 1.0 and config.multi_latent_attention:
+        yield ConfigError(
+            f"attention_value_scale={config.attention_value_scale} with multi-latent attention.",
+            rule="it multiplies whole value heads",
+            flags=["--attention-value-scale", "--multi-latent-attention"],
+            fix="drop --attention-value-scale",
+        )
     if config.qk_l2_norm and (config.qk_layernorm or config.multi_latent_attention):
         yield ConfigError(
             "qk_l2_norm with qk_layernorm or multi-latent attention.",

@@ -28,6 +28,7 @@ MODEL_SHAPE_ARGS = (
     "sandwich_norm", "use_parallel_residual", "embedding_multiplier", "softmax_scale",
     "residual_multiplier", "logits_scaling",
     "heterogeneous_layers_config_encoded_json", "attention_chunk_size", "qk_l2_norm",
+    "v_channels", "attention_value_scale",
     "query_scale_beta", "query_scale_interval", "moe_apply_probs_on_input",
     "attn_logit_softcapping", "final_logit_softcapping", "softmax_type", "no_rope_freq",
     "rotary_seq_len_interpolation_factor", "apply_residual_connection_post_layernorm",

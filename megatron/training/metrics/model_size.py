@@ -123,7 +123,9 @@ class ModelSize:
     def value_head(self) -> int:
         """Width of a value head."""
         config = self.config
-        return config.v_head_dim if config.multi_latent_attention else config.kv_channels or 0
+        if config.multi_latent_attention:
+            return config.v_head_dim
+        return config.v_channels or config.kv_channels or 0
 
     @property
     def attention_width(self) -> int:
@@ -137,10 +139,10 @@ class ModelSize:
 
     @property
     def _qkv_width(self) -> int:
-        # (n + 2g) d, with an output gate (2n + 2g) d.
-        config = self.config
-        heads = config.num_attention_heads * (1 + config.attention_output_gate)
-        return (heads + 2 * (config.num_query_groups or 0)) * (config.kv_channels or 0)
+        # Values apart (n + g) d, with an output gate (2n + g) d.
+        config, groups = self.config, self.config.num_query_groups or 0
+        heads = config.num_attention_heads * (1 + config.attention_output_gate) + groups
+        return heads * (config.kv_channels or 0) + groups * self.value_head
 
     @property
     def _attention_matrices(self) -> int:

@@ -114,11 +114,12 @@ _OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.wei
 
 
 def _of_module(name: str) -> str:
-    """Return what the modules of Mixtral, Kimi Linear and Granite call a tensor of their files."""
+    """Return the name in modules of Mixtral, Kimi Linear, Granite, MiMo of a tensor of files."""
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]
     name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
+    name = name.replace("attention_sink_bias", "sinks")
     return name.replace("block_sparse_moe", "mlp")
 
 

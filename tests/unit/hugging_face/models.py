@@ -285,6 +285,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64,
          "n_inner": 96, "layer_norm_epsilon": 1e-6, "bos_token_id": 1, "eos_token_id": 2},
     ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**_SIZES, "num_attention_heads": 8, "head_dim": 24, "v_head_dim": 16,
+         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+         "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "sliding_window": 7,
+         "layer_types": ["full_attention", "sliding_attention"] * 2,
+         "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+    ),
     "llama4": (
         "Llama4TextConfig",
         {**_SIZES, "head_dim": 16, "intermediate_size_mlp": 112, "num_local_experts": 4,

@@ -153,7 +153,7 @@ def _dropout_note(config: TransformerConfig, choice: Choice | None, device: str)
 
 
 def _attention_needs(config: TransformerConfig, layer_number: int, backend: str) -> Iterator[str]:
-    widths = [config.kv_channels or 0]
+    widths = [config.kv_channels or 0, config.v_channels or config.kv_channels or 0]
     if config.multi_latent_attention:
         widths = [config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim]
     given = {

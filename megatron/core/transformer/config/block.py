@@ -85,6 +85,8 @@ class BlockConfig:
     attention_dropout: float = flag(0.1, per_micro_batch=DRAWN_BY_PLACE, within=BELOW_ONE)
     """Dropout probability of the attention weights."""
 
+    attention_value_scale: float = flag(1.0, within=POSITIVE)
+    """Factor on the values of attention (MiMo-V2)."""
     softmax_scale: float | None = None
     """Factor on the attention logits; None means 1 / sqrt(kv_channels)."""
     attention_softmax_in_fp32: bool = flag(True, cli_default=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.transformer.config.block import SOFTMAX_TYPES
 from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LINEAR, NOTHING, LayerKind
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _NUMBER, _COUNT, _WINDOW = (int, float), (int,), (list, None)
 _OF_ATTENTION: Mapping[str, tuple[type | None, ...]] = {
     "num_attention_heads": _COUNT, "num_query_groups": _COUNT, "n_heads_in_group": _COUNT,
     "kv_channels": _COUNT, "softmax_scale": _NUMBER, "window_size": _WINDOW,
-    "rotary_base": _NUMBER, "rotary_percent": _NUMBER,
+    "rotary_base": _NUMBER, "rotary_percent": _NUMBER, "softmax_type": (str,),
 }  # fmt: skip
 _OF_DENSE = {"ffn_hidden_size": _COUNT, "intermediate_size": _COUNT, "ffn_mult": _NUMBER}
 _OF_EXPERTS = {
@@ -171,6 +172,8 @@ def _read_block(layer: int, attention: dict[str, Any], mlp: dict[str, Any]) -> B
             if name in _REPLACED or not (types or value) or (value is None and None not in types):
                 continue
             numbers = value if isinstance(value, list) else [1 if value is None else value]
+            if name == "softmax_type":
+                numbers = [1 if value in SOFTMAX_TYPES else 0]
             is_wrong = type(value) not in types and value is not None
             if (
                 is_wrong
@@ -180,7 +183,8 @@ def _read_block(layer: int, attention: dict[str, Any], mlp: dict[str, Any]) -> B
                 raise _error(
                     f"block {layer} has {part}.{name} = {value!r}.",
                     f"the settings of {part} are {', '.join((*_REPLACED, *known))}; sizes are"
-                    " positive numbers, a window is [left, right]",
+                    " positive numbers, a window is [left, right], a softmax_type one of "
+                    + ", ".join(SOFTMAX_TYPES),
                 )
             if not instead:
                 settings[name] = value

@@ -44,6 +44,8 @@ class ShapeConfig:
     """Width of the MLP. Default 4 * hidden-size, or 2/3 of it rounded down to 64 with --swiglu."""
     kv_channels: int | None = flag(None, within=POSITIVE)
     """Width of one head; None means hidden_size / num_attention_heads, if that is whole."""
+    v_channels: int | None = flag(None, within=POSITIVE)
+    """Width of a value head; None means kv_channels. Latent attention has --v-head-dim."""
     unpadded_vocab_size: int | None = no_flag(None, is_arg=True)
     """Number of real token ids. Further rows pad the vocabulary to a size that splits evenly; the
     loss ignores them."""
