@@ -220,7 +220,7 @@ class TransformerBlock(GraphableMegatronModule):
         }
 
         def run(first: int, last: int) -> Callable[..., Any]:
-            own_layers = self.layers[first:last]
+            own_layers: Any = self.layers[first:last]
             # Chosen now: a recomputation may run after the next micro batch, with other options.
             chosen = [
                 common | others.get(self.config.rotary_of(layer.layer_number), {})

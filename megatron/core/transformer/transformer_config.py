@@ -187,7 +187,9 @@ def view_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             continue
         seen.append(changes)
         view, kind = config.of_layer(layer), config.layer_kind(layer)
-        checks = [shape_problems, block_problems, split_problems, context_parallel_problems]
+        checks: list[Callable[[Any], Iterable[MegatronError]]] = [
+            shape_problems, block_problems, split_problems, context_parallel_problems,
+        ]  # fmt: skip
         found = chain(
             block.problems(config, kind),
             *(check(view) for check in checks + [expert_problems] * kind.has_experts),

@@ -72,7 +72,7 @@ def gpt_layer_submodules(
     norm = backend.norm if fused is None else IdentityOp
     norm_keys = dict(FUSED_NORM_KEYS)
     if kind.mixer == LINEAR:
-        mixer = LinearPart
+        mixer = ModuleSpec(module=LinearPart)
         del norm_keys["input_layernorm."]
     elif kind.is_recurrent:
         mixer = _recurrent_mixer(backend, kind.mixer)
@@ -96,7 +96,7 @@ def gpt_layer_submodules(
         mlp = _experts(backend, moe_grouped_gemm)
         norm_keys.pop("pre_mlp_layernorm.", None)  # router and experts follow
     if kind.mlp == LINEAR:
-        mlp = LinearPart
+        mlp = ModuleSpec(module=LinearPart)
         norm_keys.pop("pre_mlp_layernorm.", None)
     parts = TransformerLayerSubmodules(sharded_state_dict_keys_map=norm_keys)
     if kind.mixer:

@@ -19,6 +19,7 @@ from megatron.core.transformer.config.block import SOFTMAX_TYPES
 from megatron.core.transformer.config.layer_kinds import DENSE, EXPERTS, LINEAR, NOTHING, LayerKind
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.config.shape import ShapeConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 PATH_FLAG = "--heterogeneous-layers-config-path"
@@ -53,10 +54,10 @@ class Block:
 
     def kind(self, usual: LayerKind) -> LayerKind:
         """Return the kind of the layer, whose kind without this block is `usual`."""
-        changed = {"mixer": self.mixer, "mlp": self.mlp}
-        return replace(usual, **{n: value for n, value in changed.items() if value is not None})
+        mixer = usual.mixer if self.mixer is None else self.mixer
+        return replace(usual, mixer=mixer, mlp=usual.mlp if self.mlp is None else self.mlp)
 
-    def changes(self, config: TransformerConfig) -> dict[str, Any]:
+    def changes(self, config: ShapeConfig) -> dict[str, Any]:
         """Return the fields of the layer's config that differ from `config`."""
         found = {n: value for n, value in self.settings.items() if n != "rotary_percent"}
         if "window_size" in found:
@@ -81,7 +82,7 @@ class Block:
 
     def problems(self, config: TransformerConfig, kind: LayerKind) -> Iterator[MegatronError]:
         """Yield the settings that a layer of this kind would not read or would misread."""
-        unread = {DENSE: _OF_EXPERTS, EXPERTS: _OF_DENSE}.get(kind.mlp, {})
+        unread = {DENSE: [*_OF_EXPERTS], EXPERTS: [*_OF_DENSE]}.get(kind.mlp, [])
         if wrong := [name for name in self.settings if name in unread]:
             yield _error(
                 f"its block sets {', '.join(wrong)}, and its MLP is {kind.mlp}.",
@@ -188,7 +189,8 @@ def _read_block(layer: int, attention: dict[str, Any], mlp: dict[str, Any]) -> B
                 )
             if not instead:
                 settings[name] = value
-    return Block(*replaced, settings)
+    of_attention, of_mlp = replaced
+    return Block(of_attention, of_mlp, settings)
 
 
 def layer_sizes_problems(config: TransformerConfig) -> Iterator[MegatronError]:
