@@ -182,9 +182,10 @@ class DotProductAttention(MegatronModule):
         config = self.config
         if chunk := config.chunk_of(self.layer_number):
             total = s * self.context_groups.cp.size()
-            chunks = (torch.arange(total, device=query.device) // chunk).expand(b, total)
-            many = -(-total // chunk)
-            document_ids = chunks if document_ids is None else document_ids * many + chunks
+            positions = torch.arange(total, device=query.device).expand(b, total)
+            ids = torch.zeros_like(positions) if document_ids is None else document_ids.contiguous()
+            in_document = positions - torch.searchsorted(ids, ids)
+            document_ids = ids * -(-total // chunk) + in_document // chunk
         return AttentionOptions(
             scale=self.softmax_scale,
             mask=MaskSpec(self.window(mask_type), document_ids),

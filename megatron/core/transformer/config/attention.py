@@ -29,8 +29,9 @@ class PositionConfig:
     no_rope_freq: list[int] | None = flag(None, parse=layer_pattern, type_text="int or list expr")
     """Layers without rotary embedding: N for every N-th, or a 0/1 list such as ([0]*3+[1])*8."""
     query_scale_beta: float = 0.0
-    """Factor b in 1 + b ln(1 + floor((p + 1) / c)), by which layers without rotary embedding
-    multiply the query at position p (Llama 4; arXiv 2501.19399); see --query-scale-interval."""
+    """Layers without rotary embedding multiply the query at position p of a document by the factor
+    1 + b ln(1 + floor((p + 1) / c)) (Llama 4; arXiv 2501.19399). This is b;
+    --query-scale-interval is c."""
     query_scale_interval: int = flag(8192, part_of="query_scale_beta", within=POSITIVE)
     """Number c of positions in the factor of --query-scale-beta."""
     rotary_base_local: float | None = flag(None, kind=int)

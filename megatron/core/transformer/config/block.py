@@ -104,8 +104,8 @@ class BlockConfig:
     """Layers with the window, or with chunks: N for all but every N-th layer, or 1 or 0 for each
     layer. None is all layers."""
     attention_chunk_size: int | None = flag(None, within=POSITIVE)
-    """Tokens of a chunk: a query attends to the keys of its own chunk (Llama 4). The positions of a
-    sequence are cut into chunks from its first token."""
+    """Tokens of a chunk: a query attends to the keys of its own chunk (Llama 4). Each document is
+    cut into chunks from its first token."""
     attn_logit_softcapping: float | None = flag(None, within=POSITIVE)
     """Bound c of the scaled attention scores, c * tanh(score / c) (Gemma 2, arXiv 2408.00118,
     section 2). With None they are unbounded."""

@@ -36,11 +36,11 @@ _OF_EXPERTS = {
     "moe_shared_expert_intermediate_size": _COUNT,
 }  # fmt: skip
 _OF_MLP = {**_OF_DENSE, **_OF_EXPERTS, "activation_func_clamp_value": (*_NUMBER, None)}
-"""Setting of a part of a block -> its types; null is the model's value if None is not one of them.
+"""Setting of a part of a block -> its types; null is the model's value unless None is a type.
 """
 _OF_ROTARY = ("rotary_base", "rotary_percent", "kv_channels")
 _REPLACED = {"no_op": NOTHING, "replace_with_linear": LINEAR}
-"""Switch of a part of a block -> what the layer has in place of the part."""
+"""Switch of a part of a block -> the kind that replaces the part."""
 
 
 @dataclass(frozen=True)
