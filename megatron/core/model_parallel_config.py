@@ -171,6 +171,11 @@ class ModelParallelConfig(ParallelFlags, HalfPrecision):
         """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return False
 
+    @property
+    def num_residual_streams(self) -> int:
+        """Number of residual streams that stages exchange."""
+        return 1
+
     def __post_init__(self) -> None:
         """Derive dtypes and raise all problems of the parallel settings together."""
         check_types(self)

@@ -262,7 +262,8 @@ def get_tensor_shapes(
     """Return the shapes of the tensors that cross a stage boundary.
 
     There is one tensor, [s/cp, b, h], or [s/cp/tp, b, h] with sequence parallelism. Where stages
-    send both stacks of a model, s is the sum of their lengths.
+    send both stacks of a model, s is the sum of their lengths; with hyper-connections h is the
+    width of all residual streams.
     """
     length = seq_length if decoder_seq_length is None else decoder_seq_length
     if config.sends_both_stacks and decoder_seq_length is not None:
@@ -270,7 +271,7 @@ def get_tensor_shapes(
     length //= resolve_group(cp_group, "cp").size()
     if config.sequence_parallel:
         length //= resolve_group(tp_group, "tp").size()
-    return [(length, micro_batch_size, config.hidden_size)]
+    return [(length, micro_batch_size, config.num_residual_streams * config.hidden_size)]
 
 
 def _check_call(

@@ -126,6 +126,13 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
             fix="drop --cross-entropy-loss-fusion",
         )
+    if config.enable_mhc_connections and config.sends_both_stacks:
+        yield ConfigError(
+            "enable_mhc_connections with an encoder and a decoder.",
+            rule="a decoder reads the encoder's output as one stream",
+            flags=["--enable-mhc-connections", "--encoder-num-layers"],
+            fix="drop --enable-mhc-connections",
+        )
     if config.attention_output_gate and config.multi_latent_attention:
         yield ConfigError(
             "attention_output_gate with multi-latent attention.",
@@ -269,6 +276,11 @@ class TransformerConfig(
     def sends_both_stacks(self) -> bool:
         """Whether messages between stages contain the tokens of an encoder and of a decoder."""
         return self.encoder_num_layers is not None
+
+    @property
+    def num_residual_streams(self) -> int:
+        """Number of residual streams of a token."""
+        return self.mhc_num_residual_streams if self.enable_mhc_connections else 1
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""

@@ -32,6 +32,7 @@ from megatron.core.process_groups_config import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.config.stages import cp_comm_type_of_layer
+from megatron.core.transformer.hyper_connection import HyperConnection, Residual
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule, in_compute_dtype
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -139,6 +140,12 @@ class TransformerLayer(GraphableMegatronModule):
             )
             self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
+        if config.enable_mhc_connections:
+            tp = self.pg_collection.tp
+            if self.has_mixer:
+                self.self_attention_hyper_connection = HyperConnection(config, tp)
+            if self.has_mlp:
+                self.mlp_hyper_connection = HyperConnection(config, tp)
         if config.sandwich_norm:
             if self.has_mixer:
                 self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
@@ -187,6 +194,8 @@ class TransformerLayer(GraphableMegatronModule):
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
+
+        With hyper-connections the hidden states are n streams, [..., n*h].
 
         Args:
             context: input of cross attention, returned unchanged.
@@ -240,10 +249,14 @@ class TransformerLayer(GraphableMegatronModule):
         return rng_state().in_scope("decoder", self.layer_number, rows=shard)
 
     def _add(
-        self, bda: Any, output_with_bias: Any, residual: Tensor, norm: Any = None
+        self, bda: Any, output_with_bias: Any, residual: Tensor | Residual, norm: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return residual + m * dropout(output + bias) with the factor m of `residual_multiplier`,
         and its norm if one kernel computes both."""
+        if isinstance(residual, Residual):
+            zeros = torch.zeros_like(output_with_bias[0], dtype=residual.dtype)
+            output, _ = self._add(bda, output_with_bias, zeros)
+            return residual.plus(output), None
         factor = self.config.residual_multiplier
         if factor != 1.0:
             output, bias = output_with_bias
@@ -285,9 +298,18 @@ class TransformerLayer(GraphableMegatronModule):
         output = norm(x)
         return _Normed(in_compute_dtype(output, self.config), output, None)
 
-    def _residual(self, hidden_states: Tensor, normed: _Normed) -> Tensor:
+    def _streams(self, hidden_states: Tensor, name: str) -> tuple[Tensor, Tensor | Residual]:
+        """Return the input of a branch, and the residual that its output is added to."""
+        if not self.config.enable_mhc_connections:
+            return hidden_states, hidden_states
+        found: tuple[Tensor, Residual] = getattr(self, name)(hidden_states)
+        return found
+
+    def _residual(self, hidden_states: Tensor | Residual, normed: _Normed) -> Tensor | Residual:
         """Return the residual that a branch is added to."""
         residual = hidden_states
+        if isinstance(residual, Residual):
+            return residual
         if self.config.apply_residual_connection_post_layernorm:
             assert normed.output is not None, "the residual stream was dropped"
             residual = normed.output
@@ -297,15 +319,16 @@ class TransformerLayer(GraphableMegatronModule):
         self, hidden_states: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream [s, b, h] with attention added, and its norm or None."""
+        branch_input, residual = self._streams(hidden_states, "self_attention_hyper_connection")
         with offloading(self.config.offloads("attn_norm"), self.input_layernorm):
             normed = self._normed(
-                self.input_layernorm, hidden_states, recomputes=self.recomputes_input_norm
+                self.input_layernorm, branch_input, recomputes=self.recomputes_input_norm
             )
         output = self.self_attention(normed.branch, **kwargs)
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_self_attn_layernorm, *output)
-        residual = self._residual(hidden_states, normed)
+        residual = self._residual(residual, normed)
         return self._add(self.self_attn_bda, output, residual, self.pre_mlp_layernorm)
 
     def _forward_cross_attention(
@@ -330,6 +353,9 @@ class TransformerLayer(GraphableMegatronModule):
             norm_of_input: [s, b, h], if the attention branch has computed it.
             options: arguments for layers of experts.
         """
+        residual: Tensor | Residual = hidden_states
+        if self.config.enable_mhc_connections:
+            mlp_input, residual = self._streams(hidden_states, "mlp_hyper_connection")
         if norm_of_input is None:
             with offloading(self.config.offloads("mlp_norm"), self.pre_mlp_layernorm):
                 normed = self._normed(
@@ -347,7 +373,7 @@ class TransformerLayer(GraphableMegatronModule):
         normed.drop_after(output[0])
         if self.config.sandwich_norm:
             output = _normed_branch(self.post_mlp_layernorm, *output)
-        return self._add(self.mlp_bda, output, self._residual(hidden_states, normed))[0]
+        return self._add(self.mlp_bda, output, self._residual(residual, normed))[0]
 
     def _mlp_in_chunks(self, normed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the MLP on one chunk of tokens after the other; backward recomputes each chunk."""

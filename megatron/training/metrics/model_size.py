@@ -184,6 +184,28 @@ class ModelSize:
         outside = outside or self.config.hidden_size
         return (1 + self.config.gated_linear_unit) * width + outside
 
+    def _stream_parameters(self, num_weights: int, num_kinds: int) -> int:
+        """Parameters of stream weights: a matrix, a bias, and a factor for each kind of weights."""
+        config = self.config
+        width = config.num_residual_streams * config.hidden_size
+        return num_weights * (width + 1) + num_kinds
+
+    def _connections(self, kind: LayerKind) -> tuple[int, int]:
+        """Parameters and products of a token in the hyper-connections of a layer's branches."""
+        config, n = self.config, self.config.mhc_num_residual_streams
+        if not config.enable_mhc_connections:
+            return 0, 0
+        mixes = config.mhc_sinkhorn_iterations > 0
+        branches, weights = bool(kind.mixer) + bool(kind.mlp), 2 * n + mixes * n * n
+        products = weights * (n + 1) * config.hidden_size
+        return branches * self._stream_parameters(weights, 2 + mixes), branches * products
+
+    @property
+    def _contraction_parameters(self) -> int:
+        config = self.config
+        learned = config.enable_mhc_connections and config.mhc_learned_contraction
+        return learned * self._stream_parameters(config.mhc_num_residual_streams, 1)
+
     def _mixer(self, kind: LayerKind) -> MixerSizes:
         return RECURRENT_MIXERS[kind.mixer].sizes_of(self.config)
 
@@ -193,7 +215,7 @@ class ModelSize:
         Each matrix counts once; of the routed experts the `moe_router_topk` chosen ones count.
         """
         config = self.config
-        count = kind.has_cross_attention * self._attention_matrices
+        count = kind.has_cross_attention * self._attention_matrices + self._connections(kind)[1]
         if kind.attends:
             count += self._attention_matrices + self._indexer_matrices(kind)
         elif kind.is_recurrent:
@@ -219,7 +241,7 @@ class ModelSize:
         """Parameters of one layer without its routed experts."""
         config = self.config
         norms = (1 + config.sandwich_norm) * self._norm()
-        count = kind.has_final_norm * self._norm()
+        count = kind.has_final_norm * self._norm() + self._connections(kind)[0]
         if kind.mixer:
             count += norms
             count += (
@@ -274,7 +296,9 @@ class ModelSize:
         h = self.config.hidden_size
         layers = self._layers((*self.layer_kinds, *self.prediction_layers))
         # A depth of prediction joins two inputs with a matrix [2h, h] and has three norms.
-        joins = len(self.config.prediction_kinds()) * (2 * h**2 + 3 * self._norm())
+        depths = len(self.config.prediction_kinds())
+        joins = depths * (2 * h**2 + 3 * self._norm())
+        contractions = (1 + depths) * self._contraction_parameters
         rows = self.learned_positions + self.num_tokentypes
         embedding = self.head_matrix + rows * h + self.vision_parameters
         dense = h * (h + 1)
@@ -282,7 +306,7 @@ class ModelSize:
         head += self.has_word_head * (dense + self._norm() + self.vocab_size)
         head += self.has_binary_head * (dense + 2 * (h + 1))
         tables = 2 * self.position_buckets * self.config.num_attention_heads
-        return layers + joins + embedding + self._norm() + head + tables
+        return layers + joins + contractions + embedding + self._norm() + head + tables
 
     @property
     def active_parameters(self) -> int:

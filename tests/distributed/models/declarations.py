@@ -142,6 +142,11 @@ MODELS: dict[str, Model] = {
          "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0},
         is_packed=True,
     ),
+    "hyper-connections": Model(
+        ("ring", "sequence", "plain", "stages"),
+        {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,
+         "mtp_num_layers": 1},
+    ),
     "mixers": Model(
         _ALL, {**_RMS, **_DELTA, **_MAMBA, "hybrid_layer_pattern": "MGK-/*-"}, positions="none",
         is_packed=True,

@@ -387,7 +387,8 @@ def _layout(s: Settings, stages: int, rng: random.Random) -> str:
     letters = "E" + "t" * number(s, "num-layers")
     cuts = sorted(rng.randint(1, len(letters)) for _ in range(stages - 1))
     predictions = "m" * number(s, "mtp-num-layers", 0)
-    is_early = predictions and stages > 1 and rng.random() < 0.6
+    may_be_early = predictions and "enable-mhc-connections" not in s
+    is_early = may_be_early and stages > 1 and rng.random() < 0.6
     if is_early:
         cuts[-1] = len(letters)  # the loss has a stage without layers
     parts = [letters[a:b] for a, b in zip([0, *cuts], [*cuts, len(letters)], strict=True)]

@@ -128,6 +128,9 @@ def test_parameters_of_published_models_are_counted(name):
         f"{SPARSE} --experimental-attention-variant dsa --linear-attention-freq 2 --qk-layernorm"
         " --mtp-num-layers 1",
         f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
+        "--enable-mhc-connections --mtp-num-layers 1",
+        "--enable-mhc-connections --mhc-sinkhorn-iterations 0 --mhc-learned-contraction"
+        f" --mhc-num-residual-streams 3 {MAMBA} --hybrid-layer-pattern *-M/*-",
     ],
 )
 def test_the_count_is_that_of_the_model_that_is_built(flags, is_tied):

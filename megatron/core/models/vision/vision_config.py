@@ -283,6 +283,7 @@ _OF_LANGUAGE = frozenset({
     "qk_layernorm", "attention_output_gate", "no_rope_freq", "rotary_base_local",
     "rotary_interleaved", "mrope_section", "mrope_interleaved", "sandwich_norm",
     "use_parallel_residual", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "enable_mhc_connections",
     "attn_logit_softcapping", "final_logit_softcapping", "unpadded_vocab_size", "glu_linear_offset",
     "activation_func_clamp_value", "apply_residual_connection_post_layernorm",
     "layernorm_zero_centered_gamma", "apply_query_key_layer_scaling", "num_moe_experts",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.foundation.errors import ConfigError, MegatronError
 from megatron.core.settings.flag_expressions import int_pair, layer_pattern
 from megatron.core.settings.flags import flag, no_flag
-from megatron.core.transformer.config.field_values import BELOW_ONE, POSITIVE
+from megatron.core.transformer.config.field_values import BELOW_ONE, NOT_NEGATIVE, POSITIVE
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norm import NORMS
 
@@ -51,6 +51,23 @@ class BlockConfig:
     use_parallel_residual: bool = False
     """Feed attention and MLP the same input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B,
     section 2.1, arXiv 2204.06745)."""
+    enable_mhc_connections: bool = False
+    """Keep several parallel residual streams, which each branch reads and writes with learned
+    weights: manifold-constrained hyper-connections (mHC, arXiv 2512.24880)."""
+    mhc_num_residual_streams: int = flag(4, part_of="enable_mhc_connections", within=POSITIVE)
+    """Number of residual streams."""
+    mhc_sinkhorn_iterations: int = flag(20, part_of="enable_mhc_connections", within=NOT_NEGATIVE)
+    """Iterations that make the matrix that mixes the streams doubly stochastic. With 0 the streams
+    are not mixed (Hunyuan 4)."""
+    mhc_init_gating_factor: float = flag(0.01, part_of="enable_mhc_connections")
+    """Initial factor on the part of the streams' weights that depends on the token."""
+    mhc_epsilon: float = flag(1e-6, part_of="enable_mhc_connections", within=NOT_NEGATIVE)
+    """Added to the streams' weights, and to the sums that they are divided by."""
+    mhc_post_magnitude: float = flag(2.0, part_of="enable_mhc_connections", within=POSITIVE)
+    """Largest weight of a branch's output in a stream."""
+    mhc_learned_contraction: bool = flag(False, part_of="enable_mhc_connections")
+    """Learn the weights of the streams in their sum before the final norm (DeepSeek-V4). Without it
+    the sum is their mean."""
     residual_multiplier: float = flag(1.0, within=POSITIVE)
     """Factor on the output of each branch (attention, MLP, other mixers) in the residual stream
     (Granite; muP for depth, arXiv 2310.02244)."""
@@ -128,6 +145,20 @@ def block_problems(config: BlockConfig) -> Iterator[MegatronError]:
                 "--apply-residual-connection-post-layernorm",
             ],
             fix="drop one of them",
+        )
+    if config.enable_mhc_connections and (
+        config.use_parallel_residual or config.apply_residual_connection_post_layernorm
+    ):
+        yield ConfigError(
+            "enable_mhc_connections with a residual connection of another kind.",
+            rule="each branch reads its own weighted sum of the streams, and its output is added to"
+            " the streams",
+            flags=[
+                "--enable-mhc-connections",
+                "--use-parallel-residual",
+                "--apply-residual-connection-post-layernorm",
+            ],
+            fix="drop --use-parallel-residual and --apply-residual-connection-post-layernorm",
         )
     if config.window_size is not None and (
         len(config.window_size) != 2 or min(config.window_size) < -1
