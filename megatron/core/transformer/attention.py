@@ -66,8 +66,6 @@ class Attention(MegatronModule):
     pg_collection: ProcessGroupCollection
     output_width: int
     softmax_scale: float | None
-    core_takes_extra_inputs = False
-    """Projections after query, key and value are inputs of the core; otherwise the output gate."""
 
     def __init__(
         self,
@@ -157,7 +155,8 @@ class Attention(MegatronModule):
         Args:
             positions: [s, b], position of each token in its sequence; default 0, 1, 2, ...
         Returns:
-            query, key, value, and with `config.attention_output_gate` the gate.
+            query, key, value, further inputs of the core, and with `config.attention_output_gate`
+            the gate.
         """
         raise NotImplementedError
 
@@ -204,6 +203,7 @@ class Attention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         sequence_len_offset: object = None,
         *,
+        chosen_keys: dict[int, Tensor] | None = None,
         inference_params: StaticInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
@@ -215,6 +215,7 @@ class Attention(MegatronModule):
             rotary_pos_emb: angles [s, 1 or b, 1, r] of the positions of the tokens, or None.
                 `rotary_pos_cos` and `_sin`, if given, are their cosine and sine, computed once for
                 all layers.
+            chosen_keys: for a core of sparse attention; see `SparseAttention.forward`.
         Returns:
             (output of the input's shape, bias [h] that is still to be added, or None).
         """
@@ -231,12 +232,14 @@ class Attention(MegatronModule):
             None if context is None else context.positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        extra, gate = (others, []) if self.core_takes_extra_inputs else ([], others)
+        num_gates = int(self.config.attention_output_gate)
+        extra, gate = others[: len(others) - num_gates], others[len(others) - num_gates :]
+        sharing = {} if chosen_keys is None else {"chosen_keys": chosen_keys}
         if context is not None:
             entries = self.extra_cache_entries(extra)
             cached = context.store(self.layer_number, key, value, *entries)
             if not context.is_fresh:
-                attended = self._attend_to_cache(query, cached, extra, context)
+                attended = self._attend_to_cache(query, cached, extra, context, sharing)
                 return self.linear_proj(_gated(attended, *gate))
 
         def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
@@ -250,6 +253,7 @@ class Attention(MegatronModule):
                 attn_mask_type=self.attn_mask_type,
                 attention_bias=bias,
                 packed_seq_params=packed_seq_params,
+                **sharing,
             )
 
         given = (attention_mask, attention_bias, query, key, value, *extra)
@@ -266,7 +270,9 @@ class Attention(MegatronModule):
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
 
-    def _attend_to_cache(self, query: Tensor, cached: Any, extra: Any, context: Any) -> Tensor:
+    def _attend_to_cache(
+        self, query: Tensor, cached: Any, extra: Any, context: Any, sharing: dict[str, Any]
+    ) -> Tensor:
         """Attend to the cached keys: [s, b, n, d] -> [s, b, n*e]."""
         core = self.core_attention
         if not isinstance(core, DotProductAttention):
@@ -277,7 +283,8 @@ class Attention(MegatronModule):
                 fix="use --transformer-impl local to generate; checkpoints are the same",
             )
         left, _ = core.window(self.attn_mask_type)
-        return core.attend_to_cache(query, cached, extra, hidden=context.masked_keys(left))
+        hidden = context.masked_keys(left)
+        return core.attend_to_cache(query, cached, extra, hidden=hidden, **sharing)
 
 
 class SelfAttention(Attention):

@@ -46,6 +46,7 @@ def why_not_captured(config: TransformerConfig) -> str:
         "each copy of activations to the host is written to new memory":
             config.offloads_activations,
         "--qk-clip collects logits in Python": config.qk_clip,
+        "layers that share chosen keys exchange them in Python": config.dsa_indexer_topk_freq > 1,
         "a schedule that defers weight gradients computes them after backward":
             schedule_named(config.pipeline_schedule).splits_backward
             or config.overlap_moe_expert_parallel_comm,

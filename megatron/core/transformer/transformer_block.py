@@ -232,6 +232,9 @@ class TransformerBlock(GraphableMegatronModule):
             "inference_context": inference_context or inference_params,
             "padding_mask": padding_mask,
         }
+        if self.config.dsa_indexer_topk_freq > 1:
+            # Of this pass: a recomputation after the next micro batch finds the same keys.
+            common["chosen_keys"] = {}
 
         def run(first: int, last: int) -> Callable[..., Any]:
             own_layers = self.layers[first:last]

@@ -7,7 +7,7 @@ on construction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -284,7 +284,11 @@ class TransformerConfig(
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""
-        return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+        kinds = self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+        return tuple(
+            replace(kind, shares_keys=kind.is_sparse and self.shares_keys(number))
+            for number, kind in enumerate(kinds, 1)
+        )
 
     def layer_kind(self, layer_number: int) -> LayerKind:
         """Return the kind of a layer, by its 1-based number in the whole model; the layers of
@@ -296,7 +300,7 @@ class TransformerConfig(
         """Return the kinds of the layers of each depth of multi-token prediction."""
         depths = range(1, self.num_built_prediction_layers + 1)
         if self.pattern is None:
-            return (self.layer_kinds()[-1:],) * len(depths)
+            return ((replace(self.layer_kinds()[-1], shares_keys=False),),) * len(depths)
         return tuple(self.pattern.kinds_of_depth(depth) for depth in depths)
 
 

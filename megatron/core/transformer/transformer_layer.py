@@ -191,6 +191,7 @@ class TransformerLayer(GraphableMegatronModule):
         sequence_len_offset: object = None,
         padding_mask: Tensor | None = None,
         *,
+        chosen_keys: dict[int, Tensor] | None = None,
         inference_params: BaseInferenceContext | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer on [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
@@ -200,6 +201,8 @@ class TransformerLayer(GraphableMegatronModule):
         Args:
             context: input of cross attention, returned unchanged.
             padding_mask: bool [b, s/cp], True for padding, which is not routed.
+            chosen_keys: the keys that layers of this pass have chosen, for layers that share them;
+                see `SparseAttention.forward`.
         Returns:
             (hidden states of the input's shape, context).
         """
@@ -213,8 +216,10 @@ class TransformerLayer(GraphableMegatronModule):
             layer_input = hidden_states
             normed = None
             if self.has_mixer:
+                is_sparse = self.config.layer_kind(self.layer_number).is_sparse
                 hidden_states, normed = self._forward_attention(
                     hidden_states,
+                    **({"chosen_keys": chosen_keys} if is_sparse else {}),
                     attention_mask=attention_mask,
                     inference_context=inference_context or inference_params,
                     rotary_pos_emb=rotary_pos_emb,

@@ -14,6 +14,7 @@ length; documents of a sample that the mask separates count as one sequence.
 
 from __future__ import annotations
 
+from megatron.core.transformer.config.layer_kinds import LayerKind
 from megatron.training.metrics.model_size import ModelSize
 
 
@@ -43,17 +44,17 @@ def forward_flops_per_token(size: ModelSize) -> float:
     products += depths * 2 * h**2  # a depth joins two inputs
     products += (1 + depths) * size.head_matrix + size.has_word_head * h**2
     dense = sum(kind.attends and not kind.is_sparse for kind in kinds)
-    sparse = sum(kind.is_sparse for kind in kinds)
     scores = dense * keys * size.score_width
-    return 2 * (products + scores + sparse * _sparse_scores(size))
+    scores += sum(_sparse_scores(size, kind) for kind in kinds if kind.is_sparse)
+    return 2 * (products + scores)
 
 
-def _sparse_scores(size: ModelSize) -> float:
-    """Return the products of a query with the chosen keys, and of the indexer with all keys."""
+def _sparse_scores(size: ModelSize, kind: LayerKind) -> float:
+    """Return the products of a query with the chosen keys, and of an indexer with all keys."""
     config = size.config
     indexer = (config.dsa_indexer_n_heads or 0) * (config.dsa_indexer_head_dim or 0)
-    chosen = mean_keys(size.seq_length, config.dsa_indexer_topk)
-    return chosen * size.score_width + mean_keys(size.seq_length, size.window) * indexer
+    indexed = 0.0 if kind.shares_keys else mean_keys(size.seq_length, size.window) * indexer
+    return mean_keys(size.seq_length, config.dsa_indexer_topk) * size.score_width + indexed
 
 
 def _two_stacks(size: ModelSize) -> float:

@@ -155,7 +155,7 @@ class ModelSize:
 
     def _indexer_matrices(self, kind: LayerKind) -> int:
         """Elements of the projections of an indexer to queries, a key and weights."""
-        if not kind.is_sparse:
+        if not kind.is_sparse or kind.shares_keys:
             return 0
         config = self.config
         heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
@@ -249,7 +249,7 @@ class ModelSize:
                 if kind.attends
                 else self._mixer(kind).parameters(config.hidden_size)
             )
-        if kind.is_sparse:
+        if kind.is_sparse and not kind.shares_keys:
             norm = NORMS["LayerNorm"].sizes(config.dsa_indexer_head_dim or 0)
             count += self._indexer_matrices(kind) + sum(norm.values())
         if kind.has_cross_attention:

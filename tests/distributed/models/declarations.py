@@ -142,6 +142,13 @@ MODELS: dict[str, Model] = {
          "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0},
         is_packed=True,
     ),
+    "shared keys": Model(
+        ("ring", "gathered", "sequence"),
+        {**_RMS, **_LATENT, "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6,
+         "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5, "dsa_indexer_loss_coeff": 2.0,
+         "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1},
+        is_packed=True,
+    ),
     "hyper-connections": Model(
         ("ring", "sequence", "plain", "stages"),
         {**_GATED, "enable_mhc_connections": True, "mhc_learned_contraction": True,

@@ -114,6 +114,10 @@ CASES = [
         "sequence_parallel": True, "recompute_granularity": "selective",
         "recompute_modules": ["core_attn", "layernorm"],
     }),
+    ("sparse attention", False, 2, {
+        "dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1, "sequence_parallel": True,
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    }),
     ("mamba", True, 4, {"sequence_parallel": True}),
     ("kimi delta attention", False, 4, {
         "sequence_parallel": True, "recompute_granularity": "selective",

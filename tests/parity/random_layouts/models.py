@@ -166,6 +166,11 @@ def _is_sparse(s: Settings) -> bool:
     return s.get(_VARIANT) == "dsa"
 
 
+def _may_share_keys(s: Settings) -> bool:
+    """Stages begin with a layer that has an indexer only if a layout is made for it."""
+    return _is_sparse(s) and "linear-attention-freq" not in s
+
+
 def _is_mamba(s: Settings) -> bool:
     return s.get(_VARIANT) == "mamba2" or "M" in str(s.get("hybrid-layer-pattern", ""))
 
@@ -197,6 +202,8 @@ MIXERS = (
     Option("dsa-indexer-n-heads", {4: 1, 6: 1}, _is_sparse),
     Option("dsa-indexer-head-dim", {4: 1, 7: 1, 8: 1}, _is_sparse),
     Option("dsa-indexer-topk", {1: 1, 3: 2, 6: 2, 64: 1}, _is_sparse),
+    Option("dsa-indexer-topk-freq", {None: 2, 2: 1, 3: 1}, _may_share_keys),
+    Option("dsa-indexer-skip-topk-offset", {1: 2, 2: 1}, given("dsa-indexer-topk-freq")),
     Option("dsa-indexer-loss-coeff", {None: 1, 0.1: 2, 1.0: 2}, _is_sparse),
     switch("dsa-indexer-use-sparse-loss", 0.5, _is_sparse),
     Option("dsa-indexer-k-norm-epsilon", {None: 3, 1e-6: 1}, _is_sparse),

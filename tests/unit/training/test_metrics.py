@@ -128,6 +128,8 @@ def test_parameters_of_published_models_are_counted(name):
         f"{SPARSE} --experimental-attention-variant dsa --linear-attention-freq 2 --qk-layernorm"
         " --mtp-num-layers 1",
         f"{SPARSE} --hybrid-layer-pattern D-+D --disable-bias-linear",
+        f"{SPARSE} --experimental-attention-variant dsa --dsa-indexer-topk-freq 4"
+        " --dsa-indexer-skip-topk-offset 1 --mtp-num-layers 1",
         "--enable-mhc-connections --mtp-num-layers 1",
         "--enable-mhc-connections --mhc-sinkhorn-iterations 0 --mhc-learned-contraction"
         f" --mhc-num-residual-streams 3 {MAMBA} --hybrid-layer-pattern *-M/*-",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.core.foundation.errors import ConfigError, MegatronError
+from megatron.core.pipeline_parallel.layout import pipeline_layout
 from megatron.core.settings.flag_expressions import layer_pattern
 from megatron.core.settings.flags import flag
 from megatron.core.transformer.config.field_values import NOT_NEGATIVE, POSITIVE, SHARE
@@ -136,6 +137,12 @@ class SparseAttentionConfig:
     dsa_indexer_topk: int | None = flag(None, part_of=_MIXER, within=POSITIVE)
     """Number of keys that a query attends to: the keys with the highest scores; of equal scores the
     earliest key."""
+    dsa_indexer_topk_freq: int = flag(1, part_of=_MIXER, within=POSITIVE)
+    """Layers that share the keys of one indexer: with N a layer has an indexer of its own if its
+    number, minus --dsa-indexer-skip-topk-offset, is a multiple of N. The layers after it attend to
+    the same keys (arXiv 2603.12201)."""
+    dsa_indexer_skip_topk_offset: int = flag(0, part_of=_MIXER, within=NOT_NEGATIVE)
+    """Number of first layers that all have an indexer of their own."""
     dsa_indexer_loss_coeff: float | None = flag(
         None,
         part_of=_MIXER,
@@ -169,6 +176,12 @@ class SparseAttentionConfig:
         """Whether a loss trains the indexer."""
         return bool(self.dsa_indexer_loss_coeff)
 
+    def shares_keys(self, layer_number: int) -> bool:
+        """Return whether a layer of sparse attention, by its 1-based number in the whole model,
+        attends to the keys that an earlier layer has chosen."""
+        number = max(layer_number - self.dsa_indexer_skip_topk_offset, 0)
+        return number % self.dsa_indexer_topk_freq != 0
+
 
 def _of_size(name: str, value: float | None, rule: str, example: float) -> ConfigError:
     spelling = "--" + name.replace("_", "-")
@@ -198,6 +211,23 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
     if width is None or width < rotated:
         rule = f"a head has at least the {rotated} channels that rotate"
         yield _of_size("dsa_indexer_head_dim", width, rule, max(128, rotated))
+    kinds, layout = config.layer_kinds(), pipeline_layout(config)
+    for stage in range(len(layout.stages)):
+        layers = layout.layers(*layout.placement.location(stage))
+        first = next((layer for layer in layers if kinds[layer].is_sparse), None)
+        if first is not None and kinds[first].shares_keys:
+            own = [str(n) for n, kind in enumerate(kinds, 1)
+                   if kind.is_sparse and not kind.shares_keys]  # fmt: skip
+            yield ConfigError(
+                f"layer {first + 1}, the first with sparse attention on pipeline stage {stage + 1},"
+                " has no indexer.",
+                rule="layers share the keys that an earlier layer of their stage has chosen;"
+                f" layers with an indexer: {', '.join(own) or 'none'}",
+                flags=["--dsa-indexer-topk-freq", "--dsa-indexer-skip-topk-offset",
+                       "--pipeline-model-parallel-layout"],
+                fix="use --dsa-indexer-skip-topk-offset 1 or more, and a"
+                " --pipeline-model-parallel-layout whose stages begin with such layers",
+            )  # fmt: skip
 
 
 @dataclass

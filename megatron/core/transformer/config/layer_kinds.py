@@ -29,6 +29,8 @@ class LayerKind:
     """Cross attention to the encoder's output follows the mixer."""
     has_final_norm: bool = False
     """The layer is the last layer of the encoder: the encoder's final norm follows it."""
+    shares_keys: bool = False
+    """Its sparse attention attends to the keys that an earlier layer has chosen."""
 
     @property
     def attends(self) -> bool:
