@@ -178,7 +178,7 @@ def attend_rows(
     if positions is None:
         chosen = choose_keys(indexed.detach(), hidden, spec.topk)
     else:
-        chosen = _is_chosen(positions, hidden)
+        chosen = _is_chosen(positions, hidden) & ~hidden  # this layer may have a window
     scores = scaled_scores(query, key, options, in_fp32=True)
     lowest = torch.finfo(scores.dtype).min
     kept = scores.masked_fill(~chosen.unsqueeze(1), lowest)

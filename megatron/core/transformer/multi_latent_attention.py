@@ -53,6 +53,7 @@ class MLASelfAttentionSubmodules:
     linear_proj: ModuleSpec | type | Any = None
     q_layernorm: ModuleSpec | type | Any = None
     kv_layernorm: ModuleSpec | type | Any = None
+    linear_gate: ModuleSpec | type | Any = None
 
 
 class MLASelfAttention(Attention):
@@ -92,6 +93,10 @@ class MLASelfAttention(Attention):
             heads * (config.qk_head_dim + config.v_head_dim),
             **column,
         )
+        if config.attention_output_gate:
+            self.linear_gate = self.linear(
+                submodules.linear_gate, config.hidden_size, self.output_width, **column
+            )
         inverse, self.rotary_factor, scale = _rotary_settings(config)
         self.uses_rotary = config.rotates_in(self.layer_number)
         self.inverse_frequencies = inverse  # not a buffer: half precision must not round it
@@ -111,8 +116,8 @@ class MLASelfAttention(Attention):
             hidden_states: [s/cp, b, h] ([s/cp/tp, b, h] under sequence parallelism).
             positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
-            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and the tensors of
-            `extra_core_inputs`.
+            query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], the tensors of
+            `extra_core_inputs`, and with `config.attention_output_gate` the gate [s/cp, b, n/tp*e].
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -125,6 +130,8 @@ class MLASelfAttention(Attention):
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
         extra = self.extra_core_inputs(hidden_states, of_query, positions)
+        if config.attention_output_gate:
+            extra = (*extra, self.linear_gate(hidden_states)[0])
         if not (self.recomputes_up_projection and self.training):
             return *up(of_query, latent, shared_key), *extra
         self._dropped = CheckpointWithoutOutput()

@@ -135,9 +135,10 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             sum_over_ranks=self._sum_over_heads,
         )
         keys = [None if x is None else whole_sequence(x, cp) for x in (key, value, index_key)]
-        shared = (
-            None if self.indexer is not None or chosen_keys is None else chosen_keys[self.owner]
-        )
+        shared = None
+        if self.indexer is None:
+            assert chosen_keys is not None, "a layer that shares keys runs within a block"
+            shared = chosen_keys[self.owner]
         positions: list[Tensor] = []
         counted = None
         if isinstance(packed_seq_params, Documents) and packed_seq_params.padding_mask is not None:

@@ -8,6 +8,7 @@ the keys of attention. The multi-token prediction layers of V3 are left out.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from megatron.hugging_face.config_fields import ConfigFields
@@ -27,6 +28,7 @@ _LATENT_SIZES = {
     "qk_nope_head_dim": "qk_head_dim", "qk_rope_head_dim": "qk_pos_emb_head_dim",
 }  # fmt: skip
 """Field -> setting."""
+_INDEXERS = ("full", "shared")
 _LATENT_EPSILON = 1e-6
 """Epsilon of the norms of latents; the config's epsilon is for the other norms."""
 
@@ -155,7 +157,8 @@ def _v3_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _v32_settings(config: ConfigFields) -> ModelDescription:
+def v32_settings(config: ConfigFields) -> ModelDescription:
+    """Return the settings of a model whose attention has an indexer."""
     layers = config.take("num_hidden_layers")
     dense = min(config.take("first_k_dense_replace", 3), layers)
     known = {"num_hidden_layers": layers, "first_k_dense_replace": dense, "rope_interleave": True}
@@ -172,7 +175,8 @@ def _v32_settings(config: ConfigFields) -> ModelDescription:
     )
 
 
-def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
+def v32_fields(settings: ModelDescription) -> dict[str, Any]:
+    """Return the fields of a model whose attention has an indexer."""
     fields = _v3_fields(settings)
     del fields["rope_interleave"]  # the class has no such field: channels always interleave
     return {
@@ -183,13 +187,43 @@ def _v32_fields(settings: ModelDescription) -> dict[str, Any]:
     }
 
 
+def with_shared_keys(
+    settings: ModelDescription, config: ConfigFields, *, freq: int = 1
+) -> ModelDescription:
+    """Return `settings` with the layers that share the keys of an earlier layer.
+
+    Args:
+        freq: its default.
+    """
+    pattern = config.take("index_topk_pattern", None)
+    freq, offset = config.take("index_topk_freq", freq), config.take("index_skip_topk_offset", 2)
+    if isinstance(pattern, str):
+        pattern = [_INDEXERS["FS".index(letter)] for letter in pattern]
+    kinds = config.take("indexer_types", pattern)
+    stated = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
+    if kinds is None:
+        return stated
+    layers = range(1, settings.num_layers + 1)
+    for freq, offset in product(layers, layers):
+        made = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
+        if indexer_kinds(made) == list(kinds):
+            return made if freq > 1 else settings
+    config.only("indexer_types", indexer_kinds(stated))
+    return stated
+
+
+def indexer_kinds(settings: ModelDescription) -> list[str]:
+    """Return "full" for each layer with an indexer, and "shared" for the others."""
+    return [_INDEXERS[settings.shares_keys(n + 1)] for n in range(settings.num_layers)]
+
+
 def _glm_dsa_settings(config: ConfigFields) -> ModelDescription:
-    settings = replace(_v32_settings(config), dsa_indexer_rope_interleaved=True)
-    config.only("indexer_types", ["full"] * settings.num_layers)
-    return settings
+    settings = with_shared_keys(v32_settings(config), config)
+    return replace(settings, dsa_indexer_rope_interleaved=True)
 
 
-def _v32_rules(settings: ModelDescription) -> list[WeightRule]:
+def v32_rules(settings: ModelDescription) -> list[WeightRule]:
+    """Return the rules of a model whose attention has an indexer in some layers."""
     megatron_prefix = _MEGATRON + "self_attention.core_attention.indexer."
     hf_prefix = _HF + "self_attn.indexer."
     pairs = {
@@ -199,10 +233,9 @@ def _v32_rules(settings: ModelDescription) -> list[WeightRule]:
         "k_norm.bias": "k_norm.bias",
         "linear_weights_proj.weight": "weights_proj.weight",
     }
-    return [
-        *_rules(settings),
-        *(identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items()),
-    ]
+    owners = tuple(n for n in range(settings.num_layers) if not settings.shares_keys(n + 1))
+    indexers = (identity(megatron_prefix + a, hf_prefix + b) for a, b in pairs.items())
+    return [*_rules(settings), *(replace(rule, layers=owners) for rule in indexers)]
 
 
 def latent_rules(settings: ModelDescription) -> list[WeightRule]:
@@ -302,16 +335,15 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v32",
     architecture="DeepseekV32ForCausalLM",
-    settings=_v32_settings,
-    fields=_v32_fields,
-    rules=_v32_rules,
+    settings=v32_settings,
+    fields=v32_fields,
+    rules=v32_rules,
 )
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
     model_type="glm_moe_dsa",
     architecture="GlmMoeDsaForCausalLM",
     settings=_glm_dsa_settings,
-    only={**DEEPSEEK_V3.only, "index_topk_freq": 1},
-    unused=(*DEEPSEEK_V3.unused, "index_skip_topk_offset"),  # of layers that share a choice
+    fields=lambda settings: {**v32_fields(settings), "indexer_types": indexer_kinds(settings)},
     absent={"num_key_value_heads": 64, "q_lora_rank": 2048, "routed_scaling_factor": 2.5},
 )

@@ -43,6 +43,7 @@ MODEL_SHAPE_ARGS = (
     "rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "num_experts",
     "moe_layer_freq", "moe_ffn_hidden_size", "moe_latent_size", "moe_router_topk",
+    "moe_activation_func_clamp_value",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk",
     "moe_router_enable_expert_bias", "moe_router_dtype", "moe_shared_expert_intermediate_size",

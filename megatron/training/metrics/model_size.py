@@ -143,7 +143,8 @@ class ModelSize:
     def _attention_matrices(self) -> int:
         """Elements of the projections of one attention: to queries, keys, values, and back."""
         config, h = self.config, self.config.hidden_size
-        back = self.attention_width * h
+        has_gates = config.multi_latent_attention and config.attention_output_gate
+        back = self.attention_width * h * (1 + has_gates)
         if not config.multi_latent_attention:
             return h * self._qkv_width + back
         heads, rank = config.num_attention_heads, config.q_lora_rank

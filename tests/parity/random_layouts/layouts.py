@@ -285,7 +285,10 @@ def _prime_factors(n: int) -> Sequence[int]:
 
 
 def _fits(s: Settings) -> bool:
-    """Return whether the sizes of the model divide by those of the grid."""
+    """Return whether the sizes of the model divide by those of the grid, and its layers by stages
+    that begin with an indexer."""
+    if size(s, PP) > 1 and "dsa-indexer-topk-freq" in s:
+        return False
     tp, pp, cp, heads = size(s, TP), size(s, PP), size(s, CP), number(s, "num-attention-heads")
     groups = number(s, "num-query-groups") if "group-query-attention" in s else heads
     widths = [_mlp_width(s), number(s, "moe-shared-expert-intermediate-size", tp)]

@@ -85,7 +85,7 @@ LAYERS = (
     switch("add-qkv-bias", 0.2, without("multi-latent-attention")),
     switch("untie-embeddings-and-output-weights", 0.5),
     switch("qk-layernorm", 0.2),
-    switch("attention-output-gate", 0.2, without("multi-latent-attention")),
+    switch("attention-output-gate", 0.2),
     Option("window-size", {None: 5, "4,0": 1, "7,0": 1}),
     Option("window-attn-skip-freq", {None: 1, 2: 1}, given("window-size")),
     Option("rotary-base-local", {None: 2, 300: 1},
@@ -115,6 +115,8 @@ LAYERS = (
 EXPERTS = (
     Option("num-experts", {None: 6, 4: 3, 8: 1}),
     Option("moe-ffn-hidden-size", {24: 3, 16: 1, None: 1}, given("num-experts")),
+    Option("moe-activation-func-clamp-value", {None: 5, 0.6: 1},
+           lambda s: "num-experts" in s and given(*GATED)(s)),
     Option("moe-latent-size", {None: 4, 12: 1}, given("num-experts")),
     Option("moe-layer-freq", {None: 4, 2: 1}, given("num-experts")),
     Option("moe-router-load-balancing-type",

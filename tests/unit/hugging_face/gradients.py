@@ -112,13 +112,20 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
 _OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.weight":
                "experts.down_proj", "router.layer.weight": "router.weight"}  # fmt: skip
 
+_OF_HUNYUAN = {".linear_gate.": ".gate_proj.", ".learnable_sink_param": ".sinks",
+               ".hc_pre.hc_attn_layer.hc_": ".attn_hc.", ".hc_pre.hc_mlp_layer.hc_": ".ffn_hc.",
+               ".hc_pre.hc_head.hc_head_": ".hc_head.hc_"}  # fmt: skip
+
 
 def _of_module(name: str) -> str:
-    """Return what the modules of Mixtral, Kimi Linear and Granite call a tensor of their files."""
+    """Return what the modules of Mixtral, Kimi Linear, Granite and Hunyuan 4 call a tensor of their
+    files."""
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]
     name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
+    for written, module in _OF_HUNYUAN.items():
+        name = name.replace(written, module)
     return name.replace("block_sparse_moe", "mlp")
 
 

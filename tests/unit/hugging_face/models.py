@@ -173,7 +173,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**_LATENT, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
          "n_shared_experts": 1, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
-         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None},
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None,
+         # Layers 1 and 3 choose keys, which layers 2 and 4 share.
+         "indexer_types": ["full", "shared"] * 2},
+    ),
+    "hy_v4": (
+        "HYV4Config",
+        {**_LATENT, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "n_shared_experts": 1,
+         "routed_scaling_factor": 2.5, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+         "index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "pad_token_id": None,
+         "indexer_types": ["full", "shared"] * 2, "swiglu_limit": 0.1, "hc_mult": 3,
+         "hc_magnitude": 1.5, "hc_eps": 1e-3},
     ),
     "kimi_linear": (
         "KimiLinearConfig",

@@ -28,8 +28,6 @@ LINEAR = {
         ({"final_logit_softcapping": 30.0, "cross_entropy_loss_fusion": True},
          "drop --cross-entropy-loss-fusion"),
         ({"rotary_base_local": 1e4, "mtp_num_layers": 1}, "--rotary-base-local"),
-        ({"attention_output_gate": True, "multi_latent_attention": True},
-         "drop --attention-output-gate"),
         ({**LINEAR, "linear_attention_freq": [1, 0, 1]}, "--linear-attention-freq"),
         ({**LINEAR, "linear_key_head_dim": 0}, "--linear-key-head-dim"),
         ({**LINEAR, "linear_num_key_heads": 3}, "use --linear-num-key-heads 2"),

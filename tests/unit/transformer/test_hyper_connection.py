@@ -75,15 +75,15 @@ def test_a_branch_reads_and_writes_the_streams_as_in_transformers(family):
         post, comb = weights
         mixed = torch.einsum("bsjk,bsjd->bskd", comb, x)
     their_after = mixed + post.unsqueeze(-1) * output.transpose(0, 1).unsqueeze(-2)
-    assert_close(branch.transpose(0, 1), their_branch, FP32_REORDERED_SUM)
-    assert_close(to_theirs(after), their_after, FP32_REORDERED_SUM)
+    assert_close(branch.transpose(0, 1), their_branch, FP32_REORDERED_SUM, "branch")
+    assert_close(to_theirs(after), their_after, FP32_REORDERED_SUM, "streams")
 
     ours = torch.autograd.grad((branch.square().sum() + after.square().sum()), [
         streams, module.weight, module.bias, module.alpha])  # fmt: skip
     others = torch.autograd.grad(their_branch.square().sum() + their_after.square().sum(), [
         streams, *expected.parameters()])  # fmt: skip
     for found, wanted in zip(ours, others, strict=True):
-        assert_close(found, wanted, FP32_REORDERED_SUM)
+        assert_close(found, wanted, FP32_REORDERED_SUM, "gradient")
 
 
 @pytest.mark.parametrize("family", ["DeepseekV4", "HYV4"])
@@ -94,7 +94,7 @@ def test_the_streams_are_contracted_as_in_transformers(family):
     module = with_their_weights(stream_contraction(config, SINGLE_RANK), expected)
     streams = torch.randn(LENGTH, BATCH, STREAMS * HIDDEN)
     found = module(streams).transpose(0, 1)
-    assert_close(found, expected(to_theirs(streams)), FP32_REORDERED_SUM)
+    assert_close(found, expected(to_theirs(streams)), FP32_REORDERED_SUM, "sum")
 
 
 def test_expanded_streams_have_the_hidden_states_as_their_mean():
@@ -103,20 +103,20 @@ def test_expanded_streams_have_the_hidden_states_as_their_mean():
     streams = expand_streams(hidden_states, config)
     assert streams.shape == (LENGTH, BATCH, STREAMS * HIDDEN)
     assert_close(stream_contraction(config, SINGLE_RANK)(streams), hidden_states,
-                 FP32_REORDERED_SUM)  # fmt: skip
+                 FP32_REORDERED_SUM, "mean")  # fmt: skip
 
 
 def test_mixing_keeps_the_sum_of_the_streams():
     torch.manual_seed(5)
-    module = HyperConnection(config_with(mhc_sinkhorn_iterations=50), SINGLE_RANK).double()
+    module = HyperConnection(config_with(mhc_sinkhorn_iterations=100), SINGLE_RANK).double()
     module.config.mhc_epsilon = 0.0
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_()
+            parameter.normal_(std=0.5)
     streams = torch.randn(LENGTH, BATCH, STREAMS * HIDDEN, dtype=torch.float64)
     _, residual = module(streams)
     after = residual.plus(torch.zeros(LENGTH, BATCH, HIDDEN, dtype=torch.float64))
-    assert_close(to_theirs(after).sum(2), to_theirs(streams).sum(2), FP32_REORDERED_SUM)
+    assert_close(to_theirs(after).sum(2), to_theirs(streams).sum(2), FP32_REORDERED_SUM, "sum")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,6 @@ def test_mixing_keeps_the_sum_of_the_streams():
         ({"use_parallel_residual": True}, "drop --use-parallel-residual"),
         ({"apply_residual_connection_post_layernorm": True}, "drop --use-parallel-residual"),
         ({"encoder_num_layers": 1}, "an encoder and a decoder"),
-        ({"mhc_recompute_layer_num": 2}, "--recompute-granularity full"),
     ],
 )
 def test_other_residual_connections_are_refused(fields, message):

@@ -171,14 +171,16 @@ def test_layers_that_share_keys_attend_to_the_choice_of_the_last_indexer_before_
     assert own == [True, False, True, False]
     owner, follower = (make_attention(layer_number=n, **sharing) for n in (3, 4))
     assert not any("indexer" in name for name, _ in follower.named_parameters())
+    # The same latents of queries, so that the indexer would choose the same keys in both layers.
+    for part in ("linear_q_down_proj", "q_layernorm"):
+        getattr(follower, part).load_state_dict(getattr(owner, part).state_dict())
     full = make_attention()
     full.load_state_dict({**owner.state_dict(), **follower.state_dict()})
     x = torch.randn(LENGTH, BATCH, HIDDEN)
     chosen = {}
     found = owner(x, None, chosen_keys=chosen)[0]
-    assert_close(found, make_like(owner)(x, None)[0], EXACT)
-    # With the indexer of the owner a layer would choose the same keys of the same input.
-    assert_close(follower(x, None, chosen_keys=chosen)[0], full(x, None)[0], EXACT)
+    assert_close(found, make_like(owner)(x, None)[0], EXACT, "output")
+    assert_close(follower(x, None, chosen_keys=chosen)[0], full(x, None)[0], EXACT, "output")
 
 
 def test_an_indexer_without_a_loss_is_frozen_and_one_with_it_leaves_the_model_alone():

@@ -169,6 +169,7 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
             linear_proj=backend.row_linear,
             q_layernorm=latent_norm,
             kv_layernorm=latent_norm,
+            linear_gate=backend.column_linear,
         ),
     )
 

@@ -40,8 +40,9 @@ class BlockConfig:
     qk_layernorm: bool = False
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
     attention_output_gate: bool = False
-    """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
-    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
+    """Multiply the output of attention by a sigmoid gate for each channel of a head (arXiv
+    2505.06708). The query projection also computes the gates (as in Qwen3-Next); latent attention
+    has a projection for them (as in Hunyuan 4)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 

@@ -70,6 +70,10 @@ class ExpertConfig(ExpertExchangeConfig):
     """Layers with experts: every N-th, beginning with the first, or 0/1 for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, part_of="num_experts")
     """Width of one expert; None means ffn_hidden_size."""
+    moe_activation_func_clamp_value: float | None = flag(
+        None, part_of="num_experts", within=POSITIVE
+    )
+    """Replaces --activation-func-clamp-value in routed experts (GLM-5.3, Hunyuan 4)."""
     moe_latent_size: int | None = flag(None, part_of="num_experts", within=POSITIVE)
     """Input and output width of routed experts: tokens are projected down to it before they are
     sent to their experts, and up again afterwards. The router and shared experts read tokens in the
