@@ -226,7 +226,7 @@ def main() -> int:
             continue
         with tempfile.TemporaryDirectory() as folder:
             theirs = saved(case, Path(folder))
-            has_experts = read_model_directory(Path(folder)).settings.num_experts is not None
+            has_experts = read_model_directory(Path(folder)).settings.num_moe_experts is not None
             for layout in usual + of_experts * has_experts:
                 num_cases += 1
                 name = " ".join(f"{k}{int(v)}" for k, v in layout.items())

@@ -151,9 +151,9 @@ class SparseAttention(IndexedAttention, DotProductAttention):
             hidden = hidden_keys(spec, begin, end, last, local, query.device)
             own = None if counted is None else counted[:, local]
             attend = partial(attend_rows, hidden=hidden, rows=rows, counted=own, spec=spec)
-            indexed = (query, index_query, index_weights)
-            block = [None if x is None else x[local] for x in indexed]
-            seen = [None if x is None else x[:last] for x in keys]
+            of_queries = (query, index_query, index_weights)
+            block: list[Any] = [None if x is None else x[local] for x in of_queries]
+            seen: list[Any] = [None if x is None else x[:last] for x in keys]
             chosen = None if shared is None else shared[:, local]
             if self.indexer is not None and chosen_keys is not None:
                 chosen = chosen_positions(spec, hidden, block[1], block[2], seen[2])
