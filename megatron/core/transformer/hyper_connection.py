@@ -122,7 +122,8 @@ class Residual:
         """Return the streams [s, b, n*h] with the output [s, b, h] of the branch added."""
         mixed = self.x if self.mixing is None else self.mixing.transpose(-1, -2) @ self.x
         added = self.post.unsqueeze(-1) * output.to(self.post.dtype).unsqueeze(-2)
-        return (mixed + added).flatten(-2).to(self.dtype)
+        # A sum is no view: stages free the data of their outputs, and FSDP2 hooks them.
+        return (mixed.flatten(-2) + added.flatten(-2)).to(self.dtype)
 
 
 class HyperConnection(StreamWeights):
