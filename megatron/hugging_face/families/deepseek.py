@@ -196,19 +196,20 @@ def with_shared_keys(
         freq: its default.
     """
     pattern = config.take("index_topk_pattern", None)
-    freq, offset = config.take("index_topk_freq", freq), config.take("index_skip_topk_offset", 2)
+    freq = max(config.take("index_topk_freq", freq), 1)
+    offset = config.take("index_skip_topk_offset", 2)
     if isinstance(pattern, str):
-        pattern = [_INDEXERS["FS".index(letter)] for letter in pattern]
-    kinds = config.take("indexer_types", pattern)
+        names = dict(zip("FS", _INDEXERS, strict=True))
+        pattern = [names.get(letter, letter) for letter in pattern]
     stated = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
-    if kinds is None:
-        return stated
+    kinds = config.take("indexer_types", pattern) or indexer_kinds(stated)
     layers = range(1, settings.num_layers + 1)
     for freq, offset in product(layers, layers):
         made = replace(settings, dsa_indexer_topk_freq=freq, dsa_indexer_skip_topk_offset=offset)
         if indexer_kinds(made) == list(kinds):
             return made if freq > 1 else settings
-    config.only("indexer_types", indexer_kinds(stated))
+    for name in ("index_topk_pattern", "indexer_types"):
+        config.only(name, indexer_kinds(stated))
     return stated
 
 
