@@ -35,9 +35,13 @@ def gpt_dataset_config(run: ResolvedRun, tokenizer: TextTokenizer) -> GPTDataset
     kind = GPTFIMDatasetConfig if data.fim_data else GPTDatasetConfig
     fill_in_middle: dict[str, Any] = {}
     if data.fim_data:
-        names = ("prefix", "middle", "suffix", "pad", "eod")
-        tokens = {name: getattr(data, f"fim_{name}_token") for name in names}
-        fill_in_middle = {"fim_extra_tokens": tokens}
+        fill_in_middle["fim_extra_tokens"] = {
+            "prefix": data.fim_prefix_token,
+            "middle": data.fim_middle_token,
+            "suffix": data.fim_suffix_token,
+            "pad": data.fim_pad_token,
+            "eod": data.fim_eod_token,
+        }
     return kind(
         **_common_settings(run, tokenizer, kind),
         **fill_in_middle,
