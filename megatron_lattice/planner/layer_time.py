@@ -138,9 +138,9 @@ def _linear(
     """Return the seconds of products, forward and backward, [2, rows], in a share of the layers."""
     is_there = share > 0
     # Where no layer has them, their sizes may be 0.
-    shapes = [tuple(np.where(is_there, size, 1.0) for size in shape) for shape in shapes]
-    forward = sum(operators.linear_forward(*shape, count) for shape in shapes)
-    backward = sum(operators.linear_backward(*shape, count) for shape in shapes)
+    safe = [[np.where(is_there, size, 1.0) for size in shape] for shape in shapes]
+    forward = sum(operators.linear_forward(m, n, k, count) for m, n, k in safe)
+    backward = sum(operators.linear_backward(m, n, k, count) for m, n, k in safe)
     return share * np.stack([forward, backward])
 
 

@@ -56,11 +56,10 @@ class OperatorCosts:
         rows, hardware = self.rows, self.hardware
         if sixteen_bit:
             efficiency = rows.gemm_16_bit_efficiency
-            peak, operand_bytes = rows.peak_16_bit_flops, 2.0
-            power = rows.power
+            peak, power = rows.peak_16_bit_flops, rows.power
         else:
             efficiency, peak, power = rows.gemm_efficiency, rows.peak_flops, rows.gemm_power
-            operand_bytes = 2.0 * rows.peak_16_bit_flops / peak
+        operand_bytes = 2.0 * rows.peak_16_bit_flops / peak
         quantised = wave_efficiency(m, n, rows.num_multiprocessors, count)
         quantised = quantised ** hardware.constant("wave_exponent")
         arithmetic = count * 2 * m * n * k / (peak * efficiency * power * quantised)

@@ -285,7 +285,7 @@ def choices_of(config: RunConfig, given: frozenset[str]) -> Choices:
         or _chunks_of_stages(config, given),
         micro_batch_size=fixed("micro_batch_size"),
         sharding_stage=_sharding_choices(config, given),
-        recompute=_recompute_choices(config),
+        recompute=_recompute_choices(config, given),
         has_stages=has_stages,
     )
 
@@ -306,12 +306,12 @@ def _sharding_choices(config: RunConfig, given: frozenset[str]) -> tuple[int, ..
     return (1,) if is_on else ()
 
 
-def _recompute_choices(config: RunConfig) -> tuple[str, ...]:
+def _recompute_choices(config: RunConfig, given: frozenset[str]) -> tuple[str, ...]:
     precision = config.precision
     granularity = precision.recompute_granularity
     if precision.recompute_activations:
         granularity = granularity or "selective"
-    if granularity is None:
+    if granularity is None or not given & {"recompute_granularity", "recompute_activations"}:
         return ()
     if granularity == "full":
         return ("full",)

@@ -134,6 +134,9 @@ def search_command(
         command = dataclasses.replace(command, given=command.given - set(of_file))
     run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
+    if has_free_layout and "recompute_granularity" in of_file:
+        # No flag undoes the recomputation of a file.
+        choices = dataclasses.replace(choices, recompute=("layernorm", "modules", "mlp", "full"))
     found = search_layouts(model, choices, predictor)
     fixed = ", ".join(_fixed_text(command, name) for name in of_file)
     if not len(found.order):

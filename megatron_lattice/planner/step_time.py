@@ -9,7 +9,12 @@ import numpy as np
 
 from megatron_lattice.planner.collectives import CollectiveCosts
 from megatron_lattice.planner.hardware import Hardware, rows_hardware
-from megatron_lattice.planner.layer_time import PassTime, layer_time, output_layer_time
+from megatron_lattice.planner.layer_time import (
+    PassTime,
+    expert_communication,
+    layer_time,
+    output_layer_time,
+)
 from megatron_lattice.planner.operators import OperatorCosts
 from megatron_lattice.planner.workload import (
     FloatArray,
@@ -223,8 +228,11 @@ def exposed_sharded_data(
     reduce_bytes = np.where(workloads.flash_attention > 0, 4.0, 2.0)
     reduce = gather * reduce_bytes / 2 * workloads.trained_share
     share = hardware.per_software("sharded_exposed", workloads)
-    forward = _beside(gather, layer.forward, share)
-    backward = _beside(gather + reduce, layer.backward, share)
+    # NICs that exchange tokens gather no parameters at the same time.
+    reach = expert_ranks > workloads.nvlink_domain
+    busy = np.where(reach, expert_communication(collectives), 0.0)
+    forward = _beside(gather, np.maximum(layer.forward - busy, 0.0), share)
+    backward = _beside(gather + reduce, np.maximum(layer.backward - busy, 0.0), share)
     # A pipeline gathers and reduces once a step, see `memory.model_states`.
     times = np.where(workloads.pipeline_size > 1, 1.0, workloads.num_microbatches)
     return times * stage_layers * (forward + backward)

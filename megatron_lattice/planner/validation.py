@@ -165,8 +165,8 @@ class ChoiceFigures:
 
 
 def choice_figures(rows: Sequence[Mapping[str, str]], predictor: Predictor) -> ChoiceFigures:
-    """Search a layout for each group of published layouts, and compare."""
-    groups = rows_that_compete(group_names(rows))
+    """Search a layout for each published group of layouts, and compare."""
+    groups = rows_that_compete([row.get("rank_group") or "" for row in rows])
     num_fast = num_near = 0
     for indices in groups:
         members = [rows[index] for index in indices]
