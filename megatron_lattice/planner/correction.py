@@ -32,10 +32,11 @@ NOISE = 0.5
 OUTLIER = 0.06
 """A row whose log error differs this much from the error of similar rows counts half."""
 _ALIKE = 0.5
-"""Similarity above which a row has the graphs, windows and sinks of another."""
-_NEAREST = 0.5
+"""Similarity above which a row has the graphs of another."""
+_NEAREST = 0.7
 """Rows that are less similar than this share of the most similar one do not count for graphs."""
-_FACTS = ("graphs", "attended_share", "has_sinks")
+_OF_MODEL = ("attended_share", "has_sinks")
+_SIZES = ("num_layers", "hidden_size", "num_experts")
 _ROUNDS = 8
 _DIGITS = 4
 
@@ -47,7 +48,8 @@ class Correction:
     Attributes:
         features: [rows, dimensions], see `features_of`.
         weights: [rows]; the log correction of a row is the sum of weight times kernel.
-        facts: [rows, columns of `_FACTS`]; see `completed`.
+        facts: [rows, columns]: whether the whole step was a graph (-1: a dense model), `_OF_MODEL`
+            and `_SIZES`; see `completed`.
     """
 
     features: FloatArray
@@ -71,23 +73,26 @@ class Correction:
     def completed(self, workloads: Workloads, hardware: Hardware) -> Workloads:
         """Fill graphs, grouped products, windows and sinks of rows that do not state the graphs.
 
-        Tables of results seldom state them. A row with experts gets the values of the most
-        similar calibrated row, and CUDA graphs of the whole step if most similar rows had them.
+        Tables of results seldom state them. A row with experts gets the windows and sinks of a
+        calibrated model of the same sizes, and CUDA graphs of the whole step if most similar rows
+        had them.
         """
         is_open = workloads.is_moe & (workloads.graphs == "")
         if not is_open.any():
             return workloads
         like = _kernel(features_of(workloads, hardware)[:, 1:], self.features[:, 1:])
         like = np.where(workloads.is_moe[:, None] & (self.facts[:, 0] >= 0), like, 0.0)
-        nearest = self.facts[like.argmax(axis=1)]
+        near = np.where(like > _NEAREST * like.max(axis=1, keepdims=True), like, 0.0)
+        votes = (near @ (self.facts[:, 0] > 0)) / np.maximum(near.sum(axis=1), 1e-9)
         is_known = is_open & (like.max(axis=1) > _ALIKE)
-        like = np.where(like > _NEAREST * like.max(axis=1, keepdims=True), like, 0.0)
-        votes = (like @ (self.facts[:, 0] > 0)) / np.maximum(like.sum(axis=1), 1e-9)
         is_graph = np.where(is_open, is_known & (votes >= 0.5), workloads.graphs == "iteration")
+        sizes = np.stack([getattr(workloads, name) for name in _SIZES], axis=1)
+        is_same = (sizes[:, None] == self.facts[None, :, -len(_SIZES) :]).all(axis=-1)
+        model = self.facts[np.where(is_same, 1 + like, 0.0).argmax(axis=1)]
+        is_found = is_open & is_same.any(axis=1)
         columns = {
-            name: np.where(is_known, nearest[:, index], getattr(workloads, name))
-            for index, name in enumerate(_FACTS)
-            if index
+            name: np.where(is_found, model[:, index], getattr(workloads, name))
+            for index, name in enumerate(_OF_MODEL, 1)
         }
         columns["grouped_products"] = np.where(is_open, is_graph, workloads.grouped_products)
         return workloads.replace(
@@ -116,7 +121,8 @@ def fit_correction(
         noise = NOISE**2 * (1 + (left_out / OUTLIER) ** 2)
     weights = np.linalg.solve(kernel + np.diag(noise), errors)
     graphs = np.where(workloads.is_moe, workloads.graphs == "iteration", -1.0)
-    facts = np.stack([graphs, *(getattr(workloads, name) for name in _FACTS[1:])], axis=1)
+    columns = [getattr(workloads, name) for name in (*_OF_MODEL, *_SIZES)]
+    facts = np.stack([graphs, *columns], axis=1)
     return Correction(features, np.round(weights, _DIGITS + 2), np.round(facts, _DIGITS))
 
 

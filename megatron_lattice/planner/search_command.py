@@ -288,13 +288,15 @@ def _surest_first(
 ) -> list[Chosen]:
     """Order the layouts that no measurement distinguishes from the fastest by their interval.
 
-    Of about equal predictions, one that is similar to measured runs is the better choice.
+    Of about equal predictions, one that is similar to measured runs is the better choice, and then
+    one that does not split the sequence.
     """
     indices = np.array([each.index for each in chosen])
-    seconds, off = found.seconds[indices], predictor.interval(found.table.take(indices))
-    is_like_first = seconds <= seconds[0] * (1 + DISTINGUISHABLE)
-    order = np.lexsort((np.where(is_like_first, seconds * off, seconds), ~is_like_first))
-    return [chosen[index] for index in order]
+    table, seconds = found.table.take(indices), found.seconds[indices]
+    off = np.round(predictor.interval(table), 2)
+    is_slower = seconds > seconds[0] * (1 + DISTINGUISHABLE)
+    keys = [np.where(is_slower, 0.0, key) for key in (table.context_size, off)]
+    return [chosen[index] for index in np.lexsort((seconds, *keys, is_slower))]
 
 
 def command_line(

@@ -228,6 +228,10 @@ def exposed_sharded_data(
     reduce_bytes = np.where(workloads.flash_attention > 0, 4.0, 2.0)
     reduce = gather * reduce_bytes / 2 * workloads.trained_share
     share = hardware.per_software("sharded_exposed", workloads)
+    # Over NICs, only PyTorch's sharding was measured.
+    leaves = workloads.replicas * tp > workloads.nvlink_domain
+    measured = hardware.constant("fsdp.sharded_exposed")
+    share = np.where(leaves & (workloads.software == "megatron"), measured, share)
     # NICs that exchange tokens gather no parameters at the same time.
     reach = expert_ranks > workloads.nvlink_domain
     busy = np.where(reach, expert_communication(collectives), 0.0)
