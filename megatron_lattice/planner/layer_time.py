@@ -72,6 +72,7 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
             feed_forward,
             0.5 * forward_gemm + elementwise,
             elementwise,
+            elementwise,
             forward_gpu,
         ],
         0.0,

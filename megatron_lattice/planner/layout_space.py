@@ -239,9 +239,9 @@ def _sharding_stages(choices: Choices, ranks: _Ranks) -> tuple[int, ...]:
 def _recomputations(
     model: Workloads, choices: Choices, num_stages: int, num_chunks: int
 ) -> list[tuple[str, float]]:
-    kinds = choices.recompute or ("none", "layernorm", "modules", "mlp", "full")
+    kinds = choices.recompute or ("none", "layernorm", "activations", "mlp", "full")
     if not choices.recompute and not model.is_moe[0]:
-        kinds = tuple(kind for kind in kinds if kind != "modules")  # the norms are all of them
+        kinds = tuple(kind for kind in kinds if kind != "activations")  # the norms are all of them
     if not choices.recompute and not model.flash_attention[0]:
         kinds = ("none", "selective", *kinds[1:])  # a fused kernel keeps no scores to recompute
     found = [(kind, 1.0) for kind in kinds if kind != "full"]

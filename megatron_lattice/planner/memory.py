@@ -143,6 +143,7 @@ def layer_activations(workloads: Workloads, recompute: np.ndarray) -> FloatArray
             everything - feed_forward - routed,
             2 * hidden / split + 0.5 * (attention + feed_forward),
             everything - 2 * operand * hidden / split - ffn * operand - routed / 2 - latents,
+            everything - 2 * operand * hidden / split - ffn * operand,
             2 * hidden / split,
         ],
         everything,

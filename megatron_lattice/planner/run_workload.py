@@ -320,17 +320,16 @@ def _recompute_choices(config: RunConfig, given: frozenset[str]) -> tuple[str, .
 
 def kind_of_modules(modules: Sequence[str]) -> str:
     """Return the planner's kind of recomputation for --recompute-modules."""
-    kinds = {KIND_OF_MODULE.get(module, "modules") for module in modules}
+    kinds = {KIND_OF_MODULE.get(module, "activations") for module in modules}
     if "mlp" in kinds:
         return "mlp"
-    return kinds.pop() if len(kinds) == 1 else "modules"
+    return kinds.pop() if len(kinds) == 1 else "activations"
 
 
 def settings_of_layout(
     row: Workloads,
     *,
     has_dispatcher: bool,
-    is_latent: bool = False,
     num_predicted: int = 0,
     needs_layout: bool = False,
 ) -> dict[str, Any]:
@@ -339,7 +338,6 @@ def settings_of_layout(
     Args:
         row: a table of one row.
         has_dispatcher: whether the user's flags name the token dispatcher.
-        is_latent: whether attention has latents.
         num_predicted: layers that predict later tokens.
         needs_layout: whether a file has a layout string, which only another one replaces.
     """
@@ -376,10 +374,10 @@ def settings_of_layout(
         found["expert_tensor_parallel_size"] = number("expert_tensor_size")
         if not has_dispatcher:
             found["moe_token_dispatcher_type"] = "alltoall"
-    return found | _recompute_settings(row, layers_of_chunk(layers, pp * chunks), is_latent)
+    return found | _recompute_settings(row, layers_of_chunk(layers, pp * chunks))
 
 
-def _recompute_settings(row: Workloads, most: int, is_latent: bool) -> dict[str, Any]:
+def _recompute_settings(row: Workloads, most: int) -> dict[str, Any]:
     kind = str(row.recompute[0])
     if kind == "none":
         return {}
@@ -393,6 +391,5 @@ def _recompute_settings(row: Workloads, most: int, is_latent: bool) -> dict[str,
         }
     experts = "moe" if row.is_moe[0] else "mlp"
     modules = {"selective": ["core_attn"], "layernorm": ["layernorm"], "mlp": [experts]}
-    # Norms, and the activations of experts and of latent attention.
-    small = ["layernorm", *["moe_act"] * bool(row.is_moe[0]), *["mla_up_proj"] * is_latent]
-    return {"recompute_granularity": "selective", "recompute_modules": modules.get(kind, small)}
+    both = ["layernorm", "moe_act"]
+    return {"recompute_granularity": "selective", "recompute_modules": modules.get(kind, both)}

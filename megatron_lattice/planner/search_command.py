@@ -131,12 +131,11 @@ def search_command(
     predictor = calibrate_to_runs(predictor, measured_runs(cluster.calibration), gpu)
     of_file = sorted(command.given & FREE_LAYOUT.keys() - _names_of(words))
     if has_free_layout:
+        # No flag undoes the recomputation of a file: it stays.
+        of_file = [name for name in of_file if not name.startswith("recompute")]
         command = dataclasses.replace(command, given=command.given - set(of_file))
     run, model = model_of_command(command, gpu, cluster.world_size)
     choices = choices_of(command.config, command.given)
-    if has_free_layout and "recompute_granularity" in of_file:
-        # No flag undoes the recomputation of a file.
-        choices = dataclasses.replace(choices, recompute=("layernorm", "modules", "mlp", "full"))
     found = search_layouts(model, choices, predictor)
     fixed = ", ".join(_fixed_text(command, name) for name in of_file)
     if not len(found.order):
@@ -263,7 +262,6 @@ def _allowed(
         settings = settings_of_layout(
             row,
             has_dispatcher="moe_token_dispatcher_type" in command.given,
-            is_latent=bool(run.transformer_config.multi_latent_attention),
             num_predicted=run.transformer_config.mtp_num_layers or 0,
             needs_layout="pipeline_model_parallel_layout" in of_file,
         )

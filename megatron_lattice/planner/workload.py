@@ -31,9 +31,12 @@ TextArray = NDArray[np.str_]
 UNKNOWN = math.nan
 """A number that the source of a row lacks; `autofill.autofill` replaces it."""
 
-RECOMPUTE_KINDS = ("none", "selective", "layernorm", "mlp", "selective_op", "modules", "full")
+RECOMPUTE_KINDS = (
+    "none", "selective", "layernorm", "mlp", "selective_op", "modules", "activations", "full",
+)  # fmt: skip
 """Recomputed parts: nothing; the attention core; the norms; the feed-forward, with its experts;
-every second matrix product; norms and activations; the whole layer."""
+every second matrix product; the small modules of published recipes; norms and the inputs of the
+second products of experts; the whole layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
