@@ -124,8 +124,7 @@ class Workloads:
     grouped_products: FloatArray
     """1 where one kernel computes the products of all local experts."""
     flash_attention: FloatArray
-    """1: fused attention kernels and the overlaps of software from 2023 on; 0: software of 2021,
-    which writes the scores to memory and overlaps nothing."""
+    """1: fused attention and overlaps, from 2023 on; 0: scores in memory, nothing overlapped."""
     nvlink_domain: FloatArray
     """Number of GPUs in an NVLink domain."""
     nic_bytes_per_s: FloatArray
@@ -198,15 +197,6 @@ class Workloads:
 
 
 _FIELDS = dataclasses.fields(Workloads)
-
-
-def joined(tables: Sequence[Workloads]) -> Workloads:
-    """Return the rows of all tables, one after the other."""
-    columns = {
-        field.name: np.concatenate([getattr(table, field.name) for table in tables])
-        for field in _FIELDS
-    }
-    return Workloads(**columns)
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
@@ -290,7 +280,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
     expert = hidden * number("moe_ffn", 0) * (1 + halves)
     scale = mixer_scale(
         number("active_B", 0) * 1e9 / layers - with_experts * number("topk", 0) * expert,
-        (hidden * number("vocab") / layers),
+        hidden * number("vocab") / layers,
         with_attention * attention,
     )
     # In a layer with experts, only the router is dense.
@@ -375,11 +365,7 @@ def _record(index: int, row: Mapping[str, str]) -> dict[str, Any]:
 def mixer_scale(others: float, table: float, attention: float) -> float:
     """Return the weights beside the routed experts over the weights of attention by its columns.
 
-    Args:
-        others: active weights of a layer without routed experts, with 0 to 2 tables; negative where
-            no number was published.
-        table: weights of one matrix of vocabulary size, divided by the layers.
-        attention: weights of the projections of attention.
+    All are weights of a layer; `others` contains 0 to 2 tables of the vocabulary, or is negative.
     """
     if others <= 0 or not attention:
         return 1.0
