@@ -116,7 +116,7 @@ def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterato
     batch = _number(model.global_batch_size)
     splits = divisors(world)
     for tp, pp in itertools.product(choices.tensor_size or splits, choices.pipeline_size or splits):
-        reason = _why_not_split(model, tp, pp)
+        reason = _why_not_split(model, tp)
         if reason:
             refused[reason] += 1
             continue
@@ -137,8 +137,8 @@ def _grids(model: Workloads, choices: Choices, refused: Counter[str]) -> Iterato
                         yield _Ranks(tp, pp, cp, ep, etp, data)
 
 
-def _why_not_split(model: Workloads, tp: int, pp: int) -> str:
-    """Return which size tensor and pipeline parallelism do not divide; empty if all divide."""
+def _why_not_split(model: Workloads, tp: int) -> str:
+    """Return which size tensor parallelism does not divide; empty if it divides all."""
     heads, groups = _number(model.num_attention_heads), _number(model.num_query_groups)
     if heads % tp or (groups % tp and tp % groups):
         return "the attention heads do not divide over tensor"
