@@ -109,7 +109,7 @@ def rows_hardware(workloads: Workloads, hardware: Hardware) -> RowHardware:
     gpus = [gpu_named(str(name), hardware) for name in names]
     precisions, precision = workloads.kinds["precision"]
     kinds = [_kind_of(str(name)) for name in precisions]
-    softwares, software = workloads.kinds["software"]
+    programs, software = workloads.kinds["software"]
 
     def of_gpu(attribute: str) -> FloatArray:
         return np.array([getattr(gpu, attribute) for gpu in gpus], dtype=np.float64)[which]
@@ -134,7 +134,7 @@ def rows_hardware(workloads: Workloads, hardware: Hardware) -> RowHardware:
     # PyTorch's own attention is a FlashAttention-2 that was written for Ampere; Megatron calls
     # the kernels of the GPU's generation (cuDNN, FlashAttention-3). FSDP models without a
     # gated feed-forward were published in 2023 and used FlashAttention-1.
-    is_torch = (softwares == "fsdp")[software]
+    is_torch = (programs == "fsdp")[software]
     torch_kernel = np.where(
         workloads.gated_linear_unit > 0,
         constant_of("flash_attention_2"),
