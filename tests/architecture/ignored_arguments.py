@@ -27,6 +27,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "megatron.training.initialize:_set_random_seed"
         " te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
     ),
+    "the angles of rotary embeddings are always on the step's device": (
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__init__"
+        " use_cpu_initialization",
+        f"{_HERE}.transformer:YarnRotaryEmbedding.__init__ use_cpu_initialization",
+    ),
     "draws are keyed by what they are for: a seed needs no groups": (
         "megatron.training.initialize:_set_random_seed pp_group dp_group",
     ),
