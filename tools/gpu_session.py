@@ -52,6 +52,8 @@ _PRINTED = 11_000
 _LOG_BYTES = 4 << 20
 """Bytes that are read at each end of a log."""
 _TOKEN = "LATTICE_GPU_CHECK"
+_CHECK_END = "LATTICE_GPU_CHECK_END"
+"""Environment variable of a check: time (monotonic, the same clock in all processes) of its end."""
 _MEMORY = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _PEERS = "python3 -m benchmarks.gpu.peers"
 _PYTEST = "python3 -m pytest -q -p no:cacheprovider -W default"
@@ -193,15 +195,15 @@ class Session:
         command = (check.rehearsal if self.is_rehearsal else "") or check.command
         command = command.replace("{rehearse}", "--rehearse" if self.is_rehearsal else "")
         command += self.cases
+        begin = time.monotonic()
+        end = min(begin + check.limit_s * self.patience, self.end)
         token = f"{os.getpid()}-{time.monotonic_ns()}"
         with self.log_of(check.name).open("wb") as log:
             child = subprocess.Popen(
                 ["bash", "-c", command], cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
-                env=self.environment | {_TOKEN: token},
+                env=self.environment | {_TOKEN: token, _CHECK_END: str(end)},
             )  # fmt: skip
-        begin = time.monotonic()
-        end = min(begin + check.limit_s * self.patience, self.end)
         self.running.append(Running(check, token, begin, end, child))
 
     def run_group(self, checks: Sequence[Check]) -> None:

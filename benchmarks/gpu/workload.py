@@ -13,6 +13,7 @@ import math
 import os
 import statistics
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,8 @@ Row = dict[str, object]
 
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
+END = "LATTICE_GPU_CHECK_END"
+"""Environment variable of `tools/gpu_session.py`: time (monotonic) when the check is killed."""
 WARM_UP_STEPS = 2
 """First steps, which allocate and compile; `planner.measured_run` skips the same number."""
 
@@ -97,6 +100,11 @@ def model_flops(sizes: Sizes, tokens: int) -> float:
     return tokens * (6.0 * weights + attention)
 
 
+def seconds_left() -> float:
+    """Return the seconds until the runner kills this check; infinity without a runner."""
+    return float(os.environ.get(END, "inf")) - time.monotonic()
+
+
 def choose_device(is_rehearsal: bool) -> torch.device:
     """Return the device to measure, the CPU for a rehearsal.
 
@@ -149,7 +157,8 @@ def step_row(
     """Return the row of one measured step.
 
     Args:
-        seconds: duration of each step, including the first ones.
+        seconds: duration of each step, at least two, including the first ones. If there are at
+            most `WARM_UP_STEPS`, only the last one is measured.
         loss: loss of the last step.
         before: `clocks` before the first step.
     Raises:
@@ -157,15 +166,17 @@ def step_row(
     """
     if not math.isfinite(loss):
         raise RuntimeError(f"{name}: the loss of the last step is {loss}")
-    step_s = statistics.median(seconds[WARM_UP_STEPS:])
+    measured = seconds[min(WARM_UP_STEPS, len(seconds) - 1) :]
+    step_s = statistics.median(measured)
     tflops = 1e-12 * model_flops(work.sizes, work.tokens) / step_s
     row: Row = {
         "step": name,
         "device": device_name(device),
         "micro batches": f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}",
         "ms": round(1e3 * step_s, 2),
-        "fastest ms": round(1e3 * min(seconds[WARM_UP_STEPS:]), 2),
-        "slowest ms": round(1e3 * max(seconds[WARM_UP_STEPS:]), 2),
+        "measured steps": len(measured),
+        "fastest ms": round(1e3 * min(measured), 2),
+        "slowest ms": round(1e3 * max(measured), 2),
         "tokens/s": round(work.tokens / step_s),
         "TFLOP/s": round(tflops, 1),
         "peak GiB": round(peak_bytes / 2**30, 2),
