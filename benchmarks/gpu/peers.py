@@ -109,9 +109,7 @@ def simple_step(
     return step
 
 
-def plain_compiled(
-    work: Workload, device: torch.device, *, is_rehearsal: bool
-) -> Configurations:
+def plain_compiled(work: Workload, device: torch.device, *, is_rehearsal: bool) -> Configurations:
     """Return the step of `plain_gpt.PlainLlama` with compiled layers and a compiled loss.
 
     Each layer is compiled separately, and one compilation serves all layers: compiling the whole
