@@ -106,8 +106,7 @@ STAGES: dict[str, list[Check]] = {
     ],
     "C": [
         Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 32),
-        Check("kernels", "python3 -m benchmarks.gpu.kernels --seconds 34 {rehearse}", 45,
-              rehearsal="python3 -m benchmarks.gpu.kernels {rehearse}"),
+        Check("kernels", "python3 -m benchmarks.gpu.kernels {rehearse}", 45),
         Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20 --seconds 72",
               80, rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
         Check("ncu", "if command -v ncu; then ncu --clock-control none --set basic -c 6 -k"

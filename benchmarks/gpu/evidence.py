@@ -132,7 +132,7 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Iterator[st
 
 STEP = ("step", "ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MFU %", "peak GiB", "dry run GiB")
 VARIANT = ("variant", "ms", "tokens/s", "MFU %", "peak GiB", "dry run GiB", "error")
-KERNEL = ("kernel", "by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
+KERNEL = ("kernel", "by", "timed by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
           "both passes, % of a copy", "both passes, TFLOP/s", "error")  # fmt: skip
 
 

@@ -101,6 +101,50 @@ def test_what_does_not_fit_is_tried_with_one_sample(monkeypatch, capsys):
     assert second["tokens"] == workload.Workload().tokens
 
 
+class Graph:
+    """A graph whose capture is refused when the call reads a value."""
+
+    def __init__(self, _pool):
+        self.replays = 0
+
+    def capture(self, call):
+        if call() == "reads a value":
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.mark.parametrize(("result", "way"), [(None, "graph"), ("reads a value", "calls")])
+def test_a_kernel_is_timed_by_a_graph_and_by_calls_if_its_capture_is_refused(
+    result, way, monkeypatch
+):
+    calls, timed = [], []
+
+    def elapsed(_, run, count):
+        timed.append((run, count))
+        return 2.0
+
+    monkeypatch.setattr(kernels, "DeviceGraph", Graph)
+    monkeypatch.setattr(kernels.Bench, "elapsed_ms", elapsed)
+    bench = kernels.Bench(workload.TINY.sizes, 1, torch.device("meta"), False)
+    assert bench.milliseconds(lambda: calls.append(1) or result) == (2.0, way)
+    assert len(calls) == 4  # a warm-up of three calls, and the capture
+    assert [count for _, count in timed] == [1, 4, 4, 4]
+    assert {hasattr(run, "__self__") for run, _ in timed} == {way == "graph"}
+
+
+def test_cases_without_time_have_a_row_and_compiled_candidates_are_the_last(monkeypatch, capsys):
+    monkeypatch.setenv("LATTICE_DEVICE", "cpu")
+    monkeypatch.setattr(workload, "seconds_left", lambda: 5.0)
+    monkeypatch.setattr(sys, "argv", ["kernels", "--rehearse", "--only", "gated", "RMSNorm"])
+    kernels.main()
+    rows = [json.loads(line[5:]) for line in capsys.readouterr().out.splitlines()]
+    assert {row["kernel"] for row in rows if "ms" in row} == {"gated", "RMSNorm"}
+    lost = [(row["kernel"], row["compiled"]) for row in rows if "compiled" in row]
+    assert lost == [("RMSNorm", True), ("gated", True)]
+
+
 def event(cat, name, begin, dur, **args):
     return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": dur, "pid": 1, "tid": 1,
             "args": args}  # fmt: skip
