@@ -98,20 +98,20 @@ STAGES: dict[str, list[Check]] = {
         Check("rates", "python3 -m benchmarks.gpu.collectives {rehearse}", 14),
     ],
     "B": [
-        Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 34),
-        Check("plain", f"{_MEMORY} {_PEERS} plain-compiled {{rehearse}}", 48),
+        Check("ours", f"{_MEMORY} python3 -m benchmarks.gpu.speed {{rehearse}}", 32),
+        Check("plain", f"{_MEMORY} {_PEERS} plain-compiled {{rehearse}}", 42),
         Check("ours again", f"{_MEMORY} python3 -m benchmarks.gpu.speed", 28, rehearsal="true"),
-        Check("hf-liger", f"{_MEMORY} {_PEERS} hf-liger {{rehearse}}", 30),
-        Check("megatron-core", f"{_MEMORY} {_PEERS} megatron-core {{rehearse}}", 42),
+        Check("hf-liger", f"{_MEMORY} {_PEERS} hf-liger {{rehearse}}", 36),
+        Check("megatron-core", f"{_MEMORY} {_PEERS} megatron-core {{rehearse}}", 44),
     ],
     "C": [
-        Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 32),
+        Check("profile", f"{_MEMORY} python3 -m benchmarks.gpu.profile_step {{rehearse}}", 26),
         Check("kernels", "python3 -m benchmarks.gpu.kernels {rehearse}", 45),
-        Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20 --seconds 72",
-              80, rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
+        Check("variants", f"{_MEMORY} python3 -m benchmarks.gpu.variants --limit 20", 96,
+              rehearsal="python3 -m benchmarks.gpu.variants {rehearse}"),
         Check("ncu", "if command -v ncu; then ncu --clock-control none --set basic -c 6 -k"
               " 'regex:softmax|backward' python3 -m benchmarks.gpu.kernels --once; else echo"
-              """ 'ROW: {"not run": "ncu is not here"}'; fi""", 25,
+              """ 'ROW: {"not run": "ncu is not here"}'; fi""", 15,
               rehearsal="python3 -m benchmarks.gpu.kernels --once {rehearse}"),
     ],
 }  # fmt: skip

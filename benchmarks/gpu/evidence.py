@@ -113,6 +113,15 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
     ]
 
 
+def with_estimates(result: Result, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with the estimates of their memory; our step has the memory of "base"."""
+    found = {row["estimate of"]: row for row in rows_of(result, "variants") if "estimate of" in row}
+    found["ours"] = found.get("base", {})
+    names = (row.get("variant", row.get("step")) for row in rows)
+    return [row | {k: v for k, v in found.get(name, {}).items() if k == "dry run GiB"}
+            for row, name in zip(rows, names, strict=True)]  # fmt: skip
+
+
 def cell(value: object) -> str:
     """Return a value as text for a table."""
     if isinstance(value, list):
@@ -155,7 +164,8 @@ def summary(result: Result) -> Iterator[str]:
         if names:
             yield f"- {kind}: {'; '.join(names)}"
     rows = [row for name in ("ours", "plain", "ours again", "hf-liger", "megatron-core")
-            for row in rows_of(result, name, passed=True) if "ms" in row]  # fmt: skip
+            for row in with_estimates(result, rows_of(result, name, passed=True)) if "ms" in row
+            ]  # fmt: skip
     yield from table(rows, STEP)
 
 
@@ -175,6 +185,7 @@ def details(result: Result) -> Iterator[str]:
     for key, columns in shown:
         rows = rows_of(result, "profile", "variants", "kernels", passed=key != "variant")
         rows = [row for row in rows if next(iter(row)) == key and "not run" not in row]
+        rows = with_estimates(result, rows)
         yield from table(rows, columns)
     plans = [row for row in result["planner"] if "plan of" in row]
     yield from table(plans, ("plan of", "ms", "planned ms", "after calibration ms"))

@@ -153,6 +153,7 @@ def step_row(
     loss: float,
     peak_bytes: float,
     before: Row,
+    flops: float | None = None,
 ) -> Row:
     """Return the row of one measured step.
 
@@ -160,7 +161,8 @@ def step_row(
         seconds: duration of each step, at least two, including the first ones. If there are at
             most `WARM_UP_STEPS`, only the last one is measured.
         loss: loss of the last step.
-        before: `clocks` before the first step.
+        before: `clocks` before the first step; empty if unknown.
+        flops: FLOPs of a step; None for `model_flops` of the workload.
     Raises:
         RuntimeError: the loss is not finite: the time of such a step is meaningless.
     """
@@ -168,7 +170,7 @@ def step_row(
         raise RuntimeError(f"{name}: the loss of the last step is {loss}")
     measured = seconds[min(WARM_UP_STEPS, len(seconds) - 1) :]
     step_s = statistics.median(measured)
-    tflops = 1e-12 * model_flops(work.sizes, work.tokens) / step_s
+    tflops = 1e-12 * (flops or model_flops(work.sizes, work.tokens)) / step_s
     row: Row = {
         "step": name,
         "device": device_name(device),
@@ -177,6 +179,7 @@ def step_row(
         "measured steps": len(measured),
         "fastest ms": round(1e3 * min(measured), 2),
         "slowest ms": round(1e3 * max(measured), 2),
+        "first step ms": round(1e3 * seconds[0], 2),
         "tokens/s": round(work.tokens / step_s),
         "TFLOP/s": round(tflops, 1),
         "peak GiB": round(peak_bytes / 2**30, 2),

@@ -81,6 +81,14 @@ def test_what_failed_is_not_called_run(tmp_path):
         assert "99" not in text
 
 
+def test_estimates_of_memory_are_in_the_rows_of_their_variants_and_of_our_step():
+    rows = [{"variant": "base", "ms": 1.0}, {"variant": "fp8", "ms": 2.0},
+            {"estimate of": "base", "dry run GiB": 57.5}]  # fmt: skip
+    result = {"stages": {"C": [{"check": "variants", "status": 0, "rows": rows}]}}
+    found = evidence.with_estimates(result, [*rows[:2], {"step": "ours"}, {"step": "plain"}])
+    assert [row.get("dry run GiB") for row in found] == [57.5, None, 57.5, None]
+
+
 @pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])
 def test_a_rehearsal_is_no_evidence(changed, tmp_path):
     with pytest.raises(DataError, match="without a GPU"):

@@ -82,6 +82,13 @@ def test_a_hang_costs_its_limit_and_its_children_are_ended(how, tmp_path):
     assert not is_alive(int((tmp_path / "child").read_text()))
 
 
+def test_a_check_has_the_time_of_its_end_in_its_environment(tmp_path):
+    command = "echo ROW: $LATTICE_GPU_CHECK_END"
+    begin = time.monotonic()
+    _, _, found = run([Check("end", command, 20)], tmp_path)
+    assert begin + 20 < found["end"]["rows"][0] <= time.monotonic() + 20 * 5
+
+
 def test_checks_of_a_group_run_at_the_same_time_and_others_do_not(tmp_path):
     meets = f"touch {tmp_path}/$0; until [ -e {tmp_path}/$1 ]; do sleep 0.05; done"
     checks = [

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ def test_a_stage_is_rehearsed_by_the_runner(stage, tmp_path):
     assert all(shown.values())
     assert (tmp_path / "trace.json.gz").stat().st_size > 0
     assert {row["kernel"] for row in rows["kernels"]} == {"copy", *kernels.CASES}
-    assert [row["variant"] for row in rows["variants"]] == [v.name for v in variants.VARIANTS]
+    names = [each.name for each in variants.VARIANTS]
+    assert [row["variant"] for row in rows["variants"] if "variant" in row] == names
+    estimates = {row["estimate of"]: row for row in rows["variants"] if "estimate of" in row}
+    assert set(estimates) == {each.name for each in variants.VARIANTS if not each.before}
+    assert all(row["dry run GiB"] is not None for row in estimates.values())
     for row in (*rows["kernels"], *rows["variants"]):
         assert "error" not in row, row
 
@@ -77,11 +82,58 @@ def test_a_missing_package_passes_a_rehearsal_alone(monkeypatch, capsys):
     assert all("megatron-core is missing" in row["not run"] for row in rows)
 
 
+class Clock:
+    """The time of a check whose steps take the durations of a list."""
+
+    def __init__(self, monkeypatch, limit_s, start_s, durations):
+        self.now, self.durations, self.counts = 0.0, iter(durations), []
+
+        def peer(work, device, *, is_rehearsal):
+            self.now += start_s
+            return {"fast": peers.Measured(self.step), "slow": peers.Measured(self.step, "a note")}
+
+        monkeypatch.setattr(peers.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(workload, "seconds_left", lambda: limit_s - self.now)
+        monkeypatch.setitem(peers.PEERS, "planted", peer)
+
+    def step(self, count):
+        self.now += next(self.durations)
+        self.counts.append(count)
+        return 1.5
+
+
+@pytest.mark.parametrize(("limit_s", "measured"), [
+    (33, {"fast": 1}),  # the third step would end after the limit
+    (44, {"fast": 1}),
+    (60, {"fast": 4}),
+    (90, {"fast": 4, "slow": 2}),
+    (900, {"fast": 4, "slow": 4}),
+])  # fmt: skip
+def test_a_slow_peer_has_a_row_from_the_steps_that_end_before_its_limit(
+    limit_s, measured, monkeypatch
+):
+    clock = Clock(monkeypatch, limit_s, 17.0, [9.0, *[5.0] * 5, 2.0, *[9.0] * 5])
+    work = workload.Workload()
+    rows = list(peers.measure("planted", work, torch.device("cpu"), is_rehearsal=False))
+    assert {row["step"]: row["measured steps"] for row in rows} == measured
+    assert clock.now < limit_s
+    assert clock.counts[:2] == [1, work.num_micro_batches], "the first step only warms up"
+    assert [row.get("note") for row in rows] == [None, "a note"][: len(rows)]
+
+
+def test_the_runner_gives_a_check_the_time_of_its_end(monkeypatch):
+    assert workload.END == gpu_session._CHECK_END
+    monkeypatch.delenv(workload.END, raising=False)
+    assert workload.seconds_left() == float("inf")
+    monkeypatch.setenv(workload.END, str(time.monotonic() + 100))
+    assert 90 < workload.seconds_left() <= 100
+
+
 def test_what_does_not_fit_is_tried_with_one_sample(monkeypatch, capsys):
     def measure(name, work, device, *, is_rehearsal):
         if work.micro_batch > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
-        return {"step": name, "tokens": work.tokens}
+        yield {"step": name, "tokens": work.tokens}
 
     again = []
     monkeypatch.setattr(workload, "choose_device", lambda _: torch.device("cpu"))
@@ -186,7 +238,9 @@ def test_a_variant_that_fails_has_the_reason_in_its_row():
     case = variants.VARIANTS[0].case(is_rehearsal=True)
     log = 'noise\nROW: {"error": "out of memory: CUDA out of memory"}\n'
     row = variants.row_of(Outcome(case, "exit status by rank: {0: 1}", 1.0, {}, log))
-    assert row == {"variant": "base", "error": "out of memory: CUDA out of memory"}
+    assert row == {
+        "variant": case.name, "took s": 1.0, "error": "out of memory: CUDA out of memory",
+    }  # fmt: skip
     row = variants.row_of(Outcome(case, "time out: ranks [0]", 1.0, {}, ""))
     assert row["error"] == "time out: ranks [0]"
 
