@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,6 @@ def hugging_face(work: Workload, device: torch.device, *, is_rehearsal: bool) ->
         NotRunError: in a rehearsal with Liger installed: Liger has patched the model, and its
             kernels need a GPU.
     """
-    # Transformers imports torchao if it is installed: seconds, and nothing here uses it.
-    sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
     transformers = _imported("transformers")
     z = work.sizes
     config = transformers.LlamaConfig(
@@ -335,7 +333,9 @@ def _find_peer() -> None:
     # Python prefers a package with __init__.py, at any position of the path.
     others = [p for p in sys.path if not (Path(p or ".") / "megatron" / "__init__.py").exists()]
     sys.path[:] = [site, *others]
-    assert "megatron" not in sys.modules
+    own = Path(__file__).resolve().parents[2]
+    found = getattr(sys.modules.get("megatron"), "__path__", ())
+    assert not any(Path(path).is_relative_to(own) for path in found)
 
 
 class _CpuForGpu(TorchFunctionMode):
@@ -365,6 +365,25 @@ def _answer_for_a_gpu() -> None:
     softmax = _imported("megatron.core.fusions.fused_softmax")
     softmax.get_default_causal_mask = lambda size: torch.ones(size, size).triu(1).bool()
     _CpuForGpu().__enter__()
+
+
+PACKAGES = {
+    "plain-compiled": ("torch._dynamo",),
+    "hf-liger": ("transformers.models.llama.modeling_llama", "liger_kernel.transformers"),
+    "megatron-core": ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer"),
+}
+"""Modules that take seconds to import; they are imported before the peer's turn."""
+
+
+def import_packages(name: str) -> None:
+    """Import a peer's packages; `PEERS` reports missing ones."""
+    with suppress(NotRunError):
+        if name == "megatron-core":
+            _find_peer()
+        # Transformers imports torchao if it is installed: seconds, and nothing here uses it.
+        sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
+        for package in PACKAGES[name]:
+            _imported(package)
 
 
 PEERS: dict[str, Callable[..., Configurations]] = {
@@ -441,6 +460,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--micro-batch", type=int, default=2, help="samples, default 2")
     options = parser.parse_args(argv)
+    if not options.rehearse:  # the CPU takes the place of the GPU before the imports
+        import_packages(options.peer)
     device = workload.choose_device(options.rehearse)
     work = workload.workload(options.rehearse).with_micro_batch(options.micro_batch)
     work = replace(work, num_steps=min(work.num_steps, NUM_STEPS))

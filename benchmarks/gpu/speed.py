@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pretrain_gpt
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row, Workload
 from megatron.core.foundation import device
@@ -63,8 +64,6 @@ def train(words: Sequence[str], folder: Path) -> dict[str, list[float]]:
     """
     metrics = folder / "metrics.jsonl"
     more = ["--log-throughput", "--metrics-jsonl", str(metrics)]
-    import pretrain_gpt
-
     sys.argv = ["pretrain_gpt.py", *words, *more]
     try:
         pretrain_gpt.main()
@@ -80,8 +79,6 @@ def estimated_gib(work: Workload, more: Sequence[str] = ()) -> float | None:
 
     None if the step cannot be traced.
     """
-    import pretrain_gpt
-
     run = run_of_words([*words_of(work), *more], 1)
     script = ModelScript(pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     try:

@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["LATTICE_DEVICE"] = "cpu"
     with contextlib.suppress(ImportError):
         importlib.import_module("triton")  # once, before the forks
+    workload.wait_for_turn()
     failed: list[Row] = []
 
     def keep(outcome: Outcome) -> None:

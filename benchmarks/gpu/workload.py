@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -25,8 +26,9 @@ Row = dict[str, object]
 
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of one H100 SXM or H200, NVIDIA's data sheet."""
-END = "LATTICE_GPU_CHECK_END"
-"""Environment variable of `tools/gpu_session.py`: time (monotonic) when the check is killed."""
+TURN = "LATTICE_GPU_CHECK_TURN"
+"""Environment variable of `tools/gpu_session.py`: a file that exists when this check may use the
+GPU, and contains the time (monotonic) when the check is killed."""
 WARM_UP_STEPS = 2
 """First steps, which allocate and compile; `planner.measured_run` skips the same number."""
 
@@ -100,17 +102,26 @@ def model_flops(sizes: Sizes, tokens: int) -> float:
     return tokens * (6.0 * weights + attention)
 
 
+def wait_for_turn() -> None:
+    """Return when the check before this one has ended. Call it after the imports."""
+    while TURN in os.environ and not os.path.exists(os.environ[TURN]):
+        time.sleep(0.02)
+
+
 def seconds_left() -> float:
     """Return the seconds until the runner kills this check; infinity without a runner."""
-    return float(os.environ.get(END, "inf")) - time.monotonic()
+    if TURN not in os.environ:
+        return math.inf
+    return float(Path(os.environ[TURN]).read_text(encoding="ascii")) - time.monotonic()
 
 
 def choose_device(is_rehearsal: bool) -> torch.device:
-    """Return the device to measure, the CPU for a rehearsal.
+    """Return the device to measure, the CPU for a rehearsal, when this check may use it.
 
     Raises:
         SystemExit: there is no accelerator and this is no rehearsal.
     """
+    wait_for_turn()
     if is_rehearsal:
         os.environ["LATTICE_DEVICE"] = "cpu"
         torch.set_num_threads(1)  # for tiny tensors, several threads would wait for each other

@@ -121,11 +121,22 @@ def test_a_slow_peer_has_a_row_from_the_steps_that_end_before_its_limit(
     assert [row.get("note") for row in rows] == [None, "a note"][: len(rows)]
 
 
-def test_the_runner_gives_a_check_the_time_of_its_end(monkeypatch):
-    assert workload.END == gpu_session._CHECK_END
-    monkeypatch.delenv(workload.END, raising=False)
+def test_a_check_waits_for_its_turn_and_reads_its_end(monkeypatch, tmp_path):
+    assert workload.TURN == gpu_session._TURN
+    monkeypatch.delenv(workload.TURN, raising=False)
+    workload.wait_for_turn()
     assert workload.seconds_left() == float("inf")
-    monkeypatch.setenv(workload.END, str(time.monotonic() + 100))
+    turn, waits = tmp_path / "turn", []
+
+    def sleep(_):
+        waits.append(1)
+        if len(waits) == 3:
+            turn.write_text(str(time.monotonic() + 100))
+
+    monkeypatch.setenv(workload.TURN, str(turn))
+    monkeypatch.setattr(workload.time, "sleep", sleep)
+    workload.choose_device(True)
+    assert len(waits) == 3
     assert 90 < workload.seconds_left() <= 100
 
 
