@@ -60,7 +60,8 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
         }  # fmt: skip
         if known:
             result = json.loads(path.read_text("utf-8"))
-        result["stages"][stage["stage"]] = stage["checks"]
+        found = [check | {"rows": with_estimates(check["rows"])} for check in stage["checks"]]
+        result["stages"][stage["stage"]] = found
         result["planner"] = _planner(result)
         text = json.dumps(result, indent=0) + "\n"
         if len(text) > MOST_BYTES:
@@ -113,13 +114,21 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
     ]
 
 
-def with_estimates(result: Result, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the estimates of their memory; our step has the memory of "base"."""
-    found = {row["estimate of"]: row for row in rows_of(result, "variants") if "estimate of" in row}
-    found["ours"] = found.get("base", {})
-    names = (row.get("variant", row.get("step")) for row in rows)
-    return [row | {k: v for k, v in found.get(name, {}).items() if k == "dry run GiB"}
-            for row, name in zip(rows, names, strict=True)]  # fmt: skip
+def with_estimates(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of variants with the estimates of their memory, and all other rows."""
+    found = {row["estimate of"]: row["dry run GiB"] for row in rows if "estimate of" in row}
+    return [
+        row | ({"dry run GiB": found[row["variant"]]} if row.get("variant") in found else {})
+        for row in rows
+        if "estimate of" not in row
+    ]
+
+
+def estimate_of_step(result: Result, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the cell with the estimated memory of our step: it is the step of "base"."""
+    bases = [each for each in rows_of(result, "variants") if each.get("variant") == "base"]
+    is_known = row["step"] == "ours" and bases and row.get("dry run GiB") is None
+    return {"dry run GiB": bases[-1].get("dry run GiB")} if is_known else {}
 
 
 def cell(value: object) -> str:
@@ -164,9 +173,8 @@ def summary(result: Result) -> Iterator[str]:
         if names:
             yield f"- {kind}: {'; '.join(names)}"
     rows = [row for name in ("ours", "plain", "ours again", "hf-liger", "megatron-core")
-            for row in with_estimates(result, rows_of(result, name, passed=True)) if "ms" in row
-            ]  # fmt: skip
-    yield from table(rows, STEP)
+            for row in rows_of(result, name, passed=True) if "ms" in row]  # fmt: skip
+    yield from table([row | estimate_of_step(result, row) for row in rows], STEP)
 
 
 def _case(row: dict[str, Any]) -> str:
@@ -185,7 +193,6 @@ def details(result: Result) -> Iterator[str]:
     for key, columns in shown:
         rows = rows_of(result, "profile", "variants", "kernels", passed=key != "variant")
         rows = [row for row in rows if next(iter(row)) == key and "not run" not in row]
-        rows = with_estimates(result, rows)
         yield from table(rows, columns)
     plans = [row for row in result["planner"] if "plan of" in row]
     yield from table(plans, ("plan of", "ms", "planned ms", "after calibration ms"))

@@ -209,12 +209,15 @@ def calibrated(measured: Sequence[MeasuredRun], gpu: Gpu) -> Iterator[Row]:
 
 
 def measured_runs(rows: Sequence[Row]) -> list[MeasuredRun]:
-    """Return the runs among rows that the planner can predict."""
+    """Return the runs among rows that the planner can predict; not those of earlier sizes."""
     plannable = {each.name: each for each in VARIANTS if each.is_plannable}
     found = []
     for row in rows:
         each = plannable.get(str(row.get("variant")))
         if each is not None and "ms" in row:
+            shape = workload.shape_of(each.workload(False))
+            if row.get("micro batches", shape) != shape:
+                continue
             run = run_of_words(words_of(each.workload(False)), 1)
             found.append(MeasuredRun(each.name, run, 1e-3 * float(str(row["ms"]))))
     return found

@@ -156,6 +156,11 @@ def print_row(row: Row) -> None:
     print(f"ROW: {json.dumps(row)}", flush=True)
 
 
+def shape_of(work: Workload) -> str:
+    """Return micro batches per step, samples per micro batch, and tokens per sample."""
+    return f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}"
+
+
 def step_row(
     name: str,
     work: Workload,
@@ -185,7 +190,7 @@ def step_row(
     row: Row = {
         "step": name,
         "device": device_name(device),
-        "micro batches": f"{work.num_micro_batches} x {work.micro_batch} x {work.sizes.sequence}",
+        "micro batches": shape_of(work),
         "ms": round(1e3 * step_s, 2),
         "measured steps": len(measured),
         "fastest ms": round(1e3 * min(measured), 2),

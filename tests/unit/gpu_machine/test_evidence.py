@@ -84,9 +84,11 @@ def test_what_failed_is_not_called_run(tmp_path):
 def test_estimates_of_memory_are_in_the_rows_of_their_variants_and_of_our_step():
     rows = [{"variant": "base", "ms": 1.0}, {"variant": "fp8", "ms": 2.0},
             {"estimate of": "base", "dry run GiB": 57.5}]  # fmt: skip
-    result = {"stages": {"C": [{"check": "variants", "status": 0, "rows": rows}]}}
-    found = evidence.with_estimates(result, [*rows[:2], {"step": "ours"}, {"step": "plain"}])
-    assert [row.get("dry run GiB") for row in found] == [57.5, None, 57.5, None]
+    found = evidence.with_estimates(rows)
+    assert found == [{**rows[0], "dry run GiB": 57.5}, rows[1]]
+    result = {"stages": {"C": [{"check": "variants", "status": 0, "rows": found}]}}
+    assert evidence.estimate_of_step(result, {"step": "ours"}) == {"dry run GiB": 57.5}
+    assert evidence.estimate_of_step(result, {"step": "plain"}) == {}
 
 
 @pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])

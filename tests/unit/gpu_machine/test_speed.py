@@ -258,7 +258,8 @@ def test_a_variant_that_fails_has_the_reason_in_its_row():
 
 def test_the_planner_is_closer_to_the_runs_after_calibration():
     rows = [{"variant": name, "ms": ms} for name, ms in (("base", 700.0), ("1 x 8192", 750.0))]
-    runs = variants.measured_runs([*rows, {"variant": "fp8", "ms": 1.0}])
+    earlier = {"variant": "1B, 1 x 4096", "ms": 201.0, "micro batches": "2 x 1 x 4096"}
+    runs = variants.measured_runs([*rows, {"variant": "fp8", "ms": 1.0}, earlier])
     assert [run.name for run in runs] == ["base", "1 x 8192"]
     found = list(variants.calibrated(runs, gpu_of_card("NVIDIA H100 80GB HBM3")))
     plans = [row for row in found if "plan of" in row]
