@@ -61,7 +61,8 @@ def join(directory: Path, into: Path = RESULTS) -> list[Path]:
         }  # fmt: skip
         if known:
             result = json.loads(path.read_text("utf-8"))
-        result["stages"][stage["stage"]] = stage["checks"]
+        found = [check | {"rows": with_estimates(check["rows"])} for check in stage["checks"]]
+        result["stages"][stage["stage"]] = found
         result["planner"] = _planner(result)
         text = json.dumps(result, indent=0) + "\n"
         if len(text) > MOST_BYTES:
@@ -148,6 +149,23 @@ def rows_of(result: Result, *names: str, passed: bool = False) -> list[dict[str,
     ]
 
 
+def with_estimates(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of variants with the estimates of their memory, and all other rows."""
+    found = {row["estimate of"]: row["dry run GiB"] for row in rows if "estimate of" in row}
+    return [
+        row | ({"dry run GiB": found[row["variant"]]} if row.get("variant") in found else {})
+        for row in rows
+        if "estimate of" not in row
+    ]
+
+
+def estimate_of_step(result: Result, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the cell with the estimated memory of our step: it is the step of "base"."""
+    bases = [each for each in rows_of(result, "variants") if each.get("variant") == "base"]
+    is_known = row["step"] == "ours" and bases and row.get("dry run GiB") is None
+    return {"dry run GiB": bases[-1].get("dry run GiB")} if is_known else {}
+
+
 def cell(value: object) -> str:
     """Return a value as text for a table."""
     if isinstance(value, list):
@@ -167,7 +185,7 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Iterator[st
 
 STEP = ("step", "ms", "tokens/s", "TFLOP/s", "MFU %", "predicted MFU %", "peak GiB", "dry run GiB")
 VARIANT = ("variant", "ms", "tokens/s", "MFU %", "peak GiB", "dry run GiB", "error")
-KERNEL = ("kernel", "by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
+KERNEL = ("kernel", "by", "timed by", "ms", "% of a copy", "TFLOP/s", "both passes, ms",
           "both passes, % of a copy", "both passes, TFLOP/s", "error")  # fmt: skip
 
 
@@ -213,7 +231,7 @@ def step_table(result: Result) -> Iterator[str]:
     """Yield the table of the steps of stage B."""
     rows = [row for name in ("ours", "plain", "ours again", "hf-liger", "megatron-core")
             for row in rows_of(result, name, passed=True) if "ms" in row]  # fmt: skip
-    yield from table(rows, STEP)
+    yield from table([row | estimate_of_step(result, row) for row in rows], STEP)
 
 
 def _case(row: dict[str, Any]) -> str:

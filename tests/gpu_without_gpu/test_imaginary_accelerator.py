@@ -60,7 +60,7 @@ def test_the_host_waits_in_no_pass_but_for_the_sizes_of_an_all_to_all(words, wai
     assert read == [*waits]
     # Micro batches come from the host; nothing else keeps a step from being captured.
     copied = {place for place, why, _ in seen["obstacles"] if why != READ}
-    assert copied - {COUNTS} == {"pretrain_gpt.py:<dictcomp>"}
+    assert {place.partition(":")[0] for place in copied - {COUNTS}} == {"pretrain_gpt.py"}
     # What the host does is outside of layers, or in those with experts, which are not captured.
     run = run_of(f"{SIZES} {words} --cuda-graph-impl local", 32)
     assert run.transformer_config.captures_layers

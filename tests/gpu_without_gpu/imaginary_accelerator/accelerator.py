@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from megatron.core.foundation import device
-from megatron.core.kernels import weight_gradient
+from megatron.core.kernels import triton_kernels, weight_gradient
 from megatron.core.kernels.registry import KernelTable
 from megatron.core.optimizer.definitions import adam
 from megatron.core.tensor_parallel import parallel_parameters
@@ -58,6 +58,8 @@ def as_a_gpu_computes() -> Iterator[None]:
         ),
         mock.patch.object(F, "scaled_dot_product_attention", _fused_attention),
         mock.patch.object(weight_gradient, "_missing", return_value=None),
+        # Where Triton is installed, the host code of its kernels runs; `fake_rank` starts none.
+        mock.patch.object(triton_kernels, "COMPILED_FOR", (*triton_kernels.COMPILED_FOR, NAME)),
         mock.patch.object(device, "synchronize"),  # of the schedule's recorder
         mock.patch.object(adam, "has_fused_kernel", return_value=True),
     ):

@@ -102,6 +102,16 @@ def test_a_page_has_the_newest_row_of_each_case(tmp_path):
     assert "paths that failed" not in text
 
 
+def test_estimates_of_memory_are_in_the_rows_of_their_variants_and_of_our_step():
+    rows = [{"variant": "base", "ms": 1.0}, {"variant": "fp8", "ms": 2.0},
+            {"estimate of": "base", "dry run GiB": 57.5}]  # fmt: skip
+    found = evidence.with_estimates(rows)
+    assert found == [{**rows[0], "dry run GiB": 57.5}, rows[1]]
+    result = {"stages": {"C": [{"check": "variants", "status": 0, "rows": found}]}}
+    assert evidence.estimate_of_step(result, {"step": "ours"}) == {"dry run GiB": 57.5}
+    assert evidence.estimate_of_step(result, {"step": "plain"}) == {}
+
+
 @pytest.mark.parametrize("changed", [{"rehearsal": True}, {"gpus": []}])
 def test_a_rehearsal_is_no_evidence(changed, tmp_path):
     with pytest.raises(DataError, match="without a GPU"):
