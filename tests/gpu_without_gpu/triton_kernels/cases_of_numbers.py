@@ -23,6 +23,15 @@ def _adam_cases() -> dict[str, KernelCase]:
                      "DECOUPLES": True, "MAIN_SHIFT": 6, "num_warps": adam.NUM_WARPS}  # fmt: skip
         moved = "9 of 9" if has_main else "7 of 7"
         cases[f"Adam, {name}"] = KernelCase(adam.adam_kernel, types, constants, moved)
+    numbers = "lr beta2 share1 share2 eps decay log_beta1 log_beta2"
+    for name, has_weight in (("fp32 in one pass", False), ("fp32 in one pass, bf16 weights", True)):
+        floats = "grad_ptr main_ptr first_ptr second_ptr step_ptr scale_ptr refused_ptr"
+        half, floats = ("weight_ptr", floats) if has_weight else ("", f"{floats} weight_ptr")
+        types = arguments(half, floats, "numel", numbers)
+        constants = {"HAS_WEIGHT": has_weight, "HAS_SCALE": True, "DECOUPLES": True,
+                     "ELEMENTS": adam.ELEMENTS, "num_warps": adam.FP32_WARPS}  # fmt: skip
+        moved = "8 of 8" if has_weight else "7 of 7"
+        cases[f"Adam, {name}"] = KernelCase(adam.fp32_kernel, types, constants, moved)
     return cases
 
 
