@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row
 from benchmarks.plain_gpt import Sizes, rotate_half
+from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.foundation import device
 from megatron.core.foundation.optional_imports import require
 from megatron.core.fusions.fused_bias_dropout import BIAS_DROPOUT_ADD
@@ -45,6 +46,7 @@ from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, RowStatistics, Ta
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.low_precision.scaling import SCALED_CAST
 from megatron.core.optimizer.definitions.adam import update_fp32
+from megatron.core.optimizer.gradient_norm import SPAN_SQUARES, Segments
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -412,6 +414,13 @@ def adam(bench: Bench) -> Case:
     return Case([one_pass, stored, torchs_step], (), 30.0 * count)
 
 
+def squares(bench: Bench) -> Case:
+    """The sum of squares of 2^28 elements of a gradient, read once."""
+    flat = torch.randn(2**12 if bench.is_rehearsal else 2**28, device=bench.where)
+    segments = Segments.of(ShardSpan(flat, [], [flat.numel() // 128]))
+    return Case(bench.table(SPAN_SQUARES), (flat, segments, False), 4.0 * flat.numel())
+
+
 def rounding(bench: Bench) -> Case:
     """Hidden states times one scale, rounded to E4M3: the output has one byte per element."""
     x = bench.random(bench.tokens, bench.sizes.hidden_size, grad=False)
@@ -468,6 +477,7 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "residual and RMSNorm": added_norm,
     "rotation": rotation,
     "Adam": adam,
+    "gradient norm": squares,
     "passes of the cross entropy": loss_passes,
     "attention": attention,
     "expert products": expert_products,

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.kernels.triton_kernels import adam, quantization
+from megatron.core.kernels.triton_kernels import adam, quantization, squares
 from tests.gpu_without_gpu.triton_kernels.kernel_case import KernelCase, arguments
 
 
@@ -50,5 +50,16 @@ def _quantization_cases() -> dict[str, KernelCase]:
     }  # fmt: skip
 
 
-NUMBER_CASES = _adam_cases() | _quantization_cases()
+def _square_cases() -> dict[str, KernelCase]:
+    types = {"begins_ptr": "*i64", "out_ptr": "*fp64"}
+    constants = {"BLOCKS": 64, "num_warps": squares.NUM_WARPS}
+    return {
+        f"squares of the gradient, {name}": KernelCase(
+            squares.squares_kernel, types | {"x_ptr": pointer}, constants, "1 of 1"
+        )
+        for name, pointer in (("fp32", "*fp32"), ("bf16", "*bf16"))
+    }
+
+
+NUMBER_CASES = _adam_cases() | _quantization_cases() | _square_cases()
 """Name -> kernel."""

@@ -93,20 +93,11 @@ def _publishing(kind: type[torch.optim.Optimizer]) -> Any:
 _Adam, _AdamW = _publishing(torch.optim.Adam), _publishing(torch.optim.AdamW)
 
 _APART = Kernel("torch", PublishingAdam.step_apart, frozenset({SCATTERED}))
+_ONE_PASS = Kernel(
+    "triton", PublishingAdam.step_in_one_pass, missing=triton_kernels.missing, library=True
+)
 FP32_UPDATES: KernelTable[Callable[[PublishingAdam], None]] = KernelTable(
-    "Adam on fp32 state",
-    {
-        "cpu": (_APART,),
-        OTHER_DEVICES: (
-            Kernel(
-                "triton",
-                PublishingAdam.step_in_one_pass,
-                missing=triton_kernels.missing,
-                library=True,
-            ),
-            _APART,
-        ),
-    },
+    "Adam on fp32 state", {"cpu": (_APART,), OTHER_DEVICES: (_ONE_PASS, _APART)}
 )
 """Methods that update all tensors of an optimizer."""
 
