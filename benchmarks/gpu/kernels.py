@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import workload
 from benchmarks.gpu.workload import Row
 from benchmarks.plain_gpt import Sizes, rotate_half
+from megatron.core.distributed.parameter_shard import ShardSpan
 from megatron.core.foundation import device
 from megatron.core.foundation.device_graph import DeviceGraph, MemoryPool, warm_up
 from megatron.core.foundation.optional_imports import require
@@ -48,6 +49,8 @@ from megatron.core.kernels.rotary import ROTARY
 from megatron.core.kernels.vocab_softmax import CROSS_ENTROPY, RowStatistics, Targets
 from megatron.core.kernels.weight_gradient import WEIGHT_GRADIENT
 from megatron.core.low_precision.scaling import SCALED_CAST
+from megatron.core.optimizer.definitions.adam import update_fp32
+from megatron.core.optimizer.gradient_norm import SPAN_SQUARES, Segments
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.settings.command_line import read_command_line
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -416,7 +419,7 @@ def adam(bench: Bench) -> Case:
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     update = triton_kernels.deferred("adam", "update_blocks")
     reason = triton_kernels.missing()
-    ours = Candidate("triton", reason or (lambda: update(
+    stored = Candidate("triton, state as it is stored", reason or (lambda: update(
         main.grad, weight, tuple(columns), (0, 0, 0), 0, 1, 1.0, settings, True)))  # fmt: skip
 
     def formula(main: Tensor, grad: Tensor, m: Tensor, v: Tensor, weight: Tensor) -> None:
@@ -425,15 +428,27 @@ def adam(bench: Bench) -> Case:
         main.mul_(1 - 1e-5).addcdiv_(m / (1 - 0.9), (v / (1 - 0.999)).sqrt() + 1e-8, value=-1e-3)
         weight.copy_(main)
 
+    step, refused = (torch.full((), value, device=bench.where) for value in (1.0, 0.0))
+    moments, group = [torch.zeros_like(main) for _ in range(2)], optimizer.param_groups[0]
+    one_pass = Candidate("triton", reason or (lambda: update_fp32(
+        main.grad, main, *moments, weight, step, (step, refused), group, True)))  # fmt: skip
     compiled = bench.compiled(formula)
     assert not isinstance(compiled.run, str)
     state = main.detach(), main.grad, *(torch.zeros_like(main.detach()) for _ in range(2)), weight
     candidates = [
-        ours,
+        one_pass,
+        stored,
         Candidate("torch, fused, and a copy", torchs),
         replace(compiled, run=functools.partial(compiled.run, *state)),
     ]
     return Case(candidates, (), 30.0 * count)
+
+
+def squares(bench: Bench) -> Case:
+    """The sum of squares of 2^28 elements of a gradient, read once."""
+    flat = torch.randn(2**12 if bench.is_rehearsal else 2**28, device=bench.where)
+    segments = Segments.of(ShardSpan(flat, [], [flat.numel() // 128]))
+    return Case(bench.table(SPAN_SQUARES), (flat, segments, False), 4.0 * flat.numel())
 
 
 def rounding(bench: Bench) -> Case:
@@ -492,6 +507,7 @@ CASES: dict[str, Callable[[Bench], Case]] = {
     "residual and RMSNorm": added_norm,
     "rotation": rotation,
     "Adam": adam,
+    "gradient norm": squares,
     "passes of the cross entropy": loss_passes,
     "attention": attention,
     "expert products": expert_products,
