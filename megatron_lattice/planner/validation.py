@@ -17,7 +17,8 @@ from megatron_lattice.planner.layout_search import search_layouts
 from megatron_lattice.planner.layout_space import Choices
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.predictor import Predictor, fit_predictor
-from megatron_lattice.planner.workload import FloatArray, from_rows, number_of
+from megatron_lattice.planner.table_rows import from_rows, number_of
+from megatron_lattice.planner.workload import FloatArray
 
 MEASURED = "ref_step_s"
 """The column of measured times."""
