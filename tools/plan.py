@@ -37,6 +37,7 @@ from megatron_lattice.planner.predictor import (
     write_scores,
 )
 from megatron_lattice.planner.scaling import ScalingFlags
+from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import (
     choice_figures,
     cross_validated,
@@ -49,7 +50,6 @@ from megatron_lattice.planner.validation import (
     random_folds,
     source_folds,
 )
-from megatron_lattice.planner.workload import read_rows
 
 
 @dataclass(frozen=True, kw_only=True)

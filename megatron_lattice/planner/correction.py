@@ -133,14 +133,15 @@ def features_of(workloads: Workloads, hardware: Hardware) -> FloatArray:
     kinds = [rows.generation == name for name in ("ampere", "hopper", "blackwell")]
     kinds += [workloads.precision == name for name in ("mxfp8", "nvfp4")]
     kinds += [np.isin(workloads.precision, ("fp8",))]
-    kinds += [workloads.software == name for name in ("unfused", "deepspeed", "megatron", "fsdp")]
+    kinds += [workloads.software == name for name in ("unfused", "deepspeed", "fsdp")]
+    kinds += [np.isin(workloads.software, ("megatron", "lattice"))]
     kinds = [workloads.graphs == "iteration", *kinds]
     scaled = [_OTHER_KIND * kind for kind in kinds]
     scaled.append(_OTHER_KIND * np.log2(rows.peak_16_bit_flops))
     model = (
         np.log2(workloads.hidden_size), np.log2(workloads.num_layers),
         np.log2(workloads.context_size), recomputed, workloads.is_moe,
-        workloads.kv_channels % 8 > 0,
+        workloads.kv_channels % 8 > 0, workloads.is_lattice,
     )  # fmt: skip
     scaled += [_MODEL * value for value in model]
     near = (

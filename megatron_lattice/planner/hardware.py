@@ -21,6 +21,8 @@ from megatron_lattice.planner.workload import FloatArray, TextArray, Workloads
 
 CONSTANTS = Path(__file__).parent / "constants"
 SOFTWARE = "software"
+_LIKE = {"lattice": "megatron"}
+"""Kind of software -> the kind that it has all other constants of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,9 @@ class Hardware:
     def per_software(self, name: str, workloads: Workloads) -> FloatArray:
         """Return a constant that has one value per kind of software, for each row."""
         kinds, which = workloads.kinds["software"]
-        return np.array([self.constant(f"{kind}.{name}") for kind in kinds])[which]
+        has_own = [f"{SOFTWARE}.{kind}.{name}" in self.constants for kind in kinds]
+        known = [kind if own else _LIKE[kind] for kind, own in zip(kinds, has_own, strict=True)]
+        return np.array([self.constant(f"{kind}.{name}") for kind in known])[which]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,9 +94,9 @@ def layer_time(operators: OperatorCosts, collectives: CollectiveCosts) -> PassTi
 
     tensor = tensor_communication(collectives)
     expert = expert_communication(collectives)
-    context = context_communication(collectives)
+    context = exposed_context(collectives)
     hidden_share = hardware.per_software("tensor_exposed", loads)
-    per_pass = tensor * hidden_share + context * hardware.constant("context_exposed")
+    per_pass = tensor * hidden_share + context
     per_pass = per_pass + expert * hardware.constant("expert_exposed")
     exposed_forward = per_pass
     exposed_backward = per_pass * (1 + layers_again)
@@ -172,13 +172,22 @@ def expert_communication(collectives: CollectiveCosts) -> FloatArray:
     return 2 * loads.expert_layers * exchange
 
 
-def context_communication(collectives: CollectiveCosts) -> FloatArray:
-    """Return the exchange of keys and values of a pass of a layer around the ring."""
+def exposed_context(collectives: CollectiveCosts) -> FloatArray:
+    """Return the exposed exchange of a pass of a layer between ranks that share a sequence.
+
+    Keys and values travel round the ring beside attention. An exchange of heads sends queries,
+    keys, values and the context before and after attention; each rank gets whole key heads.
+    """
     loads = collectives.workloads
     whole = 2 * 2 * loads.microbatch_tokens * loads.context_size * loads.kv_width
     whole = whole / loads.tensor_size
     gathered = collectives.all_gather(whole, loads.context_size, loads.tensor_size)
-    return 1.5 * loads.attention_layers * gathered
+    ring = 1.5 * gathered * collectives.hardware.constant("context_exposed")
+    copies = np.maximum(loads.context_size * loads.tensor_size / loads.num_query_groups, 1.0)
+    width = 2 * (loads.query_width + loads.kv_width * copies) / loads.tensor_size
+    sent = 2 * loads.microbatch_tokens * width
+    heads = collectives.all_gather(sent, loads.context_size, loads.tensor_size)
+    return loads.attention_layers * np.where(loads.exchanges_heads > 0, heads, ring)
 
 
 def output_layer_time(operators: OperatorCosts) -> PassTime:
@@ -186,8 +195,10 @@ def output_layer_time(operators: OperatorCosts) -> PassTime:
     loads = operators.workloads
     tokens, width = loads.microbatch_tokens, loads.vocab_size / loads.tensor_size
     hidden = loads.hidden_size
-    # Logits in 16 bits, their fp32 copy, exponentials and the gradient, each read and written.
-    traffic = operators.memory(12 * tokens * width)
+    # Logits in 16 bits, their fp32 copy, exponentials and the gradient, each read and written. The
+    # loss of this project reads the logits in each pass and writes the gradient in their place.
+    per_logit = np.where(loads.is_lattice, 3.0, 12.0)
+    traffic = operators.memory(per_logit * tokens * width)
     forward = operators.gemm(tokens, width, hidden, sixteen_bit=True) + traffic
     backward = operators.gemm(tokens, hidden, width, sixteen_bit=True)
     backward = backward + operators.gemm(hidden, width, tokens, sixteen_bit=True) + traffic

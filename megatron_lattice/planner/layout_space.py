@@ -95,6 +95,8 @@ def _table(model: Workloads, found: Sequence[tuple[float | str, ...]]) -> Worklo
         for name, values in zip(LAYOUT_COLUMNS, zip(*found, strict=True), strict=True)
     }
     columns["sequence_parallel"] = np.where(columns["tensor_size"] > 1, 1.0, 0.0)
+    is_whole = model.num_attention_heads / columns["tensor_size"] % columns["context_size"] == 0
+    columns["exchanges_heads"] = model.exchanges_heads * is_whole
     columns["may_interleave"] = columns["must_interleave"] = np.where(
         columns["num_chunks"] > 1, 1.0, 0.0
     )

@@ -58,8 +58,10 @@ def predict_memory(workloads: Workloads, hardware: Hardware) -> Memory:
     full = workloads.recompute == "full"
     # Under full recomputation, one layer at a time holds all of its activations again.
     on_last = np.where(workloads.pipeline_size == 1, 1.0, 0.0)
-    # Logits in 16 bits, in fp32, and the gradient in one of them or both.
-    logits = 10 * workloads.microbatch_tokens * workloads.vocab_size / workloads.tensor_size
+    # Logits in 16 bits, in fp32, and the gradient in one of them or both. The loss of this project
+    # reads logits in 16 bits and writes their gradient in place.
+    per_logit = np.where(workloads.is_lattice, 2.0, 10.0)
+    logits = per_logit * workloads.microbatch_tokens * workloads.vocab_size / workloads.tensor_size
     # The last stage holds fewer micro batches than the first, which leaves space for its logits.
     logits = logits * on_last
     # The backward reaches a recomputed layer after the logits are freed, so the two peaks are

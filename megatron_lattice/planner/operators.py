@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.core.kernels.blockwise_attention import MAX_TILE_ELEMENTS, MIN_TILE_KEYS
 from megatron_lattice.planner.hardware import Hardware, RowHardware
 from megatron_lattice.planner.workload import FloatArray, Workloads
 
 _TILES = ((128, 256), (256, 128), (128, 128))
 """Output tiles of one thread block that libraries choose from (rows, columns)."""
+_TILE_CALLS = (23, 20)
+"""Calls of PyTorch for one tile of the blockwise kernel, in forward and in backward."""
+_TILE_ROWS = 16
+"""Least number of query positions of a tile."""
 _CHUNK = 256
 """Tokens of a chunk of a Mamba-2 layer."""
 
@@ -96,14 +101,15 @@ class OperatorCosts:
 
     def attention_forward(self) -> FloatArray:
         """Return the time of softmax(QK)V of one layer and micro batch."""
-        return self._attention(products=1.0, passes=1.0)
+        return self._attention(products=1.0, passes=1.0, calls=_TILE_CALLS[0])
 
     def attention_backward(self) -> FloatArray:
         """Return the time of its backward; a flash kernel computes the scores again."""
         flash = self.workloads.flash_attention > 0
-        return self._attention(products=np.where(flash, 2.5, 2.0), passes=1.5)
+        products = np.where(flash, 2.5, 2.0)
+        return self._attention(products=products, passes=1.5, calls=_TILE_CALLS[1])
 
-    def _attention(self, products: FloatArray | float, passes: float) -> FloatArray:
+    def _attention(self, products: FloatArray | float, passes: float, calls: int) -> FloatArray:
         """Return the time of `products` times the two products; only causal kernels skip half."""
         loads, hardware, rows = self.workloads, self.hardware, self.rows
         width = loads.query_width / loads.tensor_size * loads.attention_layers
@@ -125,7 +131,14 @@ class OperatorCosts:
         misaligned = np.where(is_aligned, 1.0, hardware.constant("unfused.misaligned_head"))
         peak = rows.peak_16_bit_flops * hardware.constant("unfused.attention")
         unfused = misaligned * score_flops * products / peak + passes * self.memory(score_bytes)
-        return np.where(loads.flash_attention > 0, flash * products, unfused)
+        # The blockwise kernel of this project, which attends to keys that arrive in a ring, is
+        # PyTorch's: each call of a tile is shorter on the GPU than its launch.
+        in_ring = loads.is_lattice & (loads.context_size > 1) & (loads.exchanges_heads == 0)
+        least = heads * loads.micro_batch_size * _TILE_ROWS * MIN_TILE_KEYS
+        tiles = loads.attended_share * scores / 2 / np.maximum(least, MAX_TILE_ELEMENTS)
+        tiled = tiles * calls * hardware.constant("call_s")
+        fused = np.where(in_ring, np.maximum(tiled, flash * products), flash * products)
+        return np.where(loads.flash_attention > 0, fused, unfused)
 
     def scan_forward(self) -> FloatArray:
         """Return the time of the state-space part of Mamba-2 layers, in chunks of tokens.
@@ -155,6 +168,11 @@ class OperatorCosts:
         mixed = loads.attention_layers * (loads.query_width + loads.kv_width)
         mixed = mixed + loads.mamba_layers * 2 * (loads.mamba_inputs + loads.mamba_width)
         per_token = per_token + 4 * mixed / loads.tensor_size
+        # Each step of a ring adds its context, in 16 bits, to a sum in fp32; three quarters of the
+        # rows of a step see its keys.
+        steps = np.where(loads.exchanges_heads > 0, 0.0, loads.context_size - 1)
+        merged = loads.attention_layers * loads.query_width * 0.75 * steps
+        per_token = per_token + 10 * merged / loads.tensor_size
         scale = self.hardware.per_software("elementwise_traffic", loads)
         # Tokens are sorted by expert before the experts run, and restored to their order after.
         routed = 12 * loads.moe_router_topk * loads.expert_hidden_size * loads.expert_layers

@@ -15,7 +15,8 @@ from megatron_lattice.planner.correction import Correction, fit_correction, load
 from megatron_lattice.planner.hardware import Hardware, load_hardware
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.step_time import predict_step
-from megatron_lattice.planner.workload import FloatArray, Workloads, from_rows
+from megatron_lattice.planner.table_rows import from_rows
+from megatron_lattice.planner.workload import FloatArray, Workloads
 
 NINE_TENTHS = 1.645
 """Number of standard deviations around the mean that contain 90 % of a normal distribution."""

@@ -16,6 +16,7 @@ from megatron.core.optimizer.definitions import OPTIMIZERS
 from megatron.core.optimizer.optimizer_config import OptimizerFlags
 from megatron.core.pipeline_parallel.layout import virtual_stages_of
 from megatron.core.transformer.config.layer_kinds import DENSE, MAMBA
+from megatron.core.utils import as_list
 from megatron.training.config.resolved import ResolvedRun
 from megatron.training.config.run import RunConfig, all_flags
 from megatron.training.metrics.model_size import ModelSize
@@ -195,6 +196,7 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         "pipeline_size": 1,
         "num_chunks": 1,
         "context_size": 1,
+        "exchanges_heads": set(as_list(run.parallelism.cp_comm_type or "p2p")) == {"a2a"},
         "expert_size": 1,
         "expert_tensor_size": 1,
         "data_size": world_size,
@@ -218,8 +220,7 @@ def workload_of_run(run: ResolvedRun, gpu: Gpu, world_size: int) -> Workloads:
         gpu=np.array([gpu.name]),
         recompute=np.array(["none"], dtype="<U16"),
         precision=np.array([_precision(run)]),
-        # The constants of Megatron's kernels, whatever the sharding stage.
-        software=np.array(["megatron"]),
+        software=np.array(["lattice"]),
         graphs=np.array(["layer" if config.captures_layers else "none"]),
     )
 
@@ -369,6 +370,8 @@ def settings_of_layout(
         "overlap_grad_reduce": True,
         "overlap_param_gather": stage > 0,
     }
+    if number("context_size") > 1 and number("exchanges_heads"):
+        found["cp_comm_type"] = ["a2a"]
     if row.is_moe[0]:
         found["expert_model_parallel_size"] = number("expert_size")
         found["expert_tensor_parallel_size"] = number("expert_tensor_size")

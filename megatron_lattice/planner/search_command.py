@@ -222,7 +222,10 @@ def model_of_command(
     alone = {**FREE_LAYOUT, "global_batch_size": 1, "rampup_batch_size": None}
     run = resolved_for(command, alone, 1)
     model = workload_of_run(run, gpu, world_size)
-    return run, model.replace(global_batch_size=np.array([float(batch)]))
+    columns = {"global_batch_size": np.array([float(batch)])}
+    if "cp_comm_type" not in command.given:
+        columns["exchanges_heads"] = np.ones(1)  # where the heads divide
+    return run, model.replace(**columns)
 
 
 def resolved_for(

@@ -231,7 +231,7 @@ def exposed_sharded_data(
     # Over NICs, only PyTorch's sharding was measured.
     leaves = workloads.replicas * tp > workloads.nvlink_domain
     measured = hardware.constant("fsdp.sharded_exposed")
-    share = np.where(leaves & (workloads.software == "megatron"), measured, share)
+    share = np.where(leaves & np.isin(workloads.software, ("megatron", "lattice")), measured, share)
     # NICs that exchange tokens gather no parameters at the same time.
     reach = expert_ranks > workloads.nvlink_domain
     busy = np.where(reach, expert_communication(collectives), 0.0)

@@ -17,7 +17,8 @@ from megatron_lattice.planner.layout_search import search_layouts
 from megatron_lattice.planner.layout_space import Choices
 from megatron_lattice.planner.memory import GIB, predict_memory
 from megatron_lattice.planner.predictor import Predictor, fit_predictor
-from megatron_lattice.planner.workload import FloatArray, from_rows, number_of
+from megatron_lattice.planner.table_rows import from_rows, number_of
+from megatron_lattice.planner.workload import FloatArray
 
 MEASURED = "ref_step_s"
 """The column of measured times."""
@@ -59,11 +60,16 @@ def measured_rows(rows: Sequence[Mapping[str, str]]) -> Measured:
     return Measured(from_rows(rows), seconds, balanced_weights([family_of(row) for row in rows]))
 
 
+def _own_last(source: str) -> tuple[bool, str]:
+    """Return a key that sorts this project's own runs last: they do not move published rows."""
+    return source.startswith("Lattice"), source
+
+
 def random_folds(families: Sequence[str]) -> NDArray[np.int_]:
     """Return the fold of each row: drawn at random within each family."""
     draw = np.random.default_rng(SEED)
     folds = np.empty(len(families), dtype=np.int_)
-    for family in sorted(set(families)):
+    for family in sorted(set(families), key=_own_last):
         members = np.array([index for index, name in enumerate(families) if name == family])
         draw.shuffle(members)
         folds[members] = (np.arange(len(members)) + draw.integers(NUM_FOLDS)) % NUM_FOLDS
@@ -75,7 +81,8 @@ def source_folds(rows: Sequence[Mapping[str, str]]) -> NDArray[np.int_]:
     sources = [row.get("source") or "" for row in rows]
     sizes = [0] * NUM_FOLDS
     fold_of: dict[str, int] = {}
-    for source, count in sorted(Counter(sources).items(), key=lambda item: (-item[1], item[0])):
+    ordered = sorted(Counter(sources).items(), key=lambda item: (-item[1], item[0]))
+    for source, count in sorted(ordered, key=lambda item: _own_last(item[0])[0]):
         fold_of[source] = sizes.index(min(sizes))
         sizes[fold_of[source]] += count
     return np.array([fold_of[source] for source in sources])

@@ -1,7 +1,8 @@
 """Published models, and layouts that they are trained in, on 8 to 16,384 ranks.
 
-All `presets` from 6.7B parameters on, and all of examples/mixture_of_experts. Each has a layout of
-few ranks and one of 16,384; there models of long sequences have them, in 16 parts.
+All `presets` from 6.7B parameters on; those with experts in the layout of their file in
+examples/mixture_of_experts. Each has a layout of few ranks and one of 16,384; there models of long
+sequences have them, in 16 parts.
 """
 
 from dataclasses import dataclass

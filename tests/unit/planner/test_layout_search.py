@@ -27,8 +27,9 @@ from megatron_lattice.planner.memory import model_states
 from megatron_lattice.planner.predictor import load_predictor
 from megatron_lattice.planner.run_workload import choices_of, settings_of_layout, workload_of_run
 from megatron_lattice.planner.search_command import Cluster, search_command
+from megatron_lattice.planner.table_rows import read_rows
 from megatron_lattice.planner.validation import ChoiceFigures, choice_figures
-from megatron_lattice.planner.workload import Workloads, read_rows
+from megatron_lattice.planner.workload import Workloads
 from tests.harness.pool import REPOSITORY
 from tests.harness.resolved_run import WITHOUT_A_RUN, run_of
 from tests.unit.planner.test_planner import FIXTURES
@@ -193,21 +194,18 @@ TEN = {
     "--preset llama3-8b --bf16 --seq-length 8192": 8,
     "--preset llama3-70b --bf16 --seq-length 8192": 64,
     "--preset llama3.1-405b --bf16 --seq-length 8192": 1024,
-    "mixtral_8x7b": 64,
-    "qwen3_30b_a3b": 16,
-    "qwen3_235b_a22b": 256,
-    "gpt_oss_20b": 8,
-    "gpt_oss_120b": 64,
-    "deepseek_v3": 1024,
-    "kimi_k2": 1024,
+    "--preset mixtral-8x7b --bf16 --seq-length 8192": 64,
+    "--preset qwen3-30b-a3b --bf16 --seq-length 4096": 16,
+    "--preset qwen3-235b-a22b --bf16 --seq-length 4096": 256,
+    "--preset gpt-oss-20b --bf16 --seq-length 8192": 8,
+    "--preset gpt-oss-120b --bf16 --seq-length 4096": 64,
+    "--preset deepseek-v3 --bf16 --seq-length 4096": 1024,
+    "--preset kimi-k2 --bf16 --seq-length 4096": 1024,
 }
 
 
 def words_of(model: str) -> list[str]:
-    if model.startswith("--"):
-        return [*model.split(), "--global-batch-size", "1024"]
-    file = REPOSITORY / f"examples/mixture_of_experts/{model}.yaml"
-    return ["--yaml-cfg", str(file), "--vocab-size", "129280", "--mock-data"]
+    return [*model.split(), "--global-batch-size", "1024"]
 
 
 @pytest.mark.parametrize("model", TEN)
@@ -249,7 +247,8 @@ def test_sixty_one_layers_get_stages_of_unequal_size() -> None:
 
 
 def test_what_a_file_fixes_is_named() -> None:
-    words = words_of("deepseek_v3")
+    file = REPOSITORY / "examples/mixture_of_experts/deepseek_v3.yaml"
+    words = ["--yaml-cfg", str(file), "--mock-data"]
     kept = search_command(words, Cluster("H100", 1024), script="pretrain_gpt.py")
     assert "fixed by the file: --expert-model-parallel-size 64" in kept.text
     assert set(kept.found.table.pipeline_size) == {16.0}
@@ -265,4 +264,25 @@ def test_what_a_file_fixes_is_named() -> None:
 def test_kernels_of_a_run_do_not_depend_on_its_sharding() -> None:
     table = layout_space(model_of(EXPERTS, 16), Choices()).table
     assert {1.0, 2.0, 3.0} <= set(table.sharding_stage)
-    assert set(table.software) == {"megatron"}
+    assert set(table.software) == {"lattice"}
+
+
+def test_ranks_that_share_a_sequence_exchange_heads_and_short_sequences_are_not_shared() -> None:
+    words = shlex.split("--preset gpt-oss-120b --bf16 --seq-length 4096 --global-batch-size 1280")
+    found = search_command(words, Cluster("GB200", 64), script="pretrain_gpt.py")
+    assert found.found.table.context_size[found.chosen[0]] == 1
+    shared = [*words, "--context-parallel-size", "4"]
+    line = search_command(shared, Cluster("GB200", 64), script="pretrain_gpt.py").text
+    assert "--cp-comm-type a2a" in line.splitlines()[-1]
+    ring = [*shared, "--cp-comm-type", "p2p"]
+    table = search_command(ring, Cluster("GB200", 64), script="pretrain_gpt.py").found.table
+    assert not table.exchanges_heads.any()
+
+
+def test_tiles_of_a_ring_are_slower_than_an_exchange_of_heads() -> None:
+    row = model_of(LLAMA_8B, 8).replace(context_size=np.array([2.0]), data_size=np.array([4.0]))
+    ring, heads = (row.replace(exchanges_heads=np.array([share])) for share in (0.0, 1.0))
+    assert PREDICTOR.modelled_seconds(ring)[0] > 2 * PREDICTOR.modelled_seconds(heads)[0]
+    published = [each.replace(software=np.array(["megatron"])) for each in (ring, heads)]
+    of_ring, of_heads = (PREDICTOR.modelled_seconds(each)[0] for each in published)
+    assert of_ring == pytest.approx(of_heads, rel=0.1)
