@@ -10,6 +10,7 @@ from tests.harness.distributed import run_distributed
 from tests.harness.tolerances import FP32_AFTER_OPTIMIZER, FP32_REORDERED_SUM, assert_close
 from tests.parity.training_run import read_metrics, train_with_flags
 from tests.unit.hugging_face.models import flags_for, saved, their_model
+from tests.unit.hugging_face.quantized_models import make
 
 FLAGS = (
     "--global-batch-size 4 --micro-batch-size 1 --train-iters 3 --lr 1e-3 --adam-eps 1e-5"
@@ -21,6 +22,18 @@ LAYOUTS = {
     "gemma3": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
                   " --sequence-parallel", {"tp": 2, "pp": 2}),
     "qwen3": (2, "--use-distributed-optimizer", {}),
+}  # fmt: skip
+
+
+FEW_BITS = {
+    "block FP8": (2, "--tensor-model-parallel-size 2 --sequence-parallel"
+                     " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+                     " --moe-router-bias-update-rate 0", {"tp": 2, "ep": 2, "expt_tp": 1}),
+    "INT4 with zero points": (2, "--tensor-model-parallel-size 2", {"tp": 2}),
+    "INT4 in groups": (2, "--expert-model-parallel-size 2 --use-distributed-optimizer"
+                          " --data-parallel-sharding-strategy optim_grads_params", {"ep": 2}),
+    "NVFP4, compressed-tensors": (2, "--pipeline-model-parallel-size 2", {"pp": 2}),
+    "MXFP4": (2, "--tensor-model-parallel-size 2 --sequence-parallel", {"tp": 2}),
 }  # fmt: skip
 
 
@@ -49,6 +62,18 @@ def test_a_published_model_goes_on_training_in_other_layouts(case, tmp_path):
     assert found.keys() == weights.keys()
     for tensor in weights:
         assert_close(found[tensor], weights[tensor], FP32_AFTER_OPTIMIZER, tensor)
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+def test_weights_in_few_bits_are_the_same_weights_in_every_layout(name, tmp_path):
+    make(name, tmp_path)
+    world_size, flags, layout = FEW_BITS[name]
+    flags += " --bf16 --lr 0 --min-lr 0 --train-iters 1"
+    _, found = train(tmp_path / "quantized", tmp_path, "many", world_size, flags, **layout)
+    expected = load_file(tmp_path / "dense" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for tensor in expected:
+        assert torch.equal(found[tensor].bfloat16(), expected[tensor]), tensor
 
 
 def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_said(tmp_path):
