@@ -140,11 +140,11 @@ class QuantizedView(StoredView):
                 piece.fill(into.narrow(axis, begin, length), reader)
             return
         # The view is a grid of elements inside a box of the whole weight.
-        steps = contiguous_stride(self.full)
-        corner, rest = [], self.offset
+        steps, rest = contiguous_stride(self.full), self.offset
+        starts: list[int] = []
         for step in steps:
             index, rest = divmod(rest, step)
-            corner.append(index)
+            starts.append(index)
         sizes, axes = [1] * len(steps), []
         for n, stride in zip(self.shape, self.stride, strict=True):
             axis, step = 0, 0
@@ -153,7 +153,7 @@ class QuantizedView(StoredView):
                 step = stride // steps[axis]
                 sizes[axis] += (n - 1) * step
             axes.append((axis, step))
-        values = self._values(reader, corner, sizes)
+        values = self._values(reader, starts, sizes)
         strides = [values.stride(axis) * step for axis, step in axes]
         into.copy_(values.as_strided(self.shape, strides))
 
@@ -170,17 +170,20 @@ class QuantizedView(StoredView):
 
         def spread(found: Tensor) -> Tensor:
             """Repeat the scales of blocks for their elements."""
-            for dim, unit in ((-2, self.block[0]), (-1, self.block[1])):
+            for dim, unit in ((-1, self.block[1]), (-2, self.block[0])):
                 if unit > 1 and found.shape[dim] > 1:
-                    numbers = torch.arange(corner[dim], corner[dim] + sizes[dim]) // unit
-                    found = found.index_select(dim, numbers - corner[dim] // unit)
+                    repeated = found.unsqueeze(dim)
+                    shape = list(repeated.shape)
+                    shape[dim] = unit
+                    found = repeated.expand(shape).flatten(dim - 1, dim)
+                    found = found.narrow(dim, corner[dim] % unit, sizes[dim])
             return found
 
         each = 1 if self.bits is None else self.codes.dtype.itemsize * 8 // self.bits
         codes = read(self.codes, 1, each)
         values = self._decoded(codes).narrow(-1, corner[-1] % each, sizes[-1])
         if self.zero_points is not None and self.zero_points.shape == self.scales.shape:
-            values = values.float() - spread(read(self.zero_points, *self.block).float())
+            values = values - spread(read(self.zero_points, *self.block).float())
         elif self.zero_points is not None:
             packed = read(self.zero_points, each, self.block[1]).transpose(-1, -2)
             zeros = self._decoded(packed).narrow(-1, corner[-2] % each, sizes[-2])
@@ -190,17 +193,22 @@ class QuantizedView(StoredView):
         if self.common is not None:
             common = reader.read_full(self.common).float().reshape(())
             scales = scales / common if self.divides else scales * common
-        product = values.float() * spread(scales)
+        product = values * spread(scales)
         return product if self.rounded is None else product.to(self.rounded)
 
     def _decoded(self, codes: Tensor) -> Tensor:
-        """Return the numbers of codes, [..., n] -> [..., n times the codes in an element]."""
+        """Return the numbers of codes, [..., n] -> [..., n times the codes in an element], fp32.
+
+        A table of the numbers of each byte is several times faster than casts of FP8 and shifts.
+        """
+        table = torch.arange(256, dtype=torch.uint8)
         if self.bits is None:
-            return codes
-        count = codes.dtype.itemsize * 8 // self.bits
-        shifts = torch.arange(count, dtype=codes.dtype) * self.bits
-        each = (codes.unsqueeze(-1) >> shifts & ((1 << self.bits) - 1)).flatten(-2)
-        return _E2M1[each.int()] if codes.dtype == torch.uint8 else each - (1 << self.bits - 1)
+            table = table.view(codes.dtype).float()[:, None]
+        else:
+            table = table[:, None] >> torch.arange(0, 8, self.bits) & ((1 << self.bits) - 1)
+            table = _E2M1[table] if codes.dtype == torch.uint8 else table - (1 << self.bits - 1)
+        positions = codes.clone(memory_format=torch.contiguous_format).view(torch.uint8).flatten()
+        return table.float().index_select(0, positions.int()).view(*codes.shape[:-1], -1)
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ def test_weights_in_few_bits_are_the_same_weights_in_every_layout(name, tmp_path
     assert found.keys() == expected.keys()
     for tensor in expected:
         assert torch.equal(found[tensor].bfloat16(), expected[tensor]), tensor
+    config = json.loads((tmp_path / "many-out" / "config.json").read_text())
+    assert "quantization_config" not in config
 
 
 def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_said(tmp_path):
@@ -82,7 +84,8 @@ def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_
     said, written = {}, {}
     for name, flags in {
         "": "", "in fp32": "--save-hf-dtype fp32", "in bf16": "--save-hf-dtype bf16",
-        "in fp16": "--save-hf-dtype fp16", "trained in bf16": "--bf16",
+        "in fp16": "--save-hf-dtype fp16", "in fp8": "--save-hf-dtype fp8-block",
+        "trained in bf16": "--bf16",
     }.items():  # fmt: skip
         out = tmp_path / f"{name}-out"
         words = [
@@ -93,6 +96,11 @@ def test_a_half_precision_model_is_trained_and_written_in_the_precision_that_is_
         written[name] = load_file(out / "model.safetensors")
         stored = {str(value.dtype).removeprefix("torch.") for value in written[name].values()}
         config = json.loads((out / "config.json").read_text())
+        if name == "in fp8":
+            assert stored == {"float8_e4m3fn", "float32", "bfloat16"}
+            assert config["quantization_config"]["weight_block_size"] == [128, 128]
+            assert f"wrote a llama model in float8_e4m3fn to {out}" in said[name]
+            continue
         assert stored == {config.get("dtype", config.get("torch_dtype"))}, name
         assert f"wrote a llama model in {stored.pop()} to {out}" in said[name]
     assert "stored as bfloat16 and trained in float32; --bf16" in said[""]
