@@ -81,13 +81,15 @@ def unsupported(config: Any) -> str | None:
         return f"known values of quant_algo are {', '.join(_ALGORITHMS)}"
     if method != "compressed-tensors":
         return None
-    groups = (config.get("config_groups") or {}).values()
-    formats = [config.get("format"), *(group.get("format") for group in groups)]
+    groups, sparsity = config.get("config_groups") or {}, config.get("sparsity_config") or {}
+    objects = [groups, sparsity, *(groups.values() if isinstance(groups, dict) else ())]
+    if not all(isinstance(one, dict) for one in objects):
+        return "config_groups, its groups and sparsity_config are objects"
+    formats = [config.get("format"), *(group.get("format") for group in groups.values())]
     if any(name is not None and name not in _FORMATS for name in formats):
         return f"known formats of compressed-tensors are {', '.join(_FORMATS)}"
     if config.get("quantization_status", "compressed") != "compressed":
         return "only quantization_status = 'compressed' is supported"
-    sparsity = config.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense" or config.get("transform_config"):
         return "a sparsity_config or transform_config of compressed-tensors is not supported"
     return None
@@ -292,12 +294,12 @@ class _Reading:
         common = left.pop(weight + "_global_scale", None) if common is None else common
         stated, zeros = left.pop(weight + "_shape", None), left.pop(weight + "_zero_point", None)
         bits, is_blocks = None, name.endswith("_blocks")
+        if len(codes.shape) < 2 + is_blocks:
+            raise _refused(self.path, f"{name!r} has the shape {codes.shape}")
         if is_blocks:
             codes = codes.reshaped((*codes.shape[:-2], codes.shape[-2] * codes.shape[-1]))
         if codes.dtype == torch.int8 and suffix == "_scale_inv":
             codes = replace(codes, dtype=torch.uint8)  # Transformers' name for E2M1 in pairs
-        if len(codes.shape) < 2:
-            raise _refused(self.path, f"{name!r} has the shape {codes.shape}")
         shape = codes.shape
         if codes.dtype == torch.uint8:
             bits, shape = 4, (*shape[:-1], shape[-1] * 2)
@@ -305,13 +307,13 @@ class _Reading:
             if stated is None or stated.shape != (len(shape),):
                 raise _refused(self.path, f"{weight + '_shape'!r} must hold the shape of a weight")
             shape = tuple(int(n) for n in reader.read_full(stated))
-            known = {weights.get("num_bits") for weights in _weights(self.config)}
+            known = [weights.get("num_bits") for weights in _weights(self.config)]
             fitting = [b for b in (4, 8, 2, 1) if b in known and _packs(shape, b, codes.shape)]
             if len(fitting) != 1:
                 raise _refused(
                     self.path,
                     f"{name!r} of shape {codes.shape} does not hold {shape} integers of"
-                    f" {' or '.join(map(str, sorted(known, key=str)))} bits",
+                    f" {shown(known)} bits",
                 )
             bits = fitting[0]
         grid = (*scales.shape, *[1] * (len(shape) - len(scales.shape)))
@@ -381,7 +383,7 @@ def _block(count: int, blocks: int, sizes: Iterable[int]) -> int:
 
 def _refused(path: Path, what: str) -> MegatronError:
     return CheckpointError(
-        f"{path}: {shown(what, 300)}.",
+        f"{path}: {what}.",
         rule="the scales of a weight in 8 or 4 bits are beside it, as quantization_config says",
         flags=["--load-hf"],
         fix="download the model again, or convert it to bf16 with Transformers",
