@@ -6,7 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together
+from megatron.core.foundation.errors import ConfigError, MegatronError, raise_together, shown
+from megatron.hugging_face.quantized import unsupported
 
 WITHOUT_EFFECT = frozenset({
     # Origin of the file.
@@ -107,6 +108,15 @@ class ConfigFields:
             values = " or ".join(repr(v) for v in allowed) if allowed else "absent"
             self._refuse(name, value, f"only {name} = {values} is supported")
         return value
+
+    def check_quantization(self) -> None:
+        """Refuse a format of weights in 8 or 4 bits that is not known."""
+        for name in ("quantization_config", "compression_config"):
+            value = self.stated(name)
+            rule = None if value is None else unsupported(value)
+            if rule is not None:
+                fix = "convert the model to bf16 with Transformers, or use its release in bf16"
+                self._refuse(name, shown(value, 120), rule, fix)
 
     def stated(self, name: str) -> Any:
         """Return a field of the file; None if it is null or absent."""

@@ -24,8 +24,10 @@ from megatron.core.foundation.errors import CheckpointError, MegatronError, show
 from megatron.hugging_face.families import Family, family_of_config
 from megatron.hugging_face.families.family import full_name
 from megatron.hugging_face.model_description import ModelDescription
+from megatron.hugging_face.quantized import dequantized
 
 CONFIG_NAME = "config.json"
+MODELOPT_NAME = "hf_quant_config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100 << 20
@@ -72,6 +74,8 @@ def read_model_directory(path: Path) -> ModelDirectory:
             fix="use the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
     fields = read_json(file)
+    if "quantization_config" not in fields and (path / MODELOPT_NAME).is_file():
+        fields["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
     _check_counts(file, fields)
     family = family_of_config(fields, str(file))
     settings = family.read(fields, str(file))
@@ -79,7 +83,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     has_weights = any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if settings == untied or not has_weights:
         return ModelDirectory(path, fields, family, settings)
-    stored = stored_tensors(path)
+    stored = dequantized(stored_tensors(path), fields, path)
     heads = repeated(family, settings, stored).items() - repeated(family, untied, stored).items()
     for head, embedding in heads:
         if not are_equal(stored[head], stored[embedding]):
@@ -111,12 +115,12 @@ def are_equal(one: StoredView, other: StoredView) -> bool:
     """Return whether two stored tensors are equal; read them up to the first difference."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    count = math.prod(one.shape)
-    flat = [view.reshaped((count,)) for view in (one, other)]
+    count, rest = one.shape[0], one.shape[1:]
+    step = max(_COMPARED // max(math.prod(rest), 1), 1)
     with ViewReader() as reader:
-        for begin in range(0, count, _COMPARED):
-            box = ((begin,), (min(_COMPARED, count - begin),))
-            first, second = (reader.read_full(view.narrow(box)) for view in flat)
+        for begin in range(0, count, step):
+            box = (begin, *(0 for _ in rest)), (min(step, count - begin), *rest)
+            first, second = (reader.read_full(view.narrow(box)) for view in (one, other))
             if not torch.equal(first, second):
                 return False
     return True

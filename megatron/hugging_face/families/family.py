@@ -72,6 +72,7 @@ class Family:
             config.take(name, None)
         for name, value in self.only.items():
             config.only(name, value)
+        config.check_quantization()
         return self.settings(config)
 
     def exported(self, settings: ModelDescription) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def change_config(model, **fields):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5,
                            "original_max_position_embeddings": 16}}, "attention_factor"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0}},
          "low_freq_factor"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
