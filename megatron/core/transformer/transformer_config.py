@@ -258,7 +258,7 @@ class TransformerConfig(
             return  # check_linear_attention reports it
         if pattern is None:
             return
-        self.num_layers = self.num_layers or len(pattern.layers)
+        self.num_layers = self.num_layers or len(pattern.kinds)
         self.moe_layer_freq = pattern.layers_with_experts
         self.mtp_num_layers = self.mtp_num_layers or len(pattern.later) or None
         self.pipeline_model_parallel_layout = (

@@ -98,6 +98,8 @@ def with_checkpoint_shape(config: RunConfig, given: Collection[str] = ()) -> Run
     if not saved.use_tokenizer_model_from_checkpoint_args:
         # Opening files that an untrusted checkpoint names needs the user's consent.
         left_out |= TOKENIZER_FILES
+    if "hybrid_layer_pattern" in given:  # it determines these
+        left_out |= {"num_layers", "moe_layer_freq"}
     if "tokenizer_type" in given or TOKENIZER_FILES & set(given):
         left_out |= {"tokenizer_type", "vocab_size", *TOKENIZER_FILES}
         left_out.add("tokenizer_hf_no_include_special_tokens")

@@ -80,7 +80,7 @@ def _hybrid(draft: Draft) -> None:
         return
     formula = "--hybrid-layer-pattern"
     if not run.model.num_layers:
-        draft.set(formula, num_layers=len(pattern.layers))
+        draft.set(formula, num_layers=len(pattern.kinds))
     if any(pattern.layers_with_experts):
         draft.set(formula, moe_layer_freq=pattern.layers_with_experts)
     layout = pattern.pipeline_layout

@@ -62,8 +62,9 @@ class LinearAttentionConfig:
         None, "--hybrid-layer-pattern", "--hybrid-override-pattern"
     )
     """One letter for each layer, which is either a mixer or an MLP: M Mamba-2, G Gated DeltaNet, K
-    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts; | separates pipeline
-    stages, / precedes the layers that predict a later token: "M-M*-|M-M*-/*E/*E"."""
+    Kimi Delta Attention, D sparse attention, * attention, - MLP, E experts. A group such as [*-] is
+    one layer with a mixer and an MLP, | separates pipeline stages, / precedes the layers that
+    predict a later token: "M-M*-|M-[M-]/*E/*E"."""
     linear_conv_kernel_dim: int = flag(4, part_of=_MIXER, within=POSITIVE)
     """Taps of the causal convolution before the recurrence."""
     linear_key_head_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
@@ -184,13 +185,13 @@ def _pattern_problems(config: LinearAttentionConfig, num_layers: int) -> Iterato
                 flags=["--hybrid-layer-pattern", "--experimental-attention-variant"],
                 fix="drop --experimental-attention-variant",
             )
-        if len(letters.layers) != num_layers:
+        if len(letters.kinds) != num_layers:
             yield ConfigError(
-                f"hybrid_layer_pattern has {len(letters.layers)} layers for a model of"
+                f"hybrid_layer_pattern has {len(letters.kinds)} layers for a model of"
                 f" {num_layers}.",
-                rule="the pattern is one letter per layer",
+                rule="the pattern is one letter, or one group in brackets, per layer",
                 flags=["--hybrid-layer-pattern", "--num-layers"],
-                fix=f"drop --num-layers, or use --num-layers {len(letters.layers)}",
+                fix=f"drop --num-layers, or use --num-layers {len(letters.kinds)}",
             )
         return
     if isinstance(freq, list) and (len(freq) != num_layers or set(freq) - {0, 1}):

@@ -54,6 +54,8 @@ METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
 _MAIN_WEIGHT = "optimizer.state.param."
+FINAL_NORM_OF_HYBRID = ("decoder.final_norm.", "decoder.final_layernorm.")
+"""Prefix of the final norm of Megatron's HybridModel, and of every other model."""
 _BUFFER_GROUPS = re.compile(r".*optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_\S+")
 _LAYOUT_ARGS = (
     "tensor_model_parallel_size",
@@ -252,13 +254,14 @@ def _common_state(directory: Path, metadata: _Metadata) -> dict[str, Any]:
 
 
 def _own_key(key: str) -> str:
-    """Return this program's key: one optimizer, and main weights under their own name."""
+    """Return this program's key: one optimizer, main weights under their own name, and one name of
+    the final norm."""
     chain = _CHAIN.match(key)
     if chain is not None:
         key = key[chain.end() :]
     if key.startswith(_MAIN_WEIGHT):
-        return "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
-    return key
+        key = "optimizer.state.fp32_param." + key.removeprefix(_MAIN_WEIGHT)
+    return key.replace(*FINAL_NORM_OF_HYBRID)
 
 
 def _write(contents: Contents, directory: Path, with_optimizer: bool) -> None:
