@@ -9,6 +9,9 @@ from typing import Any
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of layers in configs: with and without a window."""
+
 
 def with_rope(
     model: ModelDescription,
@@ -39,6 +42,36 @@ def rope_parameters(config: ConfigFields) -> dict[str, Any]:
     return dict(found or config.absent.get("rope_parameters", {}))
 
 
+def with_rope_by_window(
+    model: ModelDescription,
+    config: ConfigFields,
+    *,
+    base: float,
+    local_base: float,
+    local_base_name: str | None = None,
+) -> ModelDescription:
+    """Return `model` with rotary positions that differ in layers with a window.
+
+    Args:
+        base, local_base: the default bases of layers without and with a window.
+        local_base_name: field of the local base in older configs.
+    """
+    by_kind = config.take("rope_parameters", {})
+    newer = by_kind.get(FULL, by_kind if "rope_theta" in by_kind else None)
+    full = dict(config.one_of(("rope_parameters", newer), "rope_scaling") or {})
+    local = ConfigFields(by_kind.get(SLIDING) or {}, f"rope_parameters of windows, {config.source}")
+    older = [] if local_base_name is None else [local_base_name]
+    local_base = config.one_of(("rope_theta", local.stated("rope_theta")), *older) or local_base
+    for name in ("rope_type", "type"):
+        local.only(name, "default")
+    local.finish()
+    nested = ("rope_parameters.rope_theta", full.get("rope_theta"))
+    full["rope_theta"] = config.one_of(nested, "rope_theta") or base
+    model = with_rope_parameters(model, full, f"rope_parameters in {config.source}")
+    is_whole = float(local_base).is_integer()
+    return replace(model, rotary_base_local=int(local_base) if is_whole else local_base)
+
+
 def with_rope_parameters(
     model: ModelDescription, fields: Mapping[str, object], source: str
 ) -> ModelDescription:
@@ -66,6 +99,8 @@ def with_rope_parameters(
         scaling.only("original_max_position_embeddings", 8192)
     elif kind == "linear":
         model = replace(model, rotary_seq_len_interpolation_factor=scaling.take("factor"))
+    elif kind == "dynamic":
+        scaling.take("factor", None)  # without effect up to the length of the model
     elif kind == "yarn":
         model = _with_yarn(model, scaling)
     else:
@@ -110,6 +145,15 @@ def _yarn_fields(model: ModelDescription) -> dict[str, Any]:
     if model.mscale_all_dim:
         fields |= {"mscale": float(model.mscale), "mscale_all_dim": float(model.mscale_all_dim)}
     return fields
+
+
+def rope_fields_by_window(model: ModelDescription) -> dict[str, Any]:
+    """Return the config fields of rotary positions that differ in layers with a window."""
+    fields = rope_fields(model)
+    base = fields.pop("rope_theta")
+    full = {"rope_type": "default", **(fields.pop("rope_scaling") or {}), "rope_theta": base}
+    local = {"rope_type": "default", "rope_theta": float(model.rotary_base_local or base)}
+    return {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
 def rope_fields(model: ModelDescription) -> dict[str, Any]:

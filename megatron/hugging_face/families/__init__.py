@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import (
     bert,
     deepseek,
+    deepseek_relatives,
     experts,
     gemma,
     glm,
@@ -51,7 +54,12 @@ FAMILIES: tuple[Family, ...] = (
     glm.GLM4,
     glm.GLM4_MOE,
     glm.DOTS1,
+    glm.SOLAR_OPEN,
+    *deepseek_relatives.FAMILIES,
     qwen3_next.QWEN3_NEXT,
+    qwen3_next.QWEN3_5,
+    qwen3_next.QWEN3_5_MOE,
+    experts.MELLUM,
     *relatives.FAMILIES,
     bert.BERT,
     bert.MEGATRON_BERT,
@@ -64,17 +72,54 @@ FAMILIES: tuple[Family, ...] = (
 """An export tries them in this order."""
 
 
-def family_of_config(fields: Mapping[str, object], source: str) -> Family:
-    """Return the family of a `config.json`.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Type of published files that Transformers does not know -> type with the same model."""
+_WITH_IMAGES = {
+    "kimi_k25": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Type of a model with images -> type of its language model, if `text_config` has none."""
+_OF_IMAGES = {
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
+}  # fmt: skip
+"""Fields of such a config that do not affect the language model."""
+_LANGUAGE_NAMES = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+    r"^model\.blocks\.": "model.layers.",  # in files of Kimi that Transformers 5.23 writes
+}
+_IMAGE_WEIGHTS = {
+    r"(model\.)?(vision_tower|visual|mm_projector)\..*": "the encoder of images",
+}
+
+
+def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family of a `config.json`, and the fields that it reads.
+
+    Of a model with images, these are the family and the fields of its language model.
 
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
-    kind = fields.get("model_type")
+    kind, outer = fields.get("model_type"), _WITH_IMAGES.get(fields.get("model_type", ""))
+    if outer is not None:
+        text = {"model_type": outer, **(fields.get("text_config") or {})}
+        others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
+        # Transformers ties the head by the field of the whole model.
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        fields = {**others, **text, **tied}
+        kind = text["model_type"]
+    kind = _SAME_AS.get(kind, kind)
     for family in FAMILIES:
+        if family.model_type == kind and outer is None:
+            return family, fields
         if family.model_type == kind:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+            names, images = family.other_names, family.left_out
+            names, images = {**names, **_LANGUAGE_NAMES}, {**images, **_IMAGE_WEIGHTS}
+            return replace(family, other_names=names, left_out=images), fields
+    known = ", ".join([*(family.model_type for family in FAMILIES), *_SAME_AS, *_WITH_IMAGES])
     raise ConfigError(
         f"{source}: model_type {kind!r} is not supported.",
         rule=f"the supported types are {known}",
@@ -91,6 +136,7 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
     Raises:
         ConfigError: no family can express it; the differences are listed for each family.
     """
+    preferred = _WITH_IMAGES.get(str(preferred), preferred)
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         wrong = family_misfit(family, settings)

@@ -19,17 +19,18 @@ from megatron.hugging_face.families.deepseek import (
     latent_fields,
     latent_rules,
     latent_settings,
+    listed_experts_fields,
     with_expert_layers,
+    with_listed_experts,
 )
 from megatron.hugging_face.families.family import Family
 from megatron.hugging_face.families.llama import LLAMA
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.weight_map import WeightRule, by_block, identity
+from megatron.hugging_face.weight_map import WeightRule, by_block, identity, renamed
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _BLOCK = "block_sparse_moe"
 _KINDS = ("full_attention", "linear_attention")
-_MLPS = ("dense", "sparse")
 _USUAL = {
     "model_max_length": "max_position_embeddings",
     "num_experts": "n_routed_experts",
@@ -46,11 +47,16 @@ _WITH_UNITS = (2, 1)
 """Hugging Face's `A_log` is [1, 1, n, 1]."""
 
 
+def _usual(config: ConfigFields) -> ConfigFields:
+    """Return a config with DeepSeek's names; Transformers reads both names."""
+    named = {name: usual for name, usual in _USUAL.items() if config.stated(name) is not None}
+    return config.renamed(named)
+
+
 def _settings(config: ConfigFields) -> ModelDescription:
     older = dict(config.take("linear_attn_config", {}))
-    named = {usual: config.take(name, None) for name, usual in _USUAL.items()}
-    usual = config.with_fields({name: found for name, found in named.items() if found is not None})
-    model = judged_by_sigmoid(latent_settings(usual), usual)
+    usual = _usual(config)
+    model = judged_by_sigmoid(with_listed_experts(latent_settings(usual), usual), usual)
     sizes = {
         name: config.one_of((f"linear_attn_config.{old}", older.get(old)), name) or default
         for (old, name), default in zip(_OLDER_SIZES.items(), (128, 32, 4), strict=True)
@@ -74,7 +80,6 @@ def _settings(config: ConfigFields) -> ModelDescription:
         linear_value_head_dim=width,
         linear_num_key_heads=heads,
         linear_num_value_heads=heads,
-        moe_layer_freq=_routed_layers(config, model),
     )
 
 
@@ -91,30 +96,14 @@ def _recurrent_layers(config: ConfigFields, older: dict[str, Any], count: int) -
     return [int(number not in attending) for number in range(1, count + 1)]
 
 
-def _routed_layers(config: ConfigFields, model: ModelDescription) -> int | list[int]:
-    kinds = config.take("mlp_layer_types", None)
-    if kinds is None:
-        return model.moe_layer_freq
-    if set(kinds) - set(_MLPS):
-        config.only("mlp_layer_types", *_MLPS)
-    return [int(kind == _MLPS[1]) for kind in kinds]
-
-
 def _fields(settings: ModelDescription) -> dict[str, Any]:
-    fields = latent_fields(settings)
-    for name in (
-        "first_k_dense_replace",
-        "moe_layer_freq",
-        "rope_theta",
-        "rope_scaling",
-    ):
-        fields.pop(name, None)
+    fields = {**latent_fields(settings), **listed_experts_fields(settings)}
+    del fields["rope_theta"], fields["rope_scaling"]
     for name, usual in _USUAL.items():
         fields[name] = fields.pop(usual, True)
     return {
         **fields,
         "layer_types": [_KINDS[kind.is_recurrent] for kind in settings.layer_kinds],
-        "mlp_layer_types": [_MLPS[has_them] for has_them in settings.has_experts],
         "linear_head_dim": settings.linear_key_head_dim,
         "linear_num_heads": settings.linear_num_key_heads,
         "linear_conv_kernel_dim": settings.linear_conv_kernel_dim,
@@ -125,10 +114,8 @@ def _rules(settings: ModelDescription) -> list[WeightRule]:
     recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
     attending = settings.layers_where(lambda kind: kind.attends)
     others = [
-        replace(
-            rule, hf_names=tuple(name.replace(".mlp.", f".{_BLOCK}.") for name in rule.hf_names)
-        )
-        for rule in LLAMA.rules(settings)
+        rule
+        for rule in renamed(LLAMA.rules(settings), {".mlp.": f".{_BLOCK}."})
         if ".self_attention." not in rule.megatron_name
     ]
     mixers = [

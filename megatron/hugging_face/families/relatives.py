@@ -4,6 +4,7 @@ Seed-OSS: biases of queries, keys and values. ERNIE 4.5: adjacent channels rotat
 SmolLM3: layers without rotary positions. CWM and Ministral: layers with windows. Arcee: a squared
 ReLU without a gate. StableLM: LayerNorm and partly rotated heads. Nemotron: a squared ReLU,
 zero-centred LayerNorm and partly rotated heads. StarCoder 2: LayerNorm, GELU and biases everywhere.
+InternLM3 and IQuest-Coder: a Llama under another name.
 Phi-3: one tensor of queries, keys and values, and one of gate and up.
 """
 
@@ -78,8 +79,8 @@ def _plain_settings(config: ConfigFields, norm_epsilon: str) -> ModelDescription
     Args:
         norm_epsilon: name of the config's field.
     """
-    renamed = config.renamed(norm_epsilon, "rms_norm_eps")
-    settings = replace(gated_settings(renamed), normalization="LayerNorm")
+    usual = config.renamed({norm_epsilon: "rms_norm_eps"})
+    settings = replace(gated_settings(usual), normalization="LayerNorm")
     return with_rope(settings, config)
 
 
@@ -247,6 +248,18 @@ STARCODER2 = _relative(
     unused=("residual_dropout", "embedding_dropout", "mlp_type", "norm_type", "layer_types"),
     absent={"num_key_value_heads": 2, "tie_word_embeddings": True},
 )
+INTERNLM3 = _relative(
+    "internlm3",
+    "InternLM3",
+    only={**LLAMA.only, "qkv_bias": False, "bias": False},
+    absent={"num_key_value_heads": 2, "head_dim": 128},
+)
+IQUESTCODER = _relative(
+    "iquestcoder",
+    "IQuestCoder",
+    only={**LLAMA.only, "use_sliding_window": False},
+    absent={"num_key_value_heads": 8, "head_dim": 128},
+)
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
@@ -267,4 +280,6 @@ FAMILIES = (
     STABLELM,
     NEMOTRON,
     STARCODER2,
+    INTERNLM3,
+    IQUESTCODER,
 )

@@ -104,7 +104,7 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
         return both.chunk(2)[_HALF[part]]
     of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
     if of_convolution is not None:
-        joined = names[f"{of_convolution[1]}.conv1d.weight"].grad
+        joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight")].grad
         return joined.chunk(3)["qkv".index(of_convolution[2])]
     return names[_of_module(name)].grad
 
@@ -113,12 +113,27 @@ _OF_GRANITE = {"input_linear.weight": "experts.gate_up_proj", "output_linear.wei
                "experts.down_proj", "router.layer.weight": "router.weight"}  # fmt: skip
 
 
+_RENAMED = {
+    r"^(model\.layers\.\d+)\.attention\.": r"\1.self_attn.",
+    r"self_attn\.dense": "self_attn.o_proj",
+    r"self_attn\.(A_log|dt_bias|f_([ab]_)?proj)": r"self_attn.forget_gate.\1",
+    r"^model\.word_embeddings": "model.embed_tokens",
+    r"mlp\.router\.gate": "mlp.gate",
+    r"mlp\.shared_mlp": "mlp.shared_experts",
+    r"mlp\.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+    r"mlp\.gate\.expert_bias": "mlp.gate.e_score_correction_bias",
+    r"mlp\.expert_bias": "mlp.e_score_correction_bias",
+}
+"""Pattern of a name in files of HY 3, K-EXAONE, Kimi Linear or Ling -> name in the modules."""
+
+
 def _of_module(name: str) -> str:
-    """Return what the modules of Mixtral, Kimi Linear and Granite call a tensor of their files."""
+    """Return the name of a tensor in the modules of Transformers, given its name in files."""
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]
-    name = re.sub(r"self_attn\.(A_log|dt_bias|f_[ab]_proj)", r"self_attn.forget_gate.\1", name)
+    for pattern, module in _RENAMED.items():
+        name = re.sub(pattern, module, name)
     return name.replace("block_sparse_moe", "mlp")
 
 
