@@ -413,8 +413,14 @@ class SelfAttention(Attention):
 
 
 def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return attended * sigmoid(gate), both [s, b, n/tp * d]; without a gate `attended`."""
+    """Return attended * sigmoid(gate); without a gate `attended`.
+
+    Args:
+        attended: [s, b, n/tp * d].
+        gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
+    """
     if gate is None:
         return attended
     # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
-    return (attended * torch.sigmoid(gate.float())).to(attended.dtype)
+    parts = attended.unflatten(-1, (gate.shape[-1], -1))
+    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)

@@ -47,6 +47,7 @@ class MLASelfAttentionSubmodules:
     linear_q_proj: ModuleSpec | type | Any = None
     linear_q_down_proj: ModuleSpec | type | Any = None
     linear_q_up_proj: ModuleSpec | type | Any = None
+    linear_gate_proj: ModuleSpec | type | Any = None
     linear_kv_down_proj: ModuleSpec | type | Any = None
     linear_kv_up_proj: ModuleSpec | type | Any = None
     core_attention: ModuleSpec | type | Any = None
@@ -81,6 +82,10 @@ class MLASelfAttention(Attention):
             self.linear_q_up_proj = self.linear(
                 submodules.linear_q_up_proj, config.q_lora_rank, queries, **column
             )
+        if config.attention_output_gate:
+            self.linear_gate_proj = self.linear(
+                submodules.linear_gate_proj, config.hidden_size, heads, **column
+            )
         latent = config.kv_lora_rank
         self.linear_kv_down_proj = self.linear(
             submodules.linear_kv_down_proj, config.hidden_size, latent + config.qk_pos_emb_head_dim
@@ -112,7 +117,7 @@ class MLASelfAttention(Attention):
             positions: [s, b] in the sequence; default the positions of this rank's tokens.
         Returns:
             query and key [s/cp, b, n/tp, d+p], value [s/cp, b, n/tp, e], and the tensors of
-            `extra_core_inputs`.
+            `extra_core_inputs`, or gates [s/cp, b, n/tp] with `config.attention_output_gate`.
         """
         rule = "self-attention projects keys and values from the queries' own sequence"
         given = {"key_value_states": key_value_states}
@@ -125,6 +130,8 @@ class MLASelfAttention(Attention):
         latent, shared_key = joined.split([config.kv_lora_rank, p], -1)
         up = partial(self._project_up, positions)
         extra = self.extra_core_inputs(hidden_states, of_query, positions)
+        if config.attention_output_gate:
+            extra = (self.linear_gate_proj(hidden_states)[0],)
         if not (self.recomputes_up_projection and self.training):
             return *up(of_query, latent, shared_key), *extra
         self._dropped = CheckpointWithoutOutput()

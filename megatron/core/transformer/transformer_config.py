@@ -126,13 +126,6 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
             fix="drop --cross-entropy-loss-fusion",
         )
-    if config.attention_output_gate and config.multi_latent_attention:
-        yield ConfigError(
-            "attention_output_gate with multi-latent attention.",
-            rule="the gate is a part of the projection to whole query heads",
-            flags=["--attention-output-gate", "--multi-latent-attention"],
-            fix="drop --attention-output-gate",
-        )
     if config.rotary_base_local is not None and (
         config.multi_latent_attention or config.mtp_num_layers
     ):

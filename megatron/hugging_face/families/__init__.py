@@ -46,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.DEEPSEEK_V32,
     deepseek.GLM_MOE_DSA,
     kimi_linear.KIMI_LINEAR,
+    kimi_linear.BAILING_HYBRID,
     gpt_oss.GPT_OSS,
     experts.QWEN2_MOE,
     gpt2.GPT_BIGCODE,

@@ -249,6 +249,8 @@ def latent_rules(settings: ModelDescription) -> list[WeightRule]:
     else:
         pairs |= {"linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
                   "linear_q_up_proj": "q_b_proj"}  # fmt: skip
+    if settings.attention_output_gate:
+        pairs |= {"linear_gate_proj": "g_proj"}
     norm = identity(_MEGATRON + "input_layernorm.weight", _HF + "input_layernorm.weight")
     return [
         norm,

@@ -34,6 +34,7 @@ MODEL_SHAPE_ARGS = (
     "v_head_dim", "latent_norm_epsilon", "rope_interleave", "experimental_attention_variant",
     "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
     "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_full_rank_gates", "linear_decay_bound",
     "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
     "mamba_num_heads", "mamba_step_limits",
     "dsa_indexer_head_dim", "dsa_indexer_n_heads", "dsa_indexer_topk",

@@ -151,7 +151,8 @@ class ModelSize:
         queries = h * rank + rank * queries if rank else h * queries
         keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-        return queries + keys + values + back
+        gates = h * heads * config.attention_output_gate
+        return queries + keys + values + gates + back
 
     def _indexer_matrices(self, kind: LayerKind) -> int:
         """Elements of the projections of an indexer to queries, a key and weights."""

@@ -207,6 +207,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "linear_head_dim": 16, "linear_num_heads": 4, "layer_types": [
              "linear_attention", "linear_attention", "full_attention", "linear_attention"]},
     ),
+    "ling 3": (
+        "BailingHybridConfig",
+        {**_OF_HEADS, "rms_norm_eps": 1e-1, "q_lora_rank": None, "num_local_experts": 8,
+         "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "pad_token_id": None, "eos_token_id": 2, "head_dim": 12,
+         "first_k_dense_replace": 1, "layer_group_size": 3},
+    ),
+    "ling 3, unbounded": (
+        "BailingHybridConfig",
+        {**_OF_HEADS, "rms_norm_eps": 1e-1, "q_lora_rank": None, "num_local_experts": 8,
+         "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
+         "n_shared_experts": 1, "pad_token_id": None, "eos_token_id": 2, "head_dim": 16,
+         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "kda_safe_gate": False,
+         "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
     "gemma": ("GemmaConfig", {**_SIZES, "pad_token_id": None, "head_dim": 32}),
     "glm": ("GlmConfig", {**_GLM, "attention_bias": True}),
     "glm4": ("Glm4Config", {**_GLM, "attention_bias": False}),

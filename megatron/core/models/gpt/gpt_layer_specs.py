@@ -163,6 +163,7 @@ def _latent_attention(backend: Backend, qk_layernorm: bool, mask_type: AttnMaskT
             linear_q_proj=backend.column_linear,
             linear_q_down_proj=ReplicatedLinear,
             linear_q_up_proj=up,
+            linear_gate_proj=backend.column_linear,
             linear_kv_down_proj=ReplicatedLinear,
             linear_kv_up_proj=up,
             core_attention=backend.core_attention,

@@ -190,6 +190,13 @@ def sparse_attention_problems(config: TransformerConfig) -> Iterator[MegatronErr
             flags=["--multi-latent-attention", "--q-lora-rank"],
             fix="add --multi-latent-attention --q-lora-rank 1536",
         )
+    if config.attention_output_gate:
+        yield ConfigError(
+            "attention_output_gate with sparse attention.",
+            rule="only attention to all keys has gates",
+            flags=["--attention-output-gate", "--experimental-attention-variant"],
+            fix="drop --attention-output-gate",
+        )
     for name, example in (("dsa_indexer_n_heads", 64), ("dsa_indexer_topk", 2048)):
         value = getattr(config, name)
         if value is None:

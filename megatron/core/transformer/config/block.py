@@ -41,7 +41,8 @@ class BlockConfig:
     """Normalise each query and key head (arXiv 2302.05442, section 2)."""
     attention_output_gate: bool = False
     """Multiply the output of attention by a sigmoid gate for each channel of a head; the query
-    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next)."""
+    projection also computes the gates (arXiv 2505.06708, as in Qwen3-Next). Latent attention has a
+    projection of its own, to a gate for each head (Ling 3)."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the input norm of a layer."""
 

@@ -75,6 +75,12 @@ class LinearAttentionConfig:
     linear_num_value_heads: int = flag(32, part_of=_MIXER, within=POSITIVE)
     """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
     number of value heads."""
+    linear_full_rank_gates: bool = flag(False, part_of=_MIXER)
+    """Kimi Delta Attention: project decays and output gates from tokens, without latents (Ling 3).
+    """
+    linear_decay_bound: float | None = flag(None, part_of=_MIXER)
+    """Kimi Delta Attention: least log decay b of a channel in a step, b * sigmoid(exp(A) * x) of
+    the projection x with its bias. None: -exp(A) * softplus(x), without a bound."""
     mamba_state_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of the state of Mamba-2."""
     mamba_head_dim: int = flag(64, part_of=_MIXER, within=POSITIVE)
