@@ -112,7 +112,7 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
-    kind = _SAME_AS.get(kind, kind)
+    kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
         if family.model_type == kind and outer is None:
             return family, fields
