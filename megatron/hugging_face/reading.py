@@ -90,7 +90,7 @@ def open_model(path: Path) -> ModelContents:
     """
     model = read_model_directory(path)
     draft = ContentsBuilder(path, f"Hugging Face ({model.family.model_type})")
-    stored = stored_tensors(path)
+    stored = model.family.in_own_names(stored_tensors(path))
     draft.notes += [*model.notes, *both_forms(path)]
     for name, original in repeated(model.family, model.settings, stored).items():
         if not are_equal(stored[name], stored[original]):
@@ -136,8 +136,6 @@ def arranged(
     """
     family = model.family
     rules = family.rules(model.settings)
-    for pattern, written in family.other_names.items():
-        stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
     prefix = family.prefix(stored, rules[0].hf_names[0])
     found, used = [], set()
     for rule in rules:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import (
     bert,
+    cohere,
     deepseek,
     experts,
     gemma,
@@ -15,11 +18,15 @@ from megatron.hugging_face.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    hunyuan,
     kimi_linear,
     llama,
+    ministral,
+    olmo,
     qwen3_next,
     qwen_vl,
     relatives,
+    routed,
     state_space,
     t5,
 )
@@ -60,21 +67,56 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN3_VL,
     *state_space.FAMILIES,
     *granite.FAMILIES,
+    *olmo.FAMILIES,
+    *routed.FAMILIES,
+    *ministral.FAMILIES,
+    *hunyuan.FAMILIES,
+    *cohere.FAMILIES,
 )
 """An export tries them in this order."""
 
 
-def family_of_config(fields: Mapping[str, object], source: str) -> Family:
-    """Return the family of a `config.json`.
+_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Type of a model with images -> type of its language model, if `text_config` has none."""
+_OF_IMAGES = {
+    "text_config", "vision_config", "image_token_index", "image_token_id", "boi_token_index",
+    "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
+    "multimodal_projector_bias", "spatial_merge_size",
+}  # fmt: skip
+"""Fields of such a config that do not affect the language model."""
+_LANGUAGE_NAMES = {
+    r"^language_model\.lm_head": "lm_head",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+_IMAGE_WEIGHTS = {
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*": "the encoder of images",
+}
+
+
+def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Mapping[str, Any]]:
+    """Return the family of a `config.json`, and the fields that it reads.
+
+    Of a model with images, these are the family and the fields of its language model.
 
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
-    kind = fields.get("model_type")
+    kind, outer = fields.get("model_type"), _WITH_IMAGES.get(fields.get("model_type", ""))
+    if outer is not None:
+        text = {"model_type": outer, **(fields.get("text_config") or {})}
+        others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
+        # Transformers ties the head by the field of the whole model.
+        tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+        fields = {**others, **text, **tied}
+        kind = text["model_type"]
     for family in FAMILIES:
+        if family.model_type == kind and outer is None:
+            return family, fields
         if family.model_type == kind:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
+            names, images = family.other_names, family.left_out
+            names, images = {**names, **_LANGUAGE_NAMES}, {**images, **_IMAGE_WEIGHTS}
+            return replace(family, other_names=names, left_out=images), fields
+    known = ", ".join([*(family.model_type for family in FAMILIES), *_WITH_IMAGES])
     raise ConfigError(
         f"{source}: model_type {kind!r} is not supported.",
         rule=f"the supported types are {known}",
