@@ -76,8 +76,13 @@ FAMILIES: tuple[Family, ...] = (
 """An export tries them in this order."""
 
 
-_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-"""Type of a model with images -> type of its language model, if `text_config` has none."""
+_WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text"},
+    "mistral3": {"model_type": "mistral"},
+}
+"""Type of a model with images -> fields of its language model that `text_config` may lack."""
+_IGNORED = {"gemma3": {"final_logit_softcapping": None}}
+"""Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
     "text_config", "vision_config", "image_token_index", "image_token_id", "boi_token_index",
     "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
@@ -101,16 +106,18 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
-    kind, outer = fields.get("model_type"), _WITH_IMAGES.get(fields.get("model_type", ""))
-    if outer is not None:
-        text = {"model_type": outer, **(fields.get("text_config") or {})}
+    outer = str(fields.get("model_type"))
+    kind = fields.get("model_type")
+    if outer in _WITH_IMAGES:
+        text = {**_WITH_IMAGES[outer], **(fields.get("text_config") or {})}
+        text |= _IGNORED.get(outer, {})
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
         fields = {**others, **text, **tied}
         kind = text["model_type"]
     for family in FAMILIES:
-        if family.model_type == kind and outer is None:
+        if family.model_type == kind and outer not in _WITH_IMAGES:
             return family, fields
         if family.model_type == kind:
             names, images = family.other_names, family.left_out
@@ -149,7 +156,10 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return the settings that an export as this family and an import would change, in words."""
     config = family.config(family.exported(settings), "the exported config")
-    return differences(settings, family.described(config))
+    try:
+        return differences(settings, family.described(config))
+    except ConfigError as error:
+        return [str(error).splitlines()[0]]
 
 
 __all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

@@ -155,7 +155,10 @@ def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
 def _phi3_settings(config: ConfigFields) -> ModelDescription:
     rope, context = rope_parameters(config), config.take(_CONTEXT, 4096)
     kind = rope.get("rope_type") or rope.pop("type", None)
-    if kind in _LONG:
+    if kind in _LONG and "long_factor" not in rope:
+        config.with_fields({"rope_type": kind}).only("rope_type", "longrope with its factors")
+        config = config.with_fields({"rope_parameters": None, "rope_scaling": None})
+    elif kind in _LONG:
         rope |= {"rope_type": _LONG[0], _CONTEXT: context}
         config = config.with_fields({"rope_parameters": rope, "rope_scaling": None})
     return MISTRAL.settings(config)
