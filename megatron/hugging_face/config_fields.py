@@ -114,6 +114,10 @@ class ConfigFields:
         self._unread.discard(name)
         return self._fields.get(name)
 
+    def is_null(self, name: str) -> bool:
+        """Return whether the file states null for a field."""
+        return name in self._fields and self._fields[name] is None
+
     def one_of(self, *statements: str | tuple[str, object]) -> Any:
         """Return the value of the first present field; refuse a different value in the others.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron.core.transformer.yarn import yarn_attention_factor
 from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.model_description import ModelDescription
 
@@ -103,6 +105,8 @@ def with_rope_parameters(
         scaling.take("factor", None)  # without effect up to the length of the model
     elif kind == "yarn":
         model = _with_yarn(model, scaling)
+    elif kind == "longrope":
+        model = _with_longrope(model, scaling)
     else:
         scaling.only("rope_type", "default")
         scaling.only("type", "default")
@@ -110,13 +114,31 @@ def with_rope_parameters(
     return model
 
 
+def _with_longrope(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
+    """Return `model` with the settings of LongRoPE, whose amplitude is read as in Transformers."""
+    context = scaling.take("original_max_position_embeddings", model.max_position_embeddings)
+    factor = scaling.take("factor", model.max_position_embeddings / context)
+    usual = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(context))
+    return replace(
+        model,
+        original_max_position_embeddings=context,
+        rotary_short_factors=scaling.take("short_factor"),
+        rotary_long_factors=scaling.take("long_factor"),
+        rotary_amplitude=float(scaling.take("attention_factor", usual)),
+    )
+
+
 def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescription:
     """Return `model` with the settings of YaRN, whose temperature is read as in Transformers."""
-    scaling.only("attention_factor")
     # If both strengths are set, the temperature depends on them, else on the factor alone.
     mscale, of_all = scaling.take("mscale", 0.0), scaling.take("mscale_all_dim", 0.0)
     if of_all and not mscale:
         scaling.only("mscale_all_dim")
+    strengths = (float(mscale), float(of_all)) if of_all else (1.0, 0.0)
+    of_rotated, of_head = (
+        yarn_attention_factor(float(scaling.take("factor")), strength) for strength in strengths
+    )
+    scaling.only("attention_factor", of_rotated / of_head)
     return replace(
         model,
         position_embedding_type="yarn",
@@ -128,8 +150,8 @@ def _with_yarn(model: ModelDescription, scaling: ConfigFields) -> ModelDescripti
         beta_fast=float(scaling.take("beta_fast", 32)),
         beta_slow=float(scaling.take("beta_slow", 1)),
         yarn_correction_range_round_to_int=bool(scaling.take("truncate", True)),
-        mscale=float(mscale) if of_all else 1.0,
-        mscale_all_dim=float(of_all),
+        mscale=strengths[0],
+        mscale_all_dim=strengths[1],
     )
 
 
@@ -166,6 +188,14 @@ def rope_fields(model: ModelDescription) -> dict[str, Any]:
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
+        }
+    elif model.rotary_long_factors:
+        fields["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": model.rotary_short_factors,
+            "long_factor": model.rotary_long_factors,
+            "attention_factor": model.rotary_amplitude,
+            "original_max_position_embeddings": model.original_max_position_embeddings,
         }
     elif model.position_embedding_type == "yarn" or (
         model.multi_latent_attention and model.rotary_scaling_factor != 1.0

@@ -79,7 +79,7 @@ class GatedDeltaNet(RecurrentMixer):
         config = self.config
         self.out_norm = RMSNorm(
             self.sizes.value_width,
-            config.layernorm_epsilon,
+            config.linear_norm_epsilon or config.layernorm_epsilon,
             dtype=config.params_dtype,
             device=device_of_parameters(config),
         )
@@ -96,7 +96,11 @@ class GatedDeltaNet(RecurrentMixer):
         """Return log decays, at most 0, and write strengths: [s, b, n/tp] each."""
         _, strength, decay = (x.flatten(2) for x in others)
         steps = F.softplus(wide(decay) + wide(self.dt_bias))
-        return -wide(self.A_log).exp() * steps, wide(strength).sigmoid()
+        return -wide(self.A_log).exp() * steps, self.strength(strength)
+
+    def strength(self, x: Tensor) -> Tensor:
+        """Return the write strengths of projections."""
+        return wide(x).sigmoid() * (2.0 if self.config.linear_allow_neg_eigval else 1.0)
 
     def recurrence(
         self,
@@ -188,7 +192,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         steps = steps.unflatten(2, (self.num_heads, -1))
         rate, bound = wide(self.A_log).exp().unsqueeze(-1), self.config.linear_decay_bound
         decays = -rate * F.softplus(steps) if bound is None else bound * (rate * steps).sigmoid()
-        return decays, wide(strength.flatten(2)).sigmoid()
+        return decays, self.strength(strength.flatten(2))
 
     def leave(self, out: Tensor, convolved: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
         """Norm each head of [s, b, n, e], then gate it; return [s, b, n*e]."""

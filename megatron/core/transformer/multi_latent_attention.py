@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel import sequence_shard_of_rank
 from megatron.core.foundation.errors import refuse_given
 from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import LATENT_ROTARY, UNFUSED
@@ -32,7 +31,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.topology.group import SINGLE_RANK
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.rotary import cos_sin
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -206,12 +204,6 @@ class MLASelfAttention(Attention):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared_key, group=tp)
         return copy_to_tensor_model_parallel_region(shared_key, group=tp)
-
-    def positions_of(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the positions [s/cp, 1] of this rank's tokens."""
-        cp = self.pg_collection.microbatch_cp
-        shard = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK)
-        return shard.positions(device)[:, None]
 
     def cos_sin(self, positions: Tensor, like: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [s, b, 1, p] of positions [s, b], on the device of `like`."""

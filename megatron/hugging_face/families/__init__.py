@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.foundation.errors import ConfigError
 from megatron.hugging_face.families import (
     bert,
+    cohere,
     deepseek,
     deepseek_relatives,
     experts,
@@ -18,11 +19,15 @@ from megatron.hugging_face.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    hunyuan,
     kimi_linear,
     llama,
+    ministral,
+    olmo,
     qwen3_next,
     qwen_vl,
     relatives,
+    routed,
     state_space,
     t5,
 )
@@ -69,20 +74,31 @@ FAMILIES: tuple[Family, ...] = (
     qwen_vl.QWEN3_VL,
     *state_space.FAMILIES,
     *granite.FAMILIES,
+    *olmo.FAMILIES,
+    *routed.FAMILIES,
+    *ministral.FAMILIES,
+    *hunyuan.FAMILIES,
+    *cohere.FAMILIES,
 )
 """An export tries them in this order."""
 
 
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 """Type of published files that Transformers does not know -> type with the same model."""
-_WITH_IMAGES = {
-    "kimi_k25": "deepseek_v3",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
+_WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text"},
+    "mistral3": {"model_type": "mistral"},
+    "kimi_k25": {"model_type": "deepseek_v3"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
 }
-"""Type of a model with images -> type of its language model, if `text_config` has none."""
+"""Type of a model with images -> fields of its language model that `text_config` may lack."""
+_IGNORED = {"gemma3": {"final_logit_softcapping": None}}
+"""Type of a model with images -> fields that Transformers applies in the language model alone."""
 _OF_IMAGES = {
-    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
+    "text_config", "vision_config", "image_token_index", "image_token_id", "boi_token_index",
+    "eoi_token_index", "mm_tokens_per_image", "projector_hidden_act", "vision_feature_layer",
+    "multimodal_projector_bias", "spatial_merge_size", "video_token_id", "vision_start_token_id",
     "vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps",
 }  # fmt: skip
 """Fields of such a config that do not affect the language model."""
@@ -92,7 +108,7 @@ _LANGUAGE_NAMES = {
     r"^model\.blocks\.": "model.layers.",  # in files of Kimi that Transformers 5.23 writes
 }
 _IMAGE_WEIGHTS = {
-    r"(model\.)?(vision_tower|visual|mm_projector)\..*": "the encoder of images",
+    r"(model\.)?(vision_tower|visual|(mm|multi_modal)_projector)\..*": "the encoder of images",
 }
 
 
@@ -104,9 +120,11 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
     Raises:
         ConfigError: the `model_type` of the file is not supported.
     """
-    kind, outer = fields.get("model_type"), _WITH_IMAGES.get(fields.get("model_type", ""))
-    if outer is not None:
-        text = {"model_type": outer, **(fields.get("text_config") or {})}
+    outer = str(fields.get("model_type"))
+    kind = fields.get("model_type")
+    if outer in _WITH_IMAGES:
+        text = {**_WITH_IMAGES[outer], **(fields.get("text_config") or {})}
+        text |= _IGNORED.get(outer, {})
         others = {name: value for name, value in fields.items() if name not in _OF_IMAGES}
         # Transformers ties the head by the field of the whole model.
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings", True)}
@@ -114,7 +132,7 @@ def family_of_config(fields: Mapping[str, Any], source: str) -> tuple[Family, Ma
         kind = text["model_type"]
     kind = _SAME_AS.get(str(kind), kind)
     for family in FAMILIES:
-        if family.model_type == kind and outer is None:
+        if family.model_type == kind and outer not in _WITH_IMAGES:
             return family, fields
         if family.model_type == kind:
             names, images = family.other_names, family.left_out
@@ -137,7 +155,7 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
     Raises:
         ConfigError: no family can express it; the differences are listed for each family.
     """
-    preferred = _WITH_IMAGES.get(str(preferred), preferred)
+    preferred = _WITH_IMAGES.get(str(preferred), {}).get("model_type", preferred)
     reasons = []
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         wrong = family_misfit(family, settings)
@@ -154,7 +172,10 @@ def family_of_settings(settings: ModelDescription, preferred: object = None) -> 
 def family_misfit(family: Family, settings: ModelDescription) -> list[str]:
     """Return the settings that an export as this family and an import would change, in words."""
     config = family.config(family.exported(settings), "the exported config")
-    return differences(settings, family.described(config))
+    try:
+        return differences(settings, family.described(config))
+    except ConfigError as error:
+        return [str(error).splitlines()[0]]
 
 
 __all__ = ["FAMILIES", "Family", "family_misfit", "family_of_config", "family_of_settings"]

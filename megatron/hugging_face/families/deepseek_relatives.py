@@ -2,7 +2,7 @@
 
 Latent attention: GLM-4.7-Flash (`glm4_moe_lite`), and Youtu (arXiv 2512.24618), which is dense.
 Experts beside grouped heads with norms: HY 3, and K-EXAONE, where the layers without a window do
-not rotate.
+not rotate. EXAONE 4 is dense, with norms after the branches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.hugging_face.families.deepseek import (
 )
 from megatron.hugging_face.families.family import window_fields, with_window
 from megatron.hugging_face.families.llama import GATED, LLAMA
+from megatron.hugging_face.families.olmo import reordered_rules
 from megatron.hugging_face.model_description import ModelDescription
 from megatron.hugging_face.weight_map import WeightRule, renamed
 
@@ -79,14 +80,19 @@ def _hy_fields(settings: ModelDescription) -> dict[str, Any]:
     return fields | {name: fields.pop(usual) for name, usual in _HY_NAMES.items()}
 
 
-def _exaone_settings(config: ConfigFields) -> ModelDescription:
-    usual = config.renamed(_EXAONE_NAMES)
-    dense = replace(LLAMA.settings(usual), qk_layernorm=True)
+def _exaone_dense_settings(config: ConfigFields) -> ModelDescription:
+    dense = replace(LLAMA.settings(config), qk_layernorm=True)
     period = config.take("sliding_window_pattern", 4)
     layers = range(dense.num_layers) if config.take("layer_types", None) is None else ()
     dense = with_window(dense, config, [(n + 1) % period != 0 for n in layers])
     if dense.window_size is not None and not all(dense.windowed_layers):
         dense = replace(dense, no_rope_freq=[int(not has_one) for has_one in dense.windowed_layers])
+    return dense
+
+
+def _exaone_settings(config: ConfigFields) -> ModelDescription:
+    usual = config.renamed(_EXAONE_NAMES)
+    dense = _exaone_dense_settings(usual)
     return judged_by_sigmoid(with_listed_experts(dense, usual), usual)
 
 
@@ -133,6 +139,16 @@ HY_V3 = replace(
             "router_scaling_factor": 2.826},
     left_out=LATER_TOKENS,
 )  # fmt: skip
+EXAONE4 = replace(
+    LLAMA,
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    settings=lambda config: replace(_exaone_dense_settings(config), reordered_norm=True),
+    fields=lambda settings: {**LLAMA.fields(settings), **window_fields(settings)},
+    rules=reordered_rules,
+    only=GATED,
+    absent={"num_key_value_heads": 32, "sliding_window": 4096},
+)
 EXAONE_MOE = replace(
     LLAMA,
     model_type="exaone_moe",
@@ -146,4 +162,4 @@ EXAONE_MOE = replace(
             "routed_scaling_factor": 2.5},
     left_out={r"mtp\..*": "the layers that predict later tokens"},
 )  # fmt: skip
-FAMILIES = (GLM4_MOE_LITE, YOUTU, HY_V3, EXAONE_MOE)
+FAMILIES = (GLM4_MOE_LITE, YOUTU, HY_V3, EXAONE4, EXAONE_MOE)

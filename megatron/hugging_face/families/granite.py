@@ -41,7 +41,8 @@ def _temperature(settings: ModelDescription) -> float:
     if settings.position_embedding_type != "yarn":
         return 1.0
     width = settings.head_dim
-    scale = yarn_softmax_scale(width, settings.rotary_scaling_factor, settings.mscale)
+    strengths = settings.mscale, settings.mscale_all_dim
+    scale = yarn_softmax_scale(width, settings.rotary_scaling_factor, *strengths)
     return float(scale * width**0.5)
 
 

@@ -18,7 +18,7 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.family import Family, window_fields, with_window
 from megatron.hugging_face.families.llama import GATED, LLAMA, MISTRAL, gated_settings
 from megatron.hugging_face.model_description import ModelDescription
-from megatron.hugging_face.rope import with_rope
+from megatron.hugging_face.rope import rope_parameters, with_rope
 from megatron.hugging_face.weight_map import (
     WeightRule,
     fused_query_key_value,
@@ -28,6 +28,9 @@ from megatron.hugging_face.weight_map import (
 
 _MEGATRON, _HF = "decoder.layers.{}.", "model.layers.{}."
 _FC1 = _MEGATRON + "mlp.linear_fc1.weight"
+_CONTEXT = "original_max_position_embeddings"
+_LONG = ("longrope", "su", "yarn")
+"""Names of LongRoPE in the configs of Phi-3, the newest first."""
 _PHI3_FUSED = (
     fused_query_key_value(
         _MEGATRON + "self_attention.linear_qkv.weight", _HF + "self_attn.qkv_proj.weight"
@@ -150,11 +153,26 @@ def _starcoder2_rules(settings: ModelDescription) -> list[WeightRule]:
     return _with_biases(rules, ("norm", "linear_"))
 
 
+def _phi3_settings(config: ConfigFields) -> ModelDescription:
+    rope, context = rope_parameters(config), config.take(_CONTEXT, 4096)
+    kind = rope.get("rope_type") or rope.pop("type", None)
+    if kind in _LONG and "long_factor" not in rope:
+        config.with_fields({"rope_type": kind}).only("rope_type", "longrope with its factors")
+        config = config.with_fields({"rope_parameters": None, "rope_scaling": None})
+    elif kind in _LONG:
+        rope |= {"rope_type": _LONG[0], _CONTEXT: context}
+        config = config.with_fields({"rope_parameters": rope, "rope_scaling": None})
+    return MISTRAL.settings(config)
+
+
 def _phi3_fields(settings: ModelDescription) -> dict[str, Any]:
+    context = settings.max_position_embeddings
+    if settings.rotary_long_factors:
+        context = settings.original_max_position_embeddings
     return {
         **{name: value for name, value in MISTRAL.fields(settings).items() if name != "head_dim"},
         "partial_rotary_factor": settings.rotary_percent,
-        "original_max_position_embeddings": settings.max_position_embeddings,
+        _CONTEXT: context,
         "pad_token_id": None,
     }
 
@@ -264,10 +282,11 @@ PHI3 = replace(
     MISTRAL,
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    settings=_phi3_settings,
     fields=_phi3_fields,
     rules=lambda settings: with_others(MISTRAL.rules(settings), *_PHI3_FUSED),
-    # Dropout, and the context before its extension to 128k: without rope_scaling it has no effect.
-    unused=("embd_pdrop", "resid_pdrop", "original_max_position_embeddings"),
+    # Dropout, and fields of Phi-4-mini that Transformers' model ignores.
+    unused=("embd_pdrop", "resid_pdrop", "interpolate_factor", "full_attn_mod"),
     absent={},
 )
 FAMILIES = (

@@ -107,6 +107,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, "sliding_window": 9, "partial_rotary_factor": 0.5, "pad_token_id": None,
          "bos_token_id": 1, "eos_token_id": 2, "original_max_position_embeddings": 64},
     ),
+    "phi4 mini, long": (
+        "Phi3Config",
+        {**_SIZES, "tie_word_embeddings": True, "pad_token_id": None, "bos_token_id": 1,
+         "eos_token_id": 2, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4,
+                             "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                             "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0]}},
+    ),
     "gpt_neox": (
         "GPTNeoXConfig",
         {**_NEOX, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0,
@@ -244,6 +252,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_COUNTED, "head_dim": 32, "router_scaling_factor": 2.5,
          "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
+    "exaone4": (
+        "Exaone4Config",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "sliding_window": 7, "sliding_window_pattern": 2},
+    ),
+    "exaone4, without windows": (
+        "Exaone4Config",
+        {**_SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+         "sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
     "exaone with experts": (
         "ExaoneMoeConfig",
         {**_SIZES, **_COUNTED, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
@@ -304,7 +322,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "moe_intermediate_size": 32, "sliding_window": 7,
          "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
          "layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": {
-             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+             "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                                "original_max_position_embeddings": 16},
              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     ),
     "mamba2": (
@@ -371,8 +390,73 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
          "n_inner": 96, "layer_norm_epsilon": 1e-6, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "starcoder2": ("Starcoder2Config", {**_SIZES, "sliding_window": 7}),
+    "olmo2": ("Olmo2Config", {**_SIZES, "pad_token_id": None, "rope_parameters": _PLAIN_ROPE}),
+    "olmo3, stretched": (
+        "Olmo3Config",
+        {**_SIZES, "pad_token_id": None, "sliding_window": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                               "original_max_position_embeddings": 16,
+                               "attention_factor": 1.1386294361119891},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {**_SIZES, "rms_norm_eps": 1e-1, "pad_token_id": None, "rope_parameters":
+            {"rope_type": "default", "rope_theta": None},
+         "layer_types": ["linear_attention", "linear_attention", "full_attention",
+                         "linear_attention"],
+         # Transformers splits the convolution of queries, keys and values into equal parts.
+         "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 20,
+         "linear_value_head_dim": 10},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**_SIZES, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 3,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                             "partial_rotary_factor": 0.5}},
+    ),
+    "ernie4_5 with experts": (
+        "Ernie4_5_MoeConfig",
+        {**_SIZES, "pad_token_id": None, "moe_num_experts": 8, "moe_k": 3,
+         "moe_intermediate_size": 32, "moe_num_shared_experts": 2, "moe_layer_interval": 2,
+         "moe_layer_start_index": 1},
+    ),
+    "cohere": ("CohereConfig", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
+                                "pad_token_id": None, "logit_scale": 0.25,
+                                "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2Config", {**{n: v for n, v in _SIZES.items() if n != "rms_norm_eps"},
+                                  "pad_token_id": None, "logit_scale": 0.25, "sliding_window": 7}),
+    "ministral3": (
+        "Ministral3Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters":
+            {**_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}},
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {**_LATENT, "num_experts_per_tok": 3, "n_shared_experts": 1, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 1.5, "pad_token_id": None, "rope_parameters":
+            {**_YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "rope_parameters": {
+            "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {**_SIZES, "head_dim": 32, "pad_token_id": None, "num_experts": 8, "moe_topk": 3,
+         "rope_parameters": _PLAIN_ROPE},
+    ),
 }  # fmt: skip
 """Name -> config class of Transformers and its arguments."""
+
+
+def their_class(config: Any) -> Any:
+    """Return Transformers' class of the causal model of a config; not every class has a name in
+    its table of automatic classes."""
+    known = transformers.AutoModelForCausalLM._model_mapping
+    name = type(config).__name__.replace("Config", "ForCausalLM")
+    return known[type(config)] if type(config) in known else getattr(transformers, name)
 
 
 def their_model(case: str) -> Any:
@@ -380,7 +464,7 @@ def their_model(case: str) -> Any:
     kind, fields = CASES[case]
     config = getattr(transformers, kind)(**fields)
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = their_class(config)._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
