@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Type of published files that Transformers does not know -> type with the same model."""
+"""Type of published files without a class in Transformers -> type with the same model."""
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text"},
     "mistral3": {"model_type": "mistral"},
