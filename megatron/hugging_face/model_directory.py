@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ class ModelDirectory:
     """The config of a Hugging Face model; no weights are read."""
 
     path: Path
-    fields: dict[str, Any]
-    """The fields of config.json."""
+    fields: Mapping[str, Any]
+    """The fields of config.json; of a model with images, of its language model."""
     family: Family
     settings: ModelDescription
     """The settings that the config describes."""
@@ -73,17 +73,19 @@ def read_model_directory(path: Path) -> ModelDirectory:
             flags=["--load-hf"],
             fix="use the directory that save_pretrained() wrote, or a downloaded snapshot",
         )
-    fields = read_json(file)
-    if "quantization_config" not in fields and (path / MODELOPT_NAME).is_file():
-        fields["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
+    whole = read_json(file)
+    if "quantization_config" not in whole and (path / MODELOPT_NAME).is_file():
+        whole["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
+    family, fields = family_of_config(whole, str(file))
+    if "quantization_config" in whole:
+        fields = {"quantization_config": whole["quantization_config"], **fields}
     _check_counts(file, fields)
-    family = family_of_config(fields, str(file))
     settings = family.read(fields, str(file))
     untied = replace(settings, untie_embeddings_and_output_weights=True)
     has_weights = any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     if settings == untied or not has_weights:
         return ModelDirectory(path, fields, family, settings)
-    stored = dequantized(stored_tensors(path), fields, path)
+    stored = family.in_own_names(dequantized(stored_tensors(path), fields, path))
     heads = repeated(family, settings, stored).items() - repeated(family, untied, stored).items()
     for head, embedding in heads:
         if not are_equal(stored[head], stored[embedding]):
@@ -133,7 +135,7 @@ def both_forms(path: Path) -> list[str]:
     return [f"{SINGLE_NAME} is read, as Transformers does, and {INDEX_NAME} beside it is not"]
 
 
-def _check_counts(file: Path, fields: dict[str, Any]) -> None:
+def _check_counts(file: Path, fields: Mapping[str, Any]) -> None:
     """Refuse implausible counts before memory is allocated for each layer, head or expert."""
     for name, value in fields.items():
         if name not in _COUNTS:

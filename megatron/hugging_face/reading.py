@@ -101,6 +101,7 @@ def open_model(path: Path) -> ModelContents:
         )
     elif stated_quantization(model.fields) is not None:
         draft.notes.append("config.json has a quantization_config, but no weight is quantised")
+    stored = model.family.in_own_names(stored)
     draft.notes += [*model.notes, *both_forms(path)]
     for name, original in repeated(model.family, model.settings, stored).items():
         if not are_equal(stored[name], stored[original]):
@@ -146,8 +147,6 @@ def arranged(
     """
     family = model.family
     rules = family.rules(model.settings)
-    for pattern, written in family.other_names.items():
-        stored = {re.sub(pattern, written, name): view for name, view in stored.items()}
     prefix = family.prefix(stored, rules[0].hf_names[0])
     found, used = [], set()
     for rule in rules:

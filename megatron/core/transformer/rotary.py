@@ -12,9 +12,16 @@ from megatron.core.kernels.registry import Request
 from megatron.core.kernels.rotary import ROTARY, UNFUSED
 
 
-def cos_sin(freqs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`."""
-    return freqs.float().cos().to(dtype), freqs.float().sin().to(dtype)
+def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles [s, 1, 1, r], computed in fp32, in `dtype`.
+
+    Args:
+        amplitude: factor on both.
+    """
+    cos, sin = freqs.float().cos(), freqs.float().sin()
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(

@@ -76,6 +76,17 @@ class LinearAttentionConfig:
     linear_num_value_heads: int = flag(32, part_of=_MIXER, within=POSITIVE)
     """Value heads of Gated DeltaNet and of Kimi Delta Attention; each key head serves an equal
     number of value heads."""
+    linear_full_rank_gates: bool = flag(False, part_of=_MIXER)
+    """Kimi Delta Attention: project decays and output gates from tokens, without latents (Ling 3).
+    """
+    linear_decay_bound: float | None = flag(None, part_of=_MIXER)
+    """Kimi Delta Attention: least log decay b of a channel in a step, b * sigmoid(exp(A) * x) of
+    the projection x with its bias. None: -exp(A) * softplus(x), without a bound."""
+    linear_allow_neg_eigval: bool = flag(False, part_of=_MIXER)
+    """Double the write strength of Gated DeltaNet and Kimi Delta Attention, so that their state
+    transitions may have negative eigenvalues (arXiv 2411.12537)."""
+    linear_norm_epsilon: float | None = flag(None, part_of=_MIXER, within=POSITIVE)
+    """Added to the variance in the norms of heads of both; None is --norm-epsilon."""
     mamba_state_dim: int = flag(128, part_of=_MIXER, within=POSITIVE)
     """Width of the state of Mamba-2."""
     mamba_head_dim: int = flag(64, part_of=_MIXER, within=POSITIVE)
