@@ -74,7 +74,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""Type of published files that Transformers does not know -> type with the same model."""
+"""Type of published files without a class in Transformers -> type with the same model."""
 _WITH_IMAGES = {
     "kimi_k25": "deepseek_v3",
     "qwen3_5": "qwen3_5_text",
