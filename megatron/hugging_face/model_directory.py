@@ -77,8 +77,6 @@ def read_model_directory(path: Path) -> ModelDirectory:
     if "quantization_config" not in whole and (path / MODELOPT_NAME).is_file():
         whole["quantization_config"] = read_json(path / MODELOPT_NAME).get("quantization")
     family, fields = family_of_config(whole, str(file))
-    if "quantization_config" in whole:
-        fields = {"quantization_config": whole["quantization_config"], **fields}
     _check_counts(file, fields)
     settings = family.read(fields, str(file))
     untied = replace(settings, untie_embeddings_and_output_weights=True)
