@@ -43,7 +43,8 @@ def _settings(config: ConfigFields) -> ModelDescription:
         base = (base or 10_000.0) * alpha ** (width / (width - 2))
         # Transformers' model does not read the other fields of this scaling.
         rope = {"rope_theta": base}
-        config = config.with_fields({"rope_theta": base})
+        config.take("partial_rotary_factor", None)
+        config = config.with_fields({"rope_theta": base, "partial_rotary_factor": None})
     config = config.with_fields({"rope_parameters": rope, "rope_scaling": None})
     return replace(LLAMA.settings(config), qk_layernorm=True, qk_layernorm_after_rope=True)
 

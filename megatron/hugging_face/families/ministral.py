@@ -71,7 +71,8 @@ def _ministral3_settings(config: ConfigFields) -> ModelDescription:
 
 def _mistral4_settings(config: ConfigFields) -> ModelDescription:
     view, others = _apart(config)
-    settings = latent_settings(view)
+    config.take("partial_rotary_factor", None)  # the widths determine the share
+    settings = latent_settings(view.with_fields({"partial_rotary_factor": None}))
     width = settings.qk_head_dim + settings.qk_pos_emb_head_dim
     share = settings.qk_pos_emb_head_dim / width
     if others["partial_rotary_factor"] not in (None, share):

@@ -99,10 +99,8 @@ def _hybrid_fields(settings: ModelDescription) -> dict[str, Any]:
 
 def _hybrid_rules(settings: ModelDescription) -> list[WeightRule]:
     """Return the rules of both kinds of layers; Megatron orders recurrent rows by key head."""
-    attending, recurrent = (
-        settings.layers_where(lambda kind, wanted=wanted: kind.is_recurrent == wanted)
-        for wanted in (False, True)
-    )
+    attending = settings.layers_where(lambda kind: not kind.is_recurrent)
+    recurrent = settings.layers_where(lambda kind: kind.is_recurrent)
     here, there = _MEGATRON + "self_attention.", _HF + "linear_attn."
     n, heads = settings.linear_num_value_heads, settings.linear_num_key_heads
     keys = heads * settings.linear_key_head_dim

@@ -32,7 +32,8 @@ def _minimax_settings(config: ConfigFields) -> ModelDescription:
         settings,
         qk_layernorm=True,
         qk_layernorm_across_heads=True,
-        num_moe_experts=config.one_of("num_local_experts", "num_experts"),
+        num_moe_experts=config.one_of("num_local_experts", "num_experts")
+        or config.take("num_local_experts"),
         moe_router_topk=config.take("num_experts_per_tok"),
         moe_ffn_hidden_size=settings.ffn_hidden_size,
         moe_router_score_function="sigmoid",
@@ -67,12 +68,13 @@ def _ernie_settings(config: ConfigFields) -> ModelDescription:
     width = config.take("moe_intermediate_size")
     return replace(
         settings,
-        num_moe_experts=config.one_of("moe_num_experts", "num_experts"),
+        num_moe_experts=config.one_of("moe_num_experts", "num_experts")
+        or config.take("moe_num_experts"),
         moe_layer_freq=[int(first <= n <= last and (n + 1) % interval == 0) for n in range(layers)],
         moe_ffn_hidden_size=width,
         moe_shared_expert_intermediate_size=width * config.take("moe_num_shared_experts", 2)
         or None,
-        moe_router_topk=config.one_of("moe_k", "num_experts_per_tok"),
+        moe_router_topk=config.one_of("moe_k", "num_experts_per_tok") or config.take("moe_k"),
         moe_router_enable_expert_bias=True,
         moe_router_dtype="fp32",
     )
