@@ -101,7 +101,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the groups of compressed-tensors state of their weights."""
+    """Return the `weights` entry of each group of compressed-tensors."""
     stated = [group.get("weights") for group in (config.get("config_groups") or {}).values()]
     return [weights for weights in stated if isinstance(weights, dict)]
 
@@ -163,7 +163,7 @@ class QuantizedView(StoredView):
         """Return a box of the whole weight, [...] contiguous."""
 
         def read(view: StoredView, rows: int, columns: int) -> Tensor:
-            """Read the elements of a box, of which each holds so many rows and columns."""
+            """Read a box of elements; an element holds `rows` x `columns` weights."""
             units = [*[1] * (len(corner) - 2), rows, columns]
             begin = tuple(b // u for b, u in zip(corner, units, strict=True))
             end = [-(-(b + n) // u) for b, n, u in zip(corner, sizes, units, strict=True)]
@@ -384,7 +384,7 @@ def _block(count: int, blocks: int, sizes: Iterable[int]) -> int:
 def _refused(path: Path, what: str) -> MegatronError:
     return CheckpointError(
         f"{path}: {what}.",
-        rule="the scales of a weight in 8 or 4 bits are beside it, as quantization_config says",
+        rule="a directory holds the scales of each weight in 8 or 4 bits, by quantization_config",
         flags=["--load-hf"],
         fix="download the model again, or convert it to bf16 with Transformers",
     )

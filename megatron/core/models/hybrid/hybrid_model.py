@@ -28,8 +28,8 @@ class HybridModel(GPTModel):
             specs of layers.
         hybrid_layer_pattern: letters, see `transformer.config.layer_kinds`.
         hybrid_override_pattern: former name of `hybrid_layer_pattern`.
-        options: see `GPTModel`. By default the layers of multi-token prediction are those of the
-            pattern.
+        options: see `GPTModel`. By default the pattern gives the layers of multi-token
+            prediction.
     Raises:
         ConfigError: the patterns of config and arguments differ.
     """

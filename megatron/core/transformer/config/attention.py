@@ -114,8 +114,8 @@ class LatentAttentionConfig:
     """YaRN: the same for the channels of a head without rotary embedding. If all channels rotate,
     scores grow by the ratio of the two temperatures."""
     query_scale_beta: float = 0.0
-    """Factor b in 1 + b ln(1 + floor(p / c)), by which the query at position p is multiplied, with
-    the original context c of YaRN (Llama 4, Ministral 3)."""
+    """Multiply the query at position p by 1 + b ln(1 + floor(p / c)), with this b and the original
+    context c of YaRN (Llama 4, Ministral 3)."""
 
 
 def latent_attention_problems(config: LatentAttentionConfig) -> Iterator[MegatronError]:
