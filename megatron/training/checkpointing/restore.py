@@ -42,7 +42,8 @@ from megatron.core.dist_checkpointing.tree import leaves, map_leaves
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError
 from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
-from megatron.core.utils import get_model_config
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing.other_layers import (
     EXPERT_WEIGHTS,
     read_from_dense,
@@ -115,8 +116,8 @@ class Restorer:
             print_once(self.peers, "  every expert is a copy of the dense MLP of its layer")
         strict = parse_strict_handling(settings.dist_ckpt_strictness)
         of_layers = None
-        if self.context.weights != "adapters":
-            config = get_model_config(self.context.model[0])
+        config = getattr(unwrap_model(self.context.model[0]), "config", None)
+        if isinstance(config, TransformerConfig) and self.context.weights != "adapters":
             template, of_layers = read_from_halves(template, contents, config, strict)
         vocabulary = self.context.args.get("unpadded_vocab_size")
         for note in (
