@@ -60,7 +60,7 @@ _OF_ACTIVATIONS = re.compile(
 """Scales of activations and of the cache of keys and values."""
 
 
-def stated_quantization(fields: Mapping[str, Any]) -> Any:
+def stated_quantization(fields: Mapping[str, object]) -> Any:
     """Return the description of the quantisation in a `config.json`, or None."""
     text = fields.get("text_config")
     for place in (fields, text if isinstance(text, dict) else {}):
@@ -70,7 +70,7 @@ def stated_quantization(fields: Mapping[str, Any]) -> Any:
     return None
 
 
-def unsupported(config: Any) -> str | None:
+def unsupported(config: object) -> str | None:
     """Return the rule that a `quantization_config` breaks, or None."""
     if not isinstance(config, dict):
         return "a quantization_config is an object"
@@ -219,7 +219,7 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def dequantized(
-    stored: Mapping[str, StoredView], fields: Mapping[str, Any], path: Path
+    stored: Mapping[str, StoredView], fields: Mapping[str, object], path: Path
 ) -> dict[str, StoredView]:
     """Return the tensors of a model under their usual names: weights in few bits are one tensor.
 
@@ -260,11 +260,11 @@ def dequantized(
 _CODES = (*_FP8, torch.int8, torch.uint8, torch.int32)
 
 
-def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
+def _dtype(fields: Mapping[str, object]) -> torch.dtype:
     """Return the dtype of the model: of its weights that have all bits."""
     text = fields.get("text_config")
     for place in (fields, text if isinstance(text, dict) else {}):
-        name = place.get("dtype") or place.get("torch_dtype")
+        name = str(place.get("dtype") or place.get("torch_dtype"))
         if name in ("float32", "float16", "bfloat16"):
             dtype: torch.dtype = getattr(torch, name)
             return dtype

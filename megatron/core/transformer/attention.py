@@ -30,10 +30,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection, resolve_
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.topology.group import SINGLE_RANK
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention, gated
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.rotary import cos_sin, rotate
+from megatron.core.transformer.rotary import cos_sin, factor_by_position, rotate
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import RMSNormAcrossHeads
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -237,15 +237,18 @@ class Attention(MegatronModule):
             positions,
             (rotary_pos_emb, rotary_pos_cos, rotary_pos_sin),
         )
-        if self.config.query_scale_beta:
-            query = query * self._query_factor(positions, query, packed_seq_params)
+        if beta := self.config.query_scale_beta:
+            if positions is None:
+                positions = self.positions_of(query.shape[0], query.device, packed_seq_params)
+            period = self.config.original_max_position_embeddings
+            query = query * factor_by_position(positions, beta, period).to(query.dtype)
         extra, gate = (others, []) if self.core_takes_extra_inputs else ([], others)
         if context is not None:
             entries = self.extra_cache_entries(extra)
             cached = context.store(self.layer_number, key, value, *entries)
             if not context.is_fresh:
                 attended = self._attend_to_cache(query, cached, extra, context)
-                return self.linear_proj(_gated(attended, *gate))
+                return self.linear_proj(gated(attended, *gate))
 
         def core(mask: Tensor | None, bias: Tensor | None, *tensors: Any) -> Any:
             query, key, value, *extra = tensors
@@ -267,31 +270,20 @@ class Attention(MegatronModule):
             with offloading(self.config.offloads("core_attn"), self.core_attention):
                 attended = core(*given)
         self.drop_query_key_value(attended)
-        attended = _gated(attended, *gate)
+        attended = gated(attended, *gate)
         with offloading(self.config.offloads("attn_proj"), self.linear_proj):
             return self.linear_proj(attended)
 
-    def positions_of(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the positions [s/cp, 1] of this rank's tokens."""
+    def positions_of(
+        self, num_tokens: int, device: torch.device, packed: PackedSeqParams | None = None
+    ) -> Tensor:
+        """Return the positions of this rank's tokens: [s/cp, 1], or [s/cp, b] in documents."""
         cp = self.pg_collection.microbatch_cp
         shard = sequence_shard_of_rank(num_tokens, cp=cp, sp=SINGLE_RANK)
-        return shard.positions(device)[:, None]
-
-    def _query_factor(
-        self, positions: Tensor | None, query: Tensor, packed: PackedSeqParams | None
-    ) -> Tensor:
-        """Return the factor of `query_scale_beta` on queries [s, b, n, d].
-
-        Args:
-            positions: [s, b]; default the positions of this rank's tokens in their documents.
-        """
-        if positions is None:
-            positions = self.positions_of(query.shape[0], query.device)
-            if isinstance(packed, Documents):
-                positions = packed.positions.t()[positions.flatten()]
-        passed = positions.float().div(self.config.original_max_position_embeddings).floor()
-        factor = 1 + self.config.query_scale_beta * torch.log1p(passed)
-        return factor[:, :, None, None].to(query.dtype)
+        positions = shard.positions(device)
+        if isinstance(packed, Documents):
+            return packed.positions.t()[positions]
+        return positions[:, None]
 
     def drop_query_key_value(self, attended: Tensor) -> None:
         """Free query, key and value, if they are recomputed before the backward of the core."""
@@ -455,17 +447,3 @@ class SelfAttention(Attention):
         mine = slice(part * local, (part + 1) * local)
         gate = [part[:, :, mine].reshape(s, b, local * d) for part in gate]
         return query[:, :, mine], key, value, *gate
-
-
-def _gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Return attended * sigmoid(gate); without a gate `attended`.
-
-    Args:
-        attended: [s, b, n/tp * d].
-        gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
-    """
-    if gate is None:
-        return attended
-    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
-    parts = attended.unflatten(-1, (gate.shape[-1], -1))
-    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)

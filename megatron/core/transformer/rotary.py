@@ -24,6 +24,12 @@ def cos_sin(freqs: Tensor, dtype: torch.dtype, amplitude: float = 1.0) -> tuple[
     return cos.to(dtype), sin.to(dtype)
 
 
+def factor_by_position(positions: Tensor, beta: float, period: int) -> Tensor:
+    """Return 1 + beta ln(1 + floor(position / period)), fp32 [s, b, 1, 1], of positions [s, b]."""
+    passed = positions.float().div(period).floor()
+    return (1 + beta * torch.log1p(passed))[:, :, None, None]
+
+
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, fuses: bool = True
 ) -> Tensor:

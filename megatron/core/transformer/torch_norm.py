@@ -63,7 +63,9 @@ class RMSNormAcrossHeads(RMSNorm):
     a group that the ranks share), each rank adds their squares, and the mean divides by the copies.
     """
 
-    def __init__(self, hidden_size: int, eps: float, *, config: Any, tp_group: Group) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, *, config: TransformerConfig, tp_group: Group
+    ) -> None:
         """
         Args:
             hidden_size: n * d.

@@ -13,8 +13,10 @@ from megatron.hugging_face.config_fields import ConfigFields
 from megatron.hugging_face.families.deepseek import (
     DEEPSEEK_V3,
     FOLLOWING,
+    experts_fields,
     latent_fields,
     latent_settings,
+    with_experts,
 )
 from megatron.hugging_face.families.llama import LLAMA, MISTRAL
 from megatron.hugging_face.model_description import ModelDescription
@@ -72,7 +74,8 @@ def _ministral3_settings(config: ConfigFields) -> ModelDescription:
 def _mistral4_settings(config: ConfigFields) -> ModelDescription:
     view, others = _apart(config)
     config.take("partial_rotary_factor", None)  # the widths determine the share
-    settings = latent_settings(view.with_fields({"partial_rotary_factor": None}))
+    view = view.with_fields({"partial_rotary_factor": None})
+    settings = with_experts(latent_settings(view), view)
     width = settings.qk_head_dim + settings.qk_pos_emb_head_dim
     share = settings.qk_pos_emb_head_dim / width
     if others["partial_rotary_factor"] not in (None, share):
@@ -87,6 +90,7 @@ def _mistral4_settings(config: ConfigFields) -> ModelDescription:
 def _mistral4_fields(settings: ModelDescription) -> dict[str, Any]:
     return {
         **_with_rope(latent_fields(settings), settings),
+        **experts_fields(settings),
         "norm_topk_prob": not settings.moe_router_pre_softmax,
         "rope_interleave": settings.rope_interleave,
     }

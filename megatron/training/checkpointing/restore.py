@@ -41,8 +41,8 @@ from megatron.core.dist_checkpointing.shard_file import DTYPES
 from megatron.core.dist_checkpointing.tree import leaves, map_leaves
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_handling
 from megatron.core.foundation.errors import CheckpointError
-from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transport.object_collectives import ControlGroup, SingleProcess
 from megatron.core.utils import unwrap_model
 from megatron.training.checkpointing.other_layers import (
     EXPERT_WEIGHTS,

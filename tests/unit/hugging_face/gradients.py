@@ -1,7 +1,7 @@
 """Compare the gradients of a model of Transformers with those of the same model here."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def compare_gradients(directory: Path, theirs: Any, ours: Mapping[str, Tensor]) 
             mine = mine.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             mine = mine.replace("self_attention.in_proj.layer_norm_", "input_layernorm.")
             mine = mine.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-            in_modules = [_of_module(full_name(name, prefix)) for name in others]
+            in_modules = [_of_module(full_name(name, prefix), names) for name in others]
             if any(name in buffers for name in in_modules):
                 continue
             known = [names[name] for name in in_modules if name in names]
@@ -105,9 +105,9 @@ def _gradient(names: Mapping[str, Any], name: str) -> Tensor:
         return both.chunk(2)[_HALF[part]]
     of_convolution = re.fullmatch(r"(.*)\.([qkv])_conv1d\.weight", name)
     if of_convolution is not None:
-        joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight")].grad
+        joined = names[_of_module(f"{of_convolution[1]}.conv1d.weight", names)].grad
         return joined.chunk(3)["qkv".index(of_convolution[2])]
-    return names[_of_module(name)].grad
+    return names[_of_module(name, names)].grad
 
 
 _RENAMED = {
@@ -134,8 +134,14 @@ _PATTERNS = {
 """Pattern of a name in files of HY 3, K-EXAONE, Kimi Linear or Ling -> name in the modules."""
 
 
-def _of_module(name: str) -> str:
-    """Return the name of a tensor in the modules of Transformers, given its name in files."""
+def _of_module(name: str, names: Container[str]) -> str:
+    """Return the name of a tensor in the modules of Transformers, given its name in files.
+
+    Args:
+        names: the names in the modules; a name that is among them has no other one.
+    """
+    if name in names:
+        return name
     before, found, rest = name.partition("block_sparse_moe.")
     if rest in _OF_GRANITE:
         return before + found + _OF_GRANITE[rest]

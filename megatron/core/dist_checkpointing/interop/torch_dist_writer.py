@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 
 from megatron.core.dist_checkpointing.durable import write_durably
 from megatron.core.dist_checkpointing.flat_ranges import Box
-from megatron.core.dist_checkpointing.interop.formats.torch_dist import FINAL_NORM_OF_HYBRID
+from megatron.core.dist_checkpointing.interop.rank_state import FINAL_NORM_OF_HYBRID
 from megatron.core.dist_checkpointing.loader import Contents, SliceReader, read_box
 from megatron.core.dist_checkpointing.manifest import METADATA_NAME, StoredTensor
 from megatron.core.dist_checkpointing.shard_file import DTYPES

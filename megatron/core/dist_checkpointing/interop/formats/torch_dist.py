@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.interop.contents import (
 )
 from megatron.core.dist_checkpointing.interop.pickles import Record, load_pickle
 from megatron.core.dist_checkpointing.interop.rank_state import (
+    FINAL_NORM_OF_HYBRID,
     common_values,
     describe_layout,
     steps_in,
@@ -54,8 +55,6 @@ METADATA_LIMIT = 1 << 31
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 _CHAIN = re.compile(r"(?:optimizer\.)?chained_\d+\.", re.ASCII)
 _MAIN_WEIGHT = "optimizer.state.param."
-FINAL_NORM_OF_HYBRID = ("decoder.final_norm.", "decoder.final_layernorm.")
-"""Prefix of the final norm of Megatron's HybridModel, and of every other model."""
 _BUFFER_GROUPS = re.compile(r".*optimizer\.distributed\.dp_group_idx_\d+\.optimizer/shard_\S+")
 _LAYOUT_ARGS = (
     "tensor_model_parallel_size",
