@@ -123,6 +123,9 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_PARALLEL}.mappings:gather_from_sequence_parallel_region use_global_buffer",
         f"{_PARALLEL}.mappings:reduce_scatter_to_sequence_parallel_region use_global_buffer",
         f"{_HERE}.transformer:fused_apply_rotary_pos_emb transpose_output_memory",
+        f"{_HERE}.transformer:YarnRotaryEmbedding.__init__ use_cpu_initialization",
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__init__"
+        " use_cpu_initialization",
         f"{_HERE}.parallel_state:GlobalMemoryBuffer.get_tensor mem_alloc_context",
     ),
     "weights are drawn by name: no rank keeps a full one": (
