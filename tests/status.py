@@ -101,8 +101,8 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
             ("hybrid mixers",),
         ),
         Feature(
-            "[hybrid models](sequence_mixers.md#hybrid-models), checkpoints of a GPT and of a hybrid"
-            " model in turn",
+            "[hybrid models](sequence_mixers.md#hybrid-models), checkpoints of a GPT and of a"
+            " hybrid model in turn",
             "tests/distributed/checkpointing/test_hybrid_and_gpt.py",
         ),
         Feature(
