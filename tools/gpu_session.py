@@ -316,8 +316,13 @@ def output_of(*command: str, limit_s: float = 5.0) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit from git, else from `.whl/commit`, which `make gpu-wheels` writes."""
-    return output_of("git", "rev-parse", "HEAD") or output_of("cat", ".whl/commit")
+    """Return the commit of these files.
+
+    A machine may have the files of a newer commit than its git knows; `make gpu-wheels` writes the
+    newer commit to `.whl/commit`.
+    """
+    known, carried = output_of("git", "rev-parse", "HEAD"), output_of("cat", ".whl/commit")
+    return carried if carried and output_of("git", "status", "--porcelain") != "" else known
 
 
 def gpus() -> list[dict[str, str]]:

@@ -27,6 +27,11 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "megatron.training.initialize:_set_random_seed"
         " te_rng_tracker inference_rng_tracker use_cudagraphable_rng",
     ),
+    "the angles of rotary embeddings are always on the step's device": (
+        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__init__"
+        " use_cpu_initialization",
+        f"{_HERE}.transformer:YarnRotaryEmbedding.__init__ use_cpu_initialization",
+    ),
     "draws are keyed by what they are for: a seed needs no groups": (
         "megatron.training.initialize:_set_random_seed pp_group dp_group",
     ),
@@ -123,9 +128,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_PARALLEL}.mappings:gather_from_sequence_parallel_region use_global_buffer",
         f"{_PARALLEL}.mappings:reduce_scatter_to_sequence_parallel_region use_global_buffer",
         f"{_HERE}.transformer:fused_apply_rotary_pos_emb transpose_output_memory",
-        f"{_HERE}.transformer:YarnRotaryEmbedding.__init__ use_cpu_initialization",
-        f"{_CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.__init__"
-        " use_cpu_initialization",
         f"{_HERE}.parallel_state:GlobalMemoryBuffer.get_tensor mem_alloc_context",
     ),
     "weights are drawn by name: no rank keeps a full one": (
