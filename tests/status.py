@@ -106,6 +106,11 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
         ),
         Feature("Kimi Delta Attention", "tests/distributed/context_parallel/test_recurrence.py"),
         Feature(
+            "[hybrid models](sequence_mixers.md#hybrid-models), checkpoints of a GPT and of a"
+            " hybrid model in turn",
+            "tests/distributed/checkpointing/test_hybrid_and_gpt.py",
+        ),
+        Feature(
             "[sparse attention of DeepSeek-V3.2](sequence_mixers.md)",
             "tests/distributed/context_parallel/test_sparse_attention.py",
         ),

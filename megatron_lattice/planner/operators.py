@@ -195,7 +195,7 @@ class OperatorCosts:
         return kernels * self.hardware.per_software("launch_s", loads) * self.without_graph()
 
     def expert_launch(self) -> FloatArray:
-        """Return the time in which the GPU waits for the launches of the local experts of a layer.
+        """Return the time that the GPU waits for the launches of a layer's local experts.
 
         The host reads how many tokens reach each expert before it launches their products, so
         these launches run beside no work of the GPU.

@@ -156,7 +156,7 @@ def bubble_time(workloads: Workloads, slowest: FloatArray, whole: FloatArray) ->
 def exposed_pipeline(
     workloads: Workloads, collectives: CollectiveCosts, hardware: Hardware
 ) -> FloatArray:
-    """Return the time in which a rank waits for activations and gradients."""
+    """Return the time that a rank waits for activations and gradients."""
     hops = workloads.num_microbatches * workloads.num_chunks + workloads.pipeline_size
     needed = 2 * message_time(workloads, collectives) * hops
     needed = needed * hardware.per_software("pipeline_exposed", workloads)

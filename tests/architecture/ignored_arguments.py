@@ -101,6 +101,12 @@ IGNORED: dict[str, tuple[str, ...]] = {
         f"{_CORE}.transformer.attention:Attention.__init__ pp_layer_offset",
     ),
     "two products of all experts have no parts to choose": (),
+    "every module is called as the function that it is": (
+        f"{_HERE}.core_utils:apply_module check_subclass",
+    ),
+    "the log of a run has the padded vocabulary with all other derived settings": (
+        f"{_HERE}.training:calculate_padded_vocab_size logging_enabled",
+    ),
     "it takes the place of any part, with the arguments of that part": (
         f"{_CORE}.transformer.identity_op:IdentityOp.__init__ args kwargs",
         f"{_CORE}.transformer.identity_op:IdentityOp.forward args kwargs",

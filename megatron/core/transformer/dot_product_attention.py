@@ -245,3 +245,17 @@ def without_padding(
     is_padding = packed.padding_mask.t()[..., None, None]
     far = PADDING_SCORE**0.5 / query.shape[-1] ** 0.5
     return query.masked_fill(is_padding, far), key.masked_fill(is_padding, -far)
+
+
+def gated(attended: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Return attended * sigmoid(gate); without a gate `attended`.
+
+    Args:
+        attended: [s, b, n/tp * d].
+        gate: of each channel [s, b, n/tp * d], or of each head [s, b, n/tp].
+    """
+    if gate is None:
+        return attended
+    # In fp32: near 1 the sigmoid has at most 8 significant bits in half precision.
+    parts = attended.unflatten(-1, (gate.shape[-1], -1))
+    return (parts * gate.float().sigmoid().unsqueeze(-1)).flatten(-2).to(attended.dtype)

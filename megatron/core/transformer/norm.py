@@ -127,6 +127,16 @@ class LayerNorm(Norm):
     initial: ClassVar = {"weight": 1.0, "bias": 0.0}
 
 
+class LayerNormWithoutBias(Norm):
+    """(x - mean) / sqrt(var + eps) * weight over the last dimension of x [..., h]."""
+
+    kernels = LAYER_NORM
+
+    def normalize(self, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        """Normalise x [..., h]."""
+        return super().normalize(x, weight, torch.zeros_like(weight))
+
+
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [..., h]."""
 
@@ -134,5 +144,9 @@ class RMSNorm(Norm):
     added_kernels = ADDED_NORM
 
 
-NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, type[Norm]] = {
+    "LayerNorm": LayerNorm,
+    "LayerNormWithoutBias": LayerNormWithoutBias,
+    "RMSNorm": RMSNorm,
+}
 """The norms by name: the values of `--normalization`."""

@@ -126,12 +126,18 @@ def combination_problems(config: TransformerConfig) -> Iterator[MegatronError]:
             flags=["--cross-entropy-loss-fusion", "--final-logit-softcapping"],
             fix="drop --cross-entropy-loss-fusion",
         )
-    if config.attention_output_gate and config.multi_latent_attention:
+    if config.multi_latent_attention and (
+        given := [
+            name
+            for name in ("qk_layernorm_across_heads", "qk_layernorm_after_rope", "reordered_norm")
+            if getattr(config, name)
+        ]
+    ):
         yield ConfigError(
-            "attention_output_gate with multi-latent attention.",
-            rule="the gate is a part of the projection to whole query heads",
-            flags=["--attention-output-gate", "--multi-latent-attention"],
-            fix="drop --attention-output-gate",
+            f"{', '.join(given)} with multi-latent attention.",
+            rule="latent attention norms its input and its latents",
+            flags=[*("--" + name.replace("_", "-") for name in given), "--multi-latent-attention"],
+            fix="drop them, or --multi-latent-attention",
         )
     if config.rotary_base_local is not None and (
         config.multi_latent_attention or config.mtp_num_layers
@@ -258,7 +264,7 @@ class TransformerConfig(
             return  # check_linear_attention reports it
         if pattern is None:
             return
-        self.num_layers = self.num_layers or len(pattern.layers)
+        self.num_layers = self.num_layers or len(pattern.kinds)
         self.moe_layer_freq = pattern.layers_with_experts
         self.mtp_num_layers = self.mtp_num_layers or len(pattern.later) or None
         self.pipeline_model_parallel_layout = (
@@ -273,6 +279,10 @@ class TransformerConfig(
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer of the model."""
         return self.kinds_of_layers(self.layers_with_experts(self.num_layers))
+
+    def is_reordered(self, layer_number: int) -> bool:
+        """Whether a layer norms the outputs of its branches instead of their inputs."""
+        return self.reordered_norm and not self.layer_kind(layer_number).is_recurrent
 
     def layer_kind(self, layer_number: int) -> LayerKind:
         """Return the kind of a layer, by its 1-based number in the whole model; the layers of

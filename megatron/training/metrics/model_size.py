@@ -151,7 +151,8 @@ class ModelSize:
         queries = h * rank + rank * queries if rank else h * queries
         keys = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         values = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-        return queries + keys + values + back
+        gates = h * heads * config.attention_output_gate
+        return queries + keys + values + gates + back
 
     def _indexer_matrices(self, kind: LayerKind) -> int:
         """Elements of the projections of an indexer to queries, a key and weights."""
@@ -220,6 +221,8 @@ class ModelSize:
         config = self.config
         norms = (1 + config.sandwich_norm) * self._norm()
         count = kind.has_final_norm * self._norm()
+        if config.share_parallel_norm and kind.mixer and kind.mlp:
+            count -= self._norm()
         if kind.mixer:
             count += norms
             count += (
@@ -260,7 +263,11 @@ class ModelSize:
             return count + config.qk_layernorm * sum(map(self._norm, filter(None, normed)))
         if config.add_bias_linear or config.add_qkv_bias:
             count += self._qkv_width
-        return count + 2 * config.qk_layernorm * self._norm(config.kv_channels)
+        heads = (1, 1)
+        if config.qk_layernorm_across_heads:
+            heads = (config.num_attention_heads, config.num_query_groups or 1)
+        width = config.kv_channels or 0
+        return count + config.qk_layernorm * sum(self._norm(width * number) for number in heads)
 
     def _layers(self, kinds: Iterable[LayerKind]) -> int:
         return sum(

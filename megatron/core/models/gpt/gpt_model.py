@@ -145,6 +145,7 @@ class GPTModel(LanguageModule):
                     rope_scaling=rope_scaling,
                     rope_scaling_factor=rope_scaling_factor,
                     yarn=config if position_embedding_type == "yarn" else None,
+                    longrope=config if config.rotary_short_factors else None,
                 )
                 if config.rotary_base_local is not None:
                     self.local_rotary_pos_emb = rotary(rotary_base=config.rotary_base_local)
