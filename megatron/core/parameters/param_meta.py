@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.foundation.device import prefers_cache_blocks
+from megatron.core.parameters.exact_sum import on_grid
 
 _ATTRIBUTE = "_param_meta"
 
@@ -174,6 +175,9 @@ def has_main_grad(parameter: Tensor) -> bool:
 def accumulate_main_grad(parameter: Tensor, grad: Tensor, scale: float = 1.0) -> None:
     """Add scale * grad (same shape as the parameter, any float dtype) into the main gradient."""
     main_grad = parameter.main_grad
+    if main_grad.dtype == torch.float64 and parameter.dtype != torch.float64:
+        grad = on_grid(grad if scale == 1.0 else grad * scale)
+        scale = 1.0
     if abs(scale) > torch.finfo(torch.result_type(main_grad, grad)).max:
         # `add_` refuses such a factor: an initial fp16 loss scale may be this large.
         grad, scale = grad * scale, 1.0

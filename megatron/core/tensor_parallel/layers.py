@@ -126,6 +126,7 @@ class ColumnParallelLinear(ParallelLinear):
             input_mode=_column_input_mode(self.sequence_parallel, self.allreduce_dgrad),
             fuses_main_grad=config.gradient_accumulation_fusion,
             overlaps=config.async_tensor_model_parallel_allreduce,
+            units=self.units(0, stride),
         )
 
         self.weight: nn.Parameter | None = None
@@ -257,6 +258,7 @@ class RowParallelLinear(ParallelLinear):
             output_mode=OutputMode.LOCAL if self.explicit_expert_comm else output_mode,
             fuses_main_grad=config.gradient_accumulation_fusion,
             overlaps=config.async_tensor_model_parallel_allreduce,
+            units=self.units(1, stride),
         )
         self.weight = self.new_parameter(
             output_size,

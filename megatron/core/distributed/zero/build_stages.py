@@ -41,6 +41,7 @@ def build_stages(
     policy_of: Callable[[Mesh], ReductionPolicy],
     separate: Sequence[nn.Parameter],
     disable_bucketing: bool,
+    is_exact: bool = False,
 ) -> list[ZeroStage]:
     """Return one buffer for each dtype, and for dense and expert parameters.
 
@@ -49,6 +50,7 @@ def build_stages(
         mesh_of: is_expert -> the ranks that hold copies.
         policy_of: mesh -> how its ranks sum gradients.
         separate: parameters with buckets of their own.
+        is_exact: gradients are exact sums; see `parameters.exact_sum`.
     """
     unit_of = {p: number for number, unit in enumerate(units) for p in unit.parameters}
     stages: list[ZeroStage] = []
@@ -67,7 +69,12 @@ def build_stages(
             tag=len(stages) * _TAGS_PER_BUFFER,
             quantized=[quantized[p] for _, p in parameters if p in quantized],
         )
-        stages.append(_stage(module, config, parameters, options, dtype, policy_of(mesh)))
+        grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
+        if is_exact:
+            grad_dtype = torch.float64
+            for _, parameter in parameters:
+                parameter.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+        stages.append(_stage(module, config, parameters, options, grad_dtype, policy_of(mesh)))
     return stages
 
 
@@ -110,10 +117,9 @@ def _stage(
     config: DistributedDataParallelConfig,
     parameters: Named,
     options: LayoutOptions,
-    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
     policy: ReductionPolicy,
 ) -> ZeroStage:
-    grad_dtype = torch.float32 if config.grad_reduce_in_fp32 else dtype
     on_host = config.overlap_cpu_optimizer_d2h_h2d
     is_unsharded = options.mesh.shard_size == 1 and not (config.offloads_parameters or on_host)
     if is_unsharded or not config.shards_gradients:
