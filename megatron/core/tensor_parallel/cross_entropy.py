@@ -160,15 +160,15 @@ class _UnitCrossEntropy(torch.autograd.Function):
     """Cross entropy whose exponentials are added per unit of the vocabulary, then in a tree."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, units: int
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabShard, units: int) -> Tensor:
         rows, group = _rows(logits).to(torch.float32, copy=True), shard.group
         labels = Labels.locate(target, shard)
         rows[:, shard.num_local_valid :] = -torch.inf
         at_label = rows.gather(1, labels.columns).masked_fill_(~labels.is_local, 0.0).squeeze(1)
         local = torch.stack([rows.amax(-1), at_label])
-        shared = collectives.all_gather(local.unsqueeze(0), group) if group.size() > 1 else local[None]
+        shared = (
+            collectives.all_gather(local.unsqueeze(0), group) if group.size() > 1 else local[None]
+        )
         highest = shared[:, 0].amax(0)
         rows.sub_(highest.unsqueeze(-1)).exp_()
         total = tree_sum(list(rows.view(len(rows), units, -1).sum(-1).unbind(1)))

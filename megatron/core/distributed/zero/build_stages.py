@@ -73,7 +73,7 @@ def build_stages(
         if is_exact:
             grad_dtype = torch.float64
             for _, parameter in parameters:
-                parameter.grad_dtype = grad_dtype  # type: ignore[attr-defined]
+                parameter.grad_dtype = None  # type: ignore[attr-defined]
         stages.append(_stage(module, config, parameters, options, grad_dtype, policy_of(mesh)))
     return stages
 
