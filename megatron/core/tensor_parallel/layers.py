@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.foundation.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters.param_meta import in_rows
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_group
 from megatron.core.tensor_parallel.linear_with_overlap import (
     InputMode,
@@ -295,7 +296,10 @@ class RowParallelLinear(ParallelLinear):
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         added_bias = None if self.skip_bias_add else self.bias
         out = parallel_linear(input_, self.weight, added_bias, self.spec)
-        return out, self.bias if self.skip_bias_add else None
+        if not self.skip_bias_add:
+            return out, None
+        is_exact = self.spec.units is not None and self.bias is not None
+        return out, in_rows(self.bias, out.shape) if is_exact else self.bias
 
     def extra_repr(self) -> str:
         """Show the sizes."""

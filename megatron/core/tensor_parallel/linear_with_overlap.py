@@ -23,7 +23,7 @@ from megatron.core.foundation.errors import ConfigError
 from megatron.core.kernels.cpu.prepacked_weights import linear
 from megatron.core.kernels.weight_gradient import main_grad_addmm
 from megatron.core.low_precision.quantized_linear import GemmContext, QuantizedLinear
-from megatron.core.parameters.exact_sum import row_sum
+from megatron.core.parameters.exact_sum import on_grid, row_sum
 from megatron.core.parameters.param_meta import (
     accumulate_main_grad,
     add_gradient,
@@ -254,7 +254,7 @@ def _weight_gradient(
         total = spec.units.weight_gradient(grad, rows)
         if fuses:
             accumulate_main_grad(weight, total)
-        return None if fuses else total
+        return None if fuses else on_grid(total)
     if fuses:
         main_grad_addmm(weight, grad.t(), rows)
         return None
