@@ -7,6 +7,7 @@ Legend: s sequence, b micro-batch, n heads, g key/value groups, d head dim; head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -120,6 +121,20 @@ class DotProductAttention(MegatronModule):
         kernel = choose_attention(
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
+        if comm_type is None and self.config.layout_invariant_mode:
+            units = math.gcd(self.config.num_query_groups or 1, self.config.tensor_units)
+            pieces = zip(
+                *(
+                    [
+                        part.contiguous()
+                        for part in x.tensor_split(units // self.pg_collection.tp.size(), 2)
+                    ]
+                    for x in (query, key, value)
+                ),
+                strict=True,
+            )
+            # A kernel chooses its algorithm by the number of heads.
+            return torch.cat([kernel.run(*piece, options) for piece in pieces], -1)
         if comm_type is None:
             return kernel.run(query, key, value, options)
         return context_parallel_attention(
