@@ -18,7 +18,7 @@ from megatron.core.context_parallel import context_parallel_attention
 from megatron.core.context_parallel.attention import ContextParallelGroups
 from megatron.core.foundation.device import current_device
 from megatron.core.kernels.attention import choose_attention
-from megatron.core.kernels.attention_options import AttentionOptions
+from megatron.core.kernels.attention_options import AttentionKernel, AttentionOptions
 from megatron.core.kernels.block_mask import MaskSpec
 from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
@@ -122,19 +122,7 @@ class DotProductAttention(MegatronModule):
             query, key, value, options, backend=self.backend, comm_type=comm_type
         ).kernel
         if comm_type is None and self.config.layout_invariant_mode:
-            units = math.gcd(self.config.num_query_groups or 1, self.config.tensor_units)
-            pieces = zip(
-                *(
-                    [
-                        part.contiguous()
-                        for part in x.tensor_split(units // self.pg_collection.tp.size(), 2)
-                    ]
-                    for x in (query, key, value)
-                ),
-                strict=True,
-            )
-            # A kernel chooses its algorithm by the number of heads.
-            return torch.cat([kernel.run(*piece, options) for piece in pieces], -1)
+            return self._attend_in_units(kernel.run, query, key, value, options)
         if comm_type is None:
             return kernel.run(query, key, value, options)
         return context_parallel_attention(
@@ -175,6 +163,27 @@ class DotProductAttention(MegatronModule):
             sink=self.softmax_offset,
             softcap=self.config.attn_logit_softcapping,
         )
+
+    def _attend_in_units(
+        self,
+        run: AttentionKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with the heads of one unit at a time: kernels choose their algorithm by the number
+        of heads, which depends on the layout."""
+        groups = self.config.num_query_groups or self.config.num_attention_heads
+        units = math.gcd(groups, self.config.tensor_units)
+        count = max(units // self.pg_collection.tp.size(), 1)
+        heads = query.shape[2] // count
+        split = [[part.contiguous() for part in x.chunk(count, 2)] for x in (query, key, value)]
+        outputs = [
+            run(*parts, options.of_heads(n * heads, (n + 1) * heads))
+            for n, parts in enumerate(zip(*split, strict=True))
+        ]
+        return torch.cat(outputs, -1)
 
     @property
     def context_groups(self) -> ContextParallelGroups:
