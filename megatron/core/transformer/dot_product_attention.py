@@ -24,7 +24,9 @@ from megatron.core.kernels.torch_attention import kv_cache_attention
 from megatron.core.packed_seq_params import Documents, PackedSeqParams
 from megatron.core.parameters.initialization import full_weight, initialization_is_deferred
 from megatron.core.parameters.param_meta import ParamMeta, set_param_meta, shard_of
+from megatron.core.parameters.rng import rng_state
 from megatron.core.process_groups_config import ProcessGroupCollection, resolve_groups
+from megatron.core.step_context.context import current_step
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -179,10 +181,10 @@ class DotProductAttention(MegatronModule):
         count = max(units // self.pg_collection.tp.size(), 1)
         heads = query.shape[2] // count
         split = [[part.contiguous() for part in x.chunk(count, 2)] for x in (query, key, value)]
-        outputs = [
-            run(*parts, options.of_heads(n * heads, (n + 1) * heads))
-            for n, parts in enumerate(zip(*split, strict=True))
-        ]
+        outputs, scope = [], rng_state().scope
+        for n, parts in enumerate(zip(*split, strict=True)):
+            current_step().random_scope = scope  # the draws of all heads are one draw
+            outputs.append(run(*parts, options.of_heads(n * heads, (n + 1) * heads)))
         return torch.cat(outputs, -1)
 
     @property
